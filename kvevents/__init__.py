@@ -27,6 +27,7 @@ The files; each imports only what is listed above it:
     stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
+    sealing.py            block hashes under a key, for streams without token ids
     curve.py              keys at both ends of a stream, which encrypt it
     endpoints.py          addresses: checked, moved along by rank, opened
     publisher_config.py   the configuration of a publisher
@@ -51,6 +52,7 @@ from kvevents.delivery import Consumer, Effect
 from kvevents.errors import (
     EndpointError,
     HashAlgorithmError,
+    HashKeyError,
     KVEventsError,
     LayoutError,
     MalformedBatch,
@@ -93,6 +95,7 @@ from kvevents.publisher import (
 )
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.replay import ReplayLimits
+from kvevents.sealing import HashKey, read_hash_key
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
@@ -122,6 +125,8 @@ __all__ = [
     "GroupSpec",
     "HashAlgorithmError",
     "HashChain",
+    "HashKey",
+    "HashKeyError",
     "KVCacheGroup",
     "KVCacheLayout",
     "KVEventAggregator",
@@ -153,5 +158,6 @@ __all__ = [
     "hash_algorithms",
     "longest_extended_hit",
     "longest_hit",
+    "read_hash_key",
     "register_publisher",
 ]

@@ -16,6 +16,7 @@ from kvevents.cache_state import CacheState, Snapshot
 from kvevents.codec import decode, encode, with_block_size
 from kvevents.errors import MalformedBatch
 from kvevents.events import GPU, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.sealing import HashKey, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +38,26 @@ class CacheSource:
     """Writes steps as payloads and keeps the cache's state; a `kvevents.stream.StreamSource`."""
 
     def __init__(
-        self, announcement: CacheLayout, data_parallel_rank: int, with_block_size: bool = False
+        self,
+        announcement: CacheLayout,
+        data_parallel_rank: int,
+        with_block_size: bool = False,
+        hash_key: HashKey | None = None,
     ) -> None:
         """
         Args:
             announcement: The layout.
             data_parallel_rank: Written into every batch.
             with_block_size: See `PublisherConfig`.
+            hash_key: Under which blocks are announced; nothing else leaves this object, nor is
+                kept in it.
         """
         self.state = CacheState(announcement)
         self.rejected_events = 0
         """See `kvevents.publisher.PublisherStatistics`."""
         self._rank = data_parallel_rank
         self._with_block_size = with_block_size
+        self._hash_key = hash_key
         self._last_snapshot: weakref.ref[Snapshot] | None = None
         self._last_snapshot_seq = -1
 
@@ -63,12 +71,37 @@ class CacheSource:
 
     def payload(self, item: EngineStep) -> bytes:
         """Write a step, and apply it to the state."""
+        item = self._shown(item)
         payload = self._encode(item.ts, item.events)
-        self.note(item)
+        self._note(item)
         return payload
 
     def note(self, item: EngineStep) -> None:
         """Apply a step to the state."""
+        self._note(self._shown(item))
+
+    def _shown(self, item: EngineStep) -> EngineStep:
+        """A step as others may see it."""
+        if self._hash_key is None:
+            return item
+        state = None if item.state is None else self._sealed(item.state, self._hash_key)
+        return EngineStep(item.ts, self._sealed(item.events, self._hash_key), state)
+
+    def _sealed(self, events: Sequence[Event], key: HashKey) -> tuple[Event, ...]:
+        shown = [self._sealed_one(event, key) for event in events]
+        return tuple(event for event in shown if event is not None)
+
+    def _sealed_one(self, event: Event, key: HashKey) -> Event | None:
+        try:
+            return sealed(event, key)
+        except TypeError as error:
+            if not self.rejected_events:
+                logger.error("publisher: an event was left out: %s", error)
+            self.rejected_events += 1
+            self.note_loss()
+            return None
+
+    def _note(self, item: EngineStep) -> None:
         try:
             self._follow(item)
         except TypeError:

@@ -42,6 +42,10 @@ class CurveError(KVEventsError):
     """A file of keys that cannot be used, or a libzmq without CURVE."""
 
 
+class HashKeyError(KVEventsError):
+    """A file that holds no hash key, or cannot be read or written."""
+
+
 class EndpointError(KVEventsError):
     """An address that no socket can bind or connect to."""
 

@@ -194,6 +194,9 @@ class CacheLayout(_Event, frozen=True):
     none_hash: bytes | None = None
     """Root of the hash chain."""
     eagle: bool = False
+    hash_key_id: str | None = None
+    """Blocks are announced without token ids, under the key of this id (`kvevents.sealing`); None:
+    under the engine's own hashes."""
 
     __hash__ = _Event.__hash__
 

@@ -24,6 +24,7 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.plugins import PlugIns
 from kvevents.publisher_config import PublisherConfig
+from kvevents.sealing import HashKey
 from kvevents.stream import OfferResult, Stream, StreamStatistics
 
 Self = TypeVar("Self", bound="EventPublisher")
@@ -132,13 +133,18 @@ class ZmqEventPublisher(EventPublisher):
 
         Raises:
             EndpointError: An address can be neither bound nor connected to.
-            ValueError: The rank is out of range.
+            ValueError: The rank is out of range, or blocks are to be announced under a key and
+                *chain* is no SHA-256.
         """
-        announcement = announce(layout, chain)
+        if config.hash_key is not None:
+            _check_sealable(chain)
+        announcement = announce(layout, chain, config.hash_key)
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
         self._state_is_due = False
-        self._source = CacheSource(announcement, data_parallel_rank, config.with_block_size)
+        self._source = CacheSource(
+            announcement, data_parallel_rank, config.with_block_size, config.hash_key
+        )
         self._stream: Stream[EngineStep] = Stream(config, self._source, data_parallel_rank, context)
 
     @property
@@ -186,12 +192,24 @@ class ZmqEventPublisher(EventPublisher):
         )
 
 
-def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayout:
+def _check_sealable(chain: HashChain | None) -> None:
+    if chain is None or not chain.algorithm.startswith("sha256"):
+        found = "unknown" if chain is None else chain.algorithm
+        raise ValueError(
+            f"hash_key: the engine's hash function is {found}; it must be sha256 or sha256_cbor, "
+            "so that consumers can compute it and nobody can make collisions"
+        )
+
+
+def announce(
+    layout: KVCacheLayout, chain: HashChain | None = None, key: HashKey | None = None
+) -> CacheLayout:
     """The event that announces a layout, under a publisher id that no other process has.
 
     Args:
         layout: The cache's groups.
         chain: The engine's hash function; None: consumers learn only from tokens.
+        key: Under which blocks are announced; None: under the engine's hashes.
     """
     groups = [
         GroupSpec(
@@ -207,6 +225,7 @@ def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayo
         hash_algorithm=chain.algorithm if chain else None,
         none_hash=chain.none_hash if chain else None,
         eagle=layout.eagle,
+        hash_key_id=key.key_id if key else None,
     )
 
 

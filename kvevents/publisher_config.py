@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvevents.curve import CurveServer
 from kvevents.endpoints import ZmqEndpoint
+from kvevents.sealing import HashKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class PublisherConfig:
     must still pass over a batch with a `CacheLayout`, an event that only ours have."""
     curve: CurveServer | None = None
     """Encrypts both addresses, for subscribers with a key; None: plain text."""
+    include_token_ids: bool = True
+    """False: events carry nothing of prompts, and announce blocks under *hash_key*. Needs an engine
+    that hashes blocks with SHA-256."""
+    hash_key: HashKey | None = None
+    """Shared with the consumers."""
 
     def __post_init__(self) -> None:
         ZmqEndpoint.parse("endpoint", self.endpoint)
@@ -71,6 +77,9 @@ class PublisherConfig:
         for name in ("buffer_steps", "buffer_bytes", "hwm", "max_queue_size"):
             _check_count(name, getattr(self, name))
         _check_seconds("heartbeat_s", self.heartbeat_s)
+        if self.include_token_ids != (self.hash_key is None):
+            given = "there is one" if self.hash_key is not None else "there is none"
+            raise ValueError(f"include_token_ids: False goes with a hash_key, and {given}")
 
     @property
     def uses_inproc(self) -> bool:

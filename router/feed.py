@@ -381,6 +381,8 @@ class _SourceFeed:
                 tap.batch(batch.payload)
         result = self.index.apply(self._source, batch.payload)
         self._applied.add(result)
+        if result.layout_changed:
+            self._look_at_key()
         if result.problem is not None:
             self.report(MalformedBatch(result.problem))
         self._has_had_lower_tiers |= result.has_lower_tiers
@@ -390,6 +392,13 @@ class _SourceFeed:
         return (
             Effect.KNOWN_AGAIN if result.cleared and not self._has_had_lower_tiers else Effect.KEPT
         )
+
+    def _look_at_key(self) -> None:
+        """Say so if nothing of this source will ever be found."""
+        found = self.index.statistics().get(self._source)
+        if found is not None and found.key_problem is not None:
+            source = self._source
+            _log.error("replica %s rank %d: %s", *source, found.key_problem)
 
     def clear(self, reason: str) -> None:
         _log.info(

@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from kvevents.curve import CurveKeys, read_keys
-from kvevents.errors import CurveError, KVEventsError
+from kvevents.errors import CurveError, HashKeyError, KVEventsError
 from kvevents.events import GPU
 from kvevents.live import BacklogLimits
 from kvevents.replay import ReplayLimits
+from kvevents.sealing import hold_key, read_hash_key
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
@@ -201,6 +202,7 @@ class RouterService:
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
+        _hold_hash_key(config)
         self.feed = Feed(
             lambda model: self.models.index_of(model),
             _subscriber_options(config),
@@ -703,6 +705,20 @@ def _repair_times(config: RouterConfig) -> RepairTimes:
         cool_down_s=events.rebuild_cool_down_s,
         quiet_s=events.self_repair_quiet_s,
     )
+
+
+def _hold_hash_key(config: RouterConfig) -> None:
+    """Have the key of streams without token ids.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    path = config.events.hash_key
+    try:
+        if path is not None:
+            hold_key(read_hash_key(Path(path)))
+    except HashKeyError as error:
+        raise ConfigError([ConfigProblem("events.hash_key", str(error))]) from None
 
 
 def _curve_keys(config: RouterConfig) -> CurveKeys | None:

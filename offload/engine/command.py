@@ -14,6 +14,7 @@ from typing import Any
 from kvevents.curve import CurveServer, read_clients, read_keys
 from kvevents.errors import CurveError, KVEventsError
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.sealing import HashKey, read_hash_key
 from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
 from offload.engine.core.presets import preset_names
@@ -235,6 +236,13 @@ def _add_events(group: Any) -> None:
         help="encrypt both: the file NAME.key_secret that `kvroute keys NAME` made",
     )
     group.add_argument(
+        "--kv-events-hash-key",
+        type=Path,
+        metavar="FILE",
+        help="announce blocks without token ids, under this key: the file NAME.hash_key that "
+        "`kvroute keys --hash NAME` made",
+    )
+    group.add_argument(
         "--kv-events-clients",
         type=Path,
         metavar="DIRECTORY",
@@ -315,6 +323,7 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         kv_events_endpoint=arguments.kv_events_endpoint,
         kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
         kv_events_curve=_curve(arguments),
+        kv_events_hash_key=_hash_key(arguments),
         kv_events_topic=arguments.kv_events_topic,
         data_parallel_rank=arguments.data_parallel_rank,
         device=arguments.device,
@@ -365,6 +374,16 @@ def _served_model(
         adapters=tuple(arguments.lora),
         group_kinds=tuple(group.kind.value for group in engine.cache.config.layout.groups),
     )
+
+
+def _hash_key(arguments: argparse.Namespace) -> HashKey | None:
+    """The key for blocks without token ids, if there is one.
+
+    Raises:
+        HashKeyError: Its file cannot be used.
+    """
+    path = arguments.kv_events_hash_key
+    return None if path is None else read_hash_key(path)
 
 
 def _curve(arguments: argparse.Namespace) -> CurveServer | None:

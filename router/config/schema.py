@@ -440,6 +440,9 @@ class EventsConfig(Section, frozen=True):
     curve_keys: PlacedPath | None = None
     """The router's own keys, for encrypted streams: the file `NAME.key_secret` that `kvroute keys`
     made."""
+    hash_key: PlacedPath | None = None
+    """The key under which engines announce blocks that carry no token ids: the file `NAME.hash_key`
+    that `kvroute keys --hash NAME` made."""
     curve_server_key: CurvePublicKey | None = None
     """The public key of the engines whose `kv_events` name none; null: those are plain text."""
     self_repair: bool = True

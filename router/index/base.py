@@ -232,6 +232,8 @@ class SourceStatistics:
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
+    key_problem: str | None = None
+    """What is wrong with the key of its block hashes: then no prompt finds anything there."""
 
 
 # --- the index ------------------------------------------------------------------------------------

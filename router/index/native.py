@@ -195,6 +195,8 @@ class NativePrompt(PromptKeys):
         as_int: bool,
         extra_keys: Sequence[ExtraKeys],
     ) -> EngineHashes | list[BlockHash]:
+        if chain.key_id is not None:
+            return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
         in_core = self._core.engine_hashes(
             self.hashed,
             chain.algorithm,
@@ -542,7 +544,7 @@ class NativeIndex(PrefixIndex):
             tiers_seen=learner.tiers_seen,
             smallest_step=learner.smallest_step,
             lookahead=learner.lookahead,
-            chain=known.finder.chain,
+            chain=known.finder.known,
             state=self.core.export_source(known.slot),
         )
 
@@ -569,7 +571,7 @@ class NativeIndex(PrefixIndex):
         known = self._sources[record.source]
         known.learner.tiers_seen = record.tiers_seen
         known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
-        known.finder.chain = record.chain
+        known.finder.take(record.chain)
         self._tell_layout(known)
         try:
             self.core.restore_source(known.slot, record.state)
@@ -616,6 +618,7 @@ class NativeIndex(PrefixIndex):
             layout=known.learner.layout,
             hash_algorithm=chain.algorithm if chain else None,
             assumptions=_assumptions(known, found),
+            key_problem=known.finder.key_problem,
             is_incomplete=lost or (found["given_up"] > 0 and chain is None),
         )
 
@@ -630,7 +633,7 @@ def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]
             "blocks announced as remote count for this replica alone: "
             "configure stores if others read them too",
         )
-    if not found["unplaced"] or known.finder.chain is not None:
+    if not found["unplaced"] or known.finder.known:
         return assumed
     unknown = (
         f"{found['unplaced']} blocks cannot be placed: the engine's hash function is not known; "

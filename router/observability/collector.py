@@ -131,6 +131,11 @@ _INDEX_GAUGES: _Table[SourceStatistics] = (
         lambda found: found.waiting.runs,
     ),
     (
+        "kvroute_index_foreign_key",
+        "1 where blocks are announced under a hash key that the router does not have.",
+        lambda found: found.key_problem is not None,
+    ),
+    (
         "kvroute_index_incomplete",
         "1 where blocks were refused or given up.",
         lambda found: found.is_incomplete,

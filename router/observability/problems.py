@@ -56,6 +56,8 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Events that break the format, left out of their batches."""
     mispredicted: str | None = None
     """What its hits are mispredicted by, where a rebuild did not help or has to wait."""
+    key_problem: str | None = None
+    """What is wrong with the key of its block hashes: then no prompt finds anything there."""
 
 
 def summarize_source(
@@ -73,7 +75,9 @@ def summarize_source(
         trust: How far its predictions are believed; None before one was compared.
     """
     # Where the engine's hash function is known, blocks without a known prefix are found by hash.
-    unplaced = cache.unplaced if cache is not None and cache.hash_algorithm is None else 0
+    key_problem = None if cache is None else cache.key_problem
+    is_found = cache is None or cache.hash_algorithm is not None or key_problem is not None
+    unplaced = 0 if cache is None or is_found else cache.unplaced
     return SourceSummary(
         dp_rank=dp_rank,
         state=None if feed is None else feed.state.value,
@@ -81,6 +85,7 @@ def summarize_source(
         incomplete=cache is not None and cache.is_incomplete,
         unreadable=0 if feed is None else feed.applied.unreadable,
         mispredicted=None if trust is None or trust.cause is None else trust.cause.value,
+        key_problem=key_problem,
     )
 
 
@@ -160,6 +165,9 @@ def _of_streams(
 
 
 def _of_cache(sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
+    for problem in sorted({source.key_problem for source in sources if source.key_problem}):
+        ranks = [source.dp_rank for source in sources if source.key_problem == problem]
+        yield ReplicaProblem(Level.BAD, problem + _name_ranks(ranks, sources))
     for cause in sorted({source.mispredicted for source in sources if source.mispredicted}):
         ranks = [source.dp_rank for source in sources if source.mispredicted == cause]
         text = f"its hits stay mispredicted after a rebuild: {cause}{_name_ranks(ranks, sources)}"

@@ -15,6 +15,7 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import EventPublisher, NullEventPublisher, create_publisher
 from kvevents.publisher_config import PublisherConfig
+from kvevents.sealing import HashKey
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
 from offload.connector import OffloadingConnector
@@ -68,6 +69,8 @@ class EngineConfig:
     kv_events_replay_endpoint: str | None = None
     kv_events_curve: CurveServer | None = None
     """Encrypts them; None: plain text."""
+    kv_events_hash_key: HashKey | None = None
+    """Under which blocks are announced, without token ids; None: with them."""
     kv_events_topic: str = "kv-events"
     data_parallel_rank: int = 0
     device: str | None = None
@@ -211,6 +214,8 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
         replay_endpoint=config.kv_events_replay_endpoint,
         topic=config.kv_events_topic,
         curve=config.kv_events_curve,
+        include_token_ids=config.kv_events_hash_key is None,
+        hash_key=config.kv_events_hash_key,
     )
     return create_publisher(addresses, layout, chain, config.data_parallel_rank)
 

@@ -178,7 +178,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         seen=learner.seen,
         smallest_step=learner.smallest_step,
         lookahead=learner.lookahead,
-        chain=source.finder.chain,
+        chain=source.finder.known,
         shows_extra_keys=source.shows_extra_keys,
         has_overflowed=source.has_overflowed,
         has_lost_removals=source.has_lost_removals,
@@ -259,7 +259,7 @@ def _source_of(
     source = SourceCache(space, record.hints, limits, stores)
     source.learner.tiers_seen = record.tiers_seen
     source.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
-    source.finder.chain = record.chain
+    source.finder.take(record.chain)
     source.shows_extra_keys = record.shows_extra_keys
     source.has_overflowed = record.has_overflowed
     source.has_lost_removals = record.has_lost_removals

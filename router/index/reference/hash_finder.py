@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvevents.events import BlockHash, BlockStored, CacheLayout
 from kvevents.hashing import ExtraKeys, HashChain, hash_algorithms, to_wire_int
+from kvevents.sealing import held_key
 from router.index.base import LayoutHints
 
 
@@ -28,18 +29,42 @@ class HashFinder:
     def __init__(self, hints: LayoutHints) -> None:
         self.chain: HashChain | None = None
         """The engine's function, once it is known."""
+        self._withheld: HashChain | None = None
+        """The engine's function, where the key is not here under which its hashes are announced."""
         self._seeds = hints.hash_seeds
         self._effort = 0
 
     @property
     def may_find(self) -> bool:
         """False once found, and once trying has proved useless."""
-        return self.chain is None and self._effort < self.TOKENS_TO_HASH
+        is_searching = self.chain is None and self._withheld is None
+        return is_searching and self._effort < self.TOKENS_TO_HASH
 
     def see_announcement(self, event: CacheLayout) -> None:
         """Believe the publisher, if it names an algorithm that is available here."""
         if event.hash_algorithm in hash_algorithms() and event.none_hash:
-            self.chain = HashChain(event.hash_algorithm, event.none_hash)
+            self.take(HashChain(event.hash_algorithm, event.none_hash, event.hash_key_id))
+
+    def take(self, chain: HashChain | None) -> None:
+        """Use a known function, as far as its key is here."""
+        key_id = None if chain is None else chain.key_id
+        is_foreign = key_id is not None and held_key(key_id) is None
+        self.chain, self._withheld = (None, chain) if is_foreign else (chain, None)
+
+    @property
+    def known(self) -> HashChain | None:
+        """The engine's function, whether its key is here or not."""
+        return self.chain or self._withheld
+
+    @property
+    def key_problem(self) -> str | None:
+        """What is wrong with the key of the source's hashes, as a sentence for an operator."""
+        if self._withheld is None:
+            return None
+        return (
+            f"its blocks are announced under the hash key {self._withheld.key_id}, "
+            "which is not here: no prompt can find them; configure events.hash_key"
+        )
 
     def try_event(self, event: BlockStored, hash_block_size: int) -> None:
         """Try every known chain on an event that starts at the root.
@@ -154,4 +179,7 @@ def engine_hashes(
         as_int: As 64-bit integers, else as digests.
     """
     digests = chain.block_hashes(token_ids, hash_block_size, extra_keys, lookahead)
+    key = None if chain.key_id is None else held_key(chain.key_id)
+    if key is not None:
+        return [key.seal(found) for found in digests]
     return [to_wire_int(found) for found in digests] if as_int else list(digests)

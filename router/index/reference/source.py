@@ -130,6 +130,7 @@ class SourceCache:
             layout=self.layout,
             hash_algorithm=self.finder.chain.algorithm if self.finder.chain else None,
             assumptions=self._assumptions(),
+            key_problem=self.finder.key_problem,
             is_incomplete=self.has_overflowed or self.has_lost_removals or given_up_for_good,
             stores={store.name: store.table.counts() for store in self.stores},
         )
@@ -185,7 +186,7 @@ class SourceCache:
                 "configure stores if others read them too",
             )
         unplaced = self.table.unplaced
-        if not unplaced or self.finder.chain is not None:
+        if not unplaced or self.finder.known:
             return known
         unknown = (
             f"{unplaced} blocks cannot be placed: the engine's hash function is not known; "
