@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -131,6 +132,7 @@ class RouterApp:
             history=service.history,
             shortages=service.shortages,
             render_metrics=_metrics_of_all(service, member),
+            render_exemplars=_exemplars(service, member),
         )
         self._api = create_api(parts, service.lifespan)
         self.direct = RouteQuestions(
@@ -156,6 +158,14 @@ class RouterApp:
 def _fleet_changes(service: RouterService, member: Member | None) -> FleetChanges:
     allowed = Networks(service.config.server.replica_networks)
     return FleetChanges(service.registry, allowed.__contains__, member)
+
+
+def _exemplars(
+    service: RouterService, member: Member | None
+) -> Callable[[], Awaitable[bytes]] | None:
+    if member is not None or service.tracing is None:
+        return None
+    return functools.partial(service.render_metrics, True)
 
 
 def _metrics_of_all(

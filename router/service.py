@@ -409,8 +409,8 @@ class RouterService:
         finally:
             await self.stop()
 
-    async def render_metrics(self) -> bytes:
-        """Return all metrics of this process in Prometheus' text format."""
+    async def render_metrics(self, has_exemplars: bool = False) -> bytes:
+        """Return all metrics in Prometheus' text format, or with exemplars in OpenMetrics'."""
         parts = CollectedParts(
             feed=self.feed,
             registry=self.registry,
@@ -433,7 +433,7 @@ class RouterService:
             worker_restarts=self._shared.worker_restarts,
             snapshots=self.snapshots,
         )
-        return await self.metrics.render(collect(parts))
+        return await self.metrics.render(collect(parts), has_exemplars)
 
 
 def _report_end(task: asyncio.Task[None]) -> None:

@@ -85,7 +85,7 @@ from router.http.views import (
     StatusView,
 )
 from router.index import SourceId
-from router.observability.metrics import CONTENT_TYPE
+from router.observability.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
 from router.observability.request_log import MAX_REQUESTS
 from router.proxy import error_body
 from router.taps import Tap
@@ -188,7 +188,13 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def metrics(request: Request) -> Response:
         if scraper is None:
             parts.guard.check_host(dict(request.headers.raw))
-        return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
+        return await _scrape(parts, request.headers.get("accept", ""))
+
+
+async def _scrape(parts: ApiParts, accepted: str) -> Response:
+    if parts.render_exemplars is not None and OPENMETRICS_NAME in accepted:
+        return Response(await parts.render_exemplars(), media_type=OPENMETRICS_TYPE)
+    return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
 
 
 # --- routing --------------------------------------------------------------------------------------

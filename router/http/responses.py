@@ -112,6 +112,9 @@ class ApiParts:
     history: History
     shortages: Shortages
     render_metrics: Callable[[], Awaitable[bytes]]
+    render_exemplars: Callable[[], Awaitable[bytes]] | None
+    """The same in OpenMetrics' format; None where no exemplars are kept, or those of several
+    processes would have to be joined."""
 
     def fleet(self) -> Fleet:
         """All replicas and their caches, now."""

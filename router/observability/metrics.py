@@ -10,6 +10,7 @@ becomes a label.
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from router.observability.request_log import outcome
@@ -29,6 +32,8 @@ from router.observability.request_log import outcome
 MAX_TIER_LABELS = 64
 """Names of tiers are the engines' own; the router must not keep every one that they make up."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_NAME = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS_NAME}; version=1.0.0; charset=utf-8"
 
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -66,18 +71,28 @@ class CounterSeries:
 class HistogramSeries:
     """One histogram."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         """By bucket, each without those below it; the last one is above all bounds."""
         self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """By bucket: the last value whose trace is recorded."""
 
-    def observe(self, value: float) -> None:
-        """Count *value* into its bucket."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Count *value* into its bucket.
+
+        Args:
+            value: What was measured.
+            trace_id: Of the recorded trace that shows why; None where there is none.
+        """
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
         self.total += value
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
 
 _Series = TypeVar("_Series", CounterSeries, HistogramSeries)
@@ -161,8 +176,12 @@ class WrittenHistogram(_Written[HistogramSeries]):
         family = self._family()
         bounds = [*map(floatToGoString, self._spec.buckets), "+Inf"]
         for values, series in list(self._by_labels.items()):
-            counts = accumulate(list(series.counts))
-            family.add_metric(values, list(zip(bounds, counts, strict=True)), series.total)
+            counts = enumerate(accumulate(list(series.counts)))
+            shown: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for bound, (bucket, count) in zip(bounds, counts, strict=True):
+                exemplar = series.exemplars.get(bucket)
+                shown.append((bound, count) if exemplar is None else (bound, count, exemplar))
+            family.add_metric(values, shown, series.total)
         yield family
 
     def _series(self) -> HistogramSeries:
@@ -421,13 +440,18 @@ class RouterMetrics:
         for attribute in (*_COUNTERS, *_HISTOGRAMS):
             getattr(self, attribute).forget(label, value)
 
-    async def render(self, collected: Iterable[Metric]) -> bytes:
-        """Render the whole registry and *collected* as text, iterating over both in a thread."""
-        return await asyncio.to_thread(self._render, collected)
+    async def render(self, collected: Iterable[Metric], has_exemplars: bool = False) -> bytes:
+        """Render the whole registry and *collected*, iterating over both in a thread.
 
-    def _render(self, collected: Iterable[Metric]) -> bytes:
+        Args:
+            collected: What is read from the parts.
+            has_exemplars: As OpenMetrics, which has room for them; else as Prometheus' text.
+        """
+        return await asyncio.to_thread(self._render, collected, has_exemplars)
+
+    def _render(self, collected: Iterable[Metric], has_exemplars: bool) -> bytes:
         self._collected.metrics = tuple(collected)
-        return generate_latest(self._registry)
+        return (openmetrics_text if has_exemplars else generate_latest)(self._registry)
 
 
 class ServedMetrics:
@@ -461,19 +485,27 @@ class ServedMetrics:
             tuple[CounterSeries, CounterSeries, CounterSeries, HistogramSeries] | None
         ) = None
 
-    def began(self, seconds: float) -> None:
-        """A response has begun, so long after its request arrived."""
+    def began(self, seconds: float, trace_id: str | None = None) -> None:
+        """A response has begun.
+
+        Args:
+            seconds: After its request arrived.
+            trace_id: Of its recorded trace.
+        """
         if self._first_byte is None:
             self._first_byte = self._metrics.first_byte.labels(self._model, self._replica)
-        self._first_byte.observe(seconds)
+        self._first_byte.observe(seconds, trace_id)
 
-    def ended(self, policy: str, status: int | None, seconds: float) -> None:
+    def ended(
+        self, policy: str, status: int | None, seconds: float, trace_id: str | None = None
+    ) -> None:
         """A request has ended.
 
         Args:
             policy: That chose the replica.
             status: Sent to the client; None if it left before there was one.
             seconds: Since it arrived.
+            trace_id: Of its recorded trace.
         """
         series = self._requests.get((policy, status))
         if series is None:
@@ -482,7 +514,7 @@ class ServedMetrics:
         series.inc()
         if self._total is None:
             self._total = self._metrics.total.labels(self._model)
-        self._total.observe(seconds)
+        self._total.observe(seconds, trace_id)
 
     def compare(
         self,

@@ -143,6 +143,7 @@ class RequestObserver(ProxyObserver):
         "_queries",
         "_responded",
         "_response_id",
+        "exemplar",
         "request",
         "usage",
         "waited_s",
@@ -166,6 +167,8 @@ class RequestObserver(ProxyObserver):
         self._moment: Moment | None = None
         self.usage = UsageReader()
         """Reads what the response reports."""
+        self.exemplar: str | None = None
+        """The id of its trace, where that is recorded."""
         self._events = 0
         self._responded: str | None = None
 
@@ -228,7 +231,9 @@ class RequestObserver(ProxyObserver):
         self._of_all.log.update(self.request)
         self._of_all.replicas.report_served(replica_id)
         if replica_id in self._of_all.replicas:
-            self._of_all.metrics.served(self._decision.model_name, replica_id).began(seconds)
+            self._of_all.metrics.served(self._decision.model_name, replica_id).began(
+                seconds, self.exemplar
+            )
 
     @override
     def on_chunk(self, data: bytes) -> None:
@@ -248,7 +253,7 @@ class RequestObserver(ProxyObserver):
         decision, metrics, request = self._decision, self._of_all.metrics, self.request
         seconds += self.waited_s
         served = metrics.served(decision.model_name, self._label())
-        served.ended(decision.policy, status, seconds)
+        served.ended(decision.policy, status, seconds, self.exemplar)
         request.status, request.end = status, end.value
         request.seconds = seconds
         metrics.ends.labels(request.end).inc()

@@ -167,6 +167,7 @@ class RequestTrace:
         if not self.is_sampled:
             return observer
         self.request, self.usage = observer.request, observer.usage
+        observer.exemplar = self.trace_id
         return _TracingObserver(observer, self)
 
     def sent(self, attempt: Attempt) -> None:

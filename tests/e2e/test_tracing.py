@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.support.engine_stub import engines, hang_up, prompt_ids, streaming, unique
 from tests.support.hybrid_stub import HybridStub
@@ -170,6 +171,30 @@ async def test_what_the_client_does_not_record_is_not_recorded_here(
     assert not [span for span in collector.spans if span.trace_id == trace]
     assert told.startswith(f"00-{trace}-")
     assert told.endswith("-00")
+
+
+async def test_a_slow_bucket_names_a_trace_that_was_in_it(router: RouterProcess) -> None:
+    """From a dashboard's heat map to the spans of one of its requests; only recorded ones are
+    there. Whoever does not ask for OpenMetrics gets the text as before."""
+    async with engines(1) as (stub,), router.serving(stub):
+        for trace, flags in (("6" * 32, "01"), ("7" * 32, "00")):
+            parent = f"00-{trace}-{SPAN}-{flags}"
+            body = {"model": stub.model, "prompt": [1]}
+            await router.post("/v1/completions", body, {"traceparent": parent})
+        found = await router.get("/metrics", {"accept": "application/openmetrics-text"})
+        plain_text = await router.get("/metrics")
+    assert found.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    told = {
+        (sample.name, sample.exemplar.labels["trace_id"])
+        for family in text_string_to_metric_families(found.body.decode())
+        for sample in family.samples
+        if sample.exemplar is not None
+        if sample.labels["model"] == stub.model
+    }
+    names = "kvroute_time_to_first_byte_seconds_bucket", "kvroute_request_seconds_bucket"
+    assert told == {(name, "6" * 32) for name in names}
+    assert plain_text.headers["content-type"].startswith("text/plain")
+    assert b"trace_id" not in plain_text.body
 
 
 async def test_a_collector_that_takes_nothing_costs_spans_and_no_request() -> None:
