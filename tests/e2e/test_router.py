@@ -872,7 +872,12 @@ async def test_requests_over_the_limit_get_503_with_retry_after(
         ("/v1/completions", b"{", "$", "must be valid json"),
         ("/v1/completions", b"[1]", "$: a list of 1 items", "must be an object"),
         ("/v1/completions", b"\xff\xfe", "$", "must be valid json"),
-        ("/v1/completions", b'{"model": 5}', "$.model: an integer", "must be a string"),
+        (
+            "/v1/completions",
+            b'{"model": 5, "prompt": [1]}',
+            "$.model: an integer",
+            "must be a string",
+        ),
         ("/v1/completions", b"{}", "$.prompt: missing", "must be a string"),
         (
             "/v1/completions",
@@ -883,9 +888,9 @@ async def test_requests_over_the_limit_get_503_with_retry_after(
         ("/v1/completions", b'{"prompt": [-1]}', "$.prompt[0]", "from 0 to"),
         (
             "/v1/completions",
-            b'{"prompt": [1], "cache_salt": ""}',
+            b'{"prompt": [1], "cache_salt": 5}',
             "$.cache_salt",
-            "must not be empty",
+            "must be",
         ),
         ("/v1/chat/completions", b'{"messages": "hi"}', "$.messages", "must be a list"),
         ("/v1/chat/completions", b'{"messages": [7]}', "$.messages[0]", "must be an object"),
