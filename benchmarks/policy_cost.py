@@ -28,6 +28,7 @@ from router.replicas.replica import Replica
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import LEAST_DELAY, PolicySettings, RouteRequest, make_policy
+from router.scoring.policies import BUILT_IN
 
 PROMPT_TOKENS = 4096
 MODEL = "m"
@@ -37,15 +38,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--decisions", type=int, default=5000)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 1024])
+    parser.add_argument(
+        "--decisions", type=int, default=20_000, help="times the number of replicas"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     for replicas in options.replicas:
-        for policy in ("prefix", LEAST_DELAY):
-            costs = [
-                _decision_us(policy, replicas, options.decisions) for _ in range(options.repeats)
-            ]
+        decisions = max(options.decisions // replicas, 20)
+        for policy in BUILT_IN:
+            decide = _decider(policy, replicas)
+            costs = [_microseconds(decide, decisions) for _ in range(options.repeats)]
             report(
                 "policy_cost", policy=policy, replicas=replicas, decision_us=round(min(costs), 2)
             )
@@ -66,9 +69,8 @@ class _KnownHits:
         return getattr(self._index, name)
 
 
-def _decision_us(policy: str, count: int, decisions: int) -> float:
-    """Microseconds of process time for one decision."""
-    decide = _decider(policy, count)
+def _microseconds(decide: Callable[[], object], decisions: int) -> float:
+    """Of process time for one decision."""
     decide()
     started = time.process_time()
     for _ in range(decisions):
@@ -97,10 +99,11 @@ def _decider(policy: str, count: int) -> Callable[[], object]:
                 MODEL, index, SourceId(name), [prompt], PROMPT_TOKENS, PROMPT_TOKENS
             )
             flight = load.started(name, PROMPT_TOKENS, PROMPT_TOKENS, visit=visit)
+            planner.remember([prompt], SourceId(name))
             if number:
                 flight.first_token()
     prompts = [index._index.prepare(_tokens(random), extra_steps=(STEP,))]
-    request = RouteRequest(model=MODEL, prompt_tokens=PROMPT_TOKENS)
+    request = RouteRequest(model=MODEL, prompt_tokens=PROMPT_TOKENS, session="a session")
     replicas = [_replica(name) for name in names]
     return lambda: planner.rank(request, index, prompts, replicas)
 
@@ -111,7 +114,7 @@ def _hit(random: Random) -> Hit:
 
 
 def _tokens(random: Random) -> array[int]:
-    return array("I", [random.randrange(100_000) for _ in range(PROMPT_TOKENS)])
+    return array("I", random.randbytes(4 * PROMPT_TOKENS))
 
 
 def _replica(name: str) -> Replica:
