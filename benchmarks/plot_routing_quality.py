@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 from matplotlib import pyplot
@@ -58,6 +59,7 @@ def main() -> None:
             "pooled": pooled_table(plain),
             "exact": pooled_table(plain, BEFORE, BLIND),
             "claims": claims_table(plain),
+            "predictions": predictions_table(plain),
             "sensitivity": sensitivity_table(lines),
             "extent": extent(plain),
             "all": "\n\n".join(
@@ -96,6 +98,7 @@ def claims_table(lines: Sequence[Line]) -> str:
             [
                 situation,
                 *(_cell(here, BEFORE, figure) for figure in (MEAN, P99)),
+                _floor(here),
                 blind or "",
                 *(_cell(here, blind, figure) for figure in (MEAN, P99)),
             ]
@@ -104,11 +107,35 @@ def claims_table(lines: Sequence[Line]) -> str:
         "Situation",
         f"mean TTFT x `{BEFORE}`",
         "p99",
+        "floor",
         "best blind index",
         "mean TTFT x that",
         "p99",
     ]
     return markdown(heads, rows)
+
+
+def _floor(lines: Sequence[Line]) -> str:
+    """What the floor is relative to the policy before ours, in the same runs."""
+    ours = {line["seed"]: line.get("floor_mean_ms") for line in lines if line["policy"] == OURS}
+    before = {line["seed"]: line[MEAN] for line in lines if line["policy"] == BEFORE}
+    found = [(ours[seed], mean) for seed, mean in before.items() if ours.get(seed)]
+    return f"{ratio(found).mean:.2f}" if found else ""
+
+
+def predictions_table(lines: Sequence[Line]) -> str:
+    """How many of our predictions are exact: of what is cached now, and of what will be."""
+    rows = []
+    for situation in situations(lines):
+        own = [line for line in within(lines, situation) if line["policy"] == OURS]
+        known = [line for line in own if "misexpected" in line]
+        if known:
+            shares = [
+                1 - fmean(line[figure] for line in known)
+                for figure in ("mispredicted", "misexpected")
+            ]
+            rows.append([situation, *(f"{share:.2%}" for share in shares)])
+    return markdown(["Situation", "cached now", "cached at admission"], rows)
 
 
 def extent(lines: Sequence[Line]) -> str:
