@@ -71,6 +71,18 @@ class Waiter:
     is_charged: bool = False
     """Whether its tenant has paid for it."""
 
+    def let_go(self) -> None:
+        """It is over: the line may remember its place for a while, and nothing of the request."""
+        self.can_start, self.start, self.refuse = _never, _nothing, _nothing
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(*_: object) -> None:
+    pass
+
 
 class LineLimits(NamedTuple):
     """Bounds on one line, and what orders it."""

@@ -106,6 +106,9 @@ class WaitingRoom:
         displaced = line.put(waiter, now)
         self._count()
         self._displace(model, line, displaced, waiter)
+        if waiter in displaced:
+            # Made here: an error in a variable would keep its own frames, and the request, alive.
+            raise self._full(model, line, waiter, now)
         self._let_in()
         self._look_later()
         return False
@@ -124,6 +127,7 @@ class WaitingRoom:
             self._listener.refused(waiter.model, waiter.priority, NoTurn.CLIENT_LEFT)
         elif line is not None:
             line.ended(waiter, response_tokens)
+        waiter.let_go()
         self.look()
 
     def look(self) -> None:
@@ -185,19 +189,14 @@ class WaitingRoom:
         self, model: str, line: Line, displaced: Sequence[Waiter], newest: Waiter
     ) -> None:
         now = self.clock()
-        errors = []
         for waiter in displaced:
             self._listener.refused(model, waiter.priority, NoTurn.FULL)
-            wait_s = line.wait_s(waiter, now, behind_all=True)
-            errors.append(QueueFull(model, line.waiting, self._retry_after_s(wait_s)))
-        own = None
-        for waiter, error in zip(displaced, errors, strict=True):
-            if waiter is newest:
-                own = error
-            else:
-                waiter.refuse(error)
-        if own is not None:
-            raise own
+            if waiter is not newest:
+                waiter.refuse(self._full(model, line, waiter, now))
+
+    def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
+        wait_s = line.wait_s(waiter, now, behind_all=True)
+        return QueueFull(model, line.waiting, self._retry_after_s(wait_s))
 
     def _timeout(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
         retry_after_s = self._retry_after_s(line.wait_s(waiter, now))

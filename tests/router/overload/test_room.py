@@ -3,7 +3,10 @@ moved by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from random import Random
 from typing import Any
@@ -150,6 +153,24 @@ async def test_the_displaced_are_told_and_the_newest_by_an_error(place: MakePlac
         here.enter(tokens=900)
     assert first.is_waiting
     assert here.why == [NoTurn.FULL, NoTurn.FULL]
+
+
+async def test_who_is_refused_at_the_door_is_not_kept(place: MakePlace) -> None:
+    """An error that its own frames refer to lives until the garbage collector comes, and with it
+    the request and its body: megabytes a minute under overload."""
+    here = place(waiting=1)
+    here.enter(tokens=10)
+    refused = Waiter(model="m", tenant="t", tokens=500, can_start=lambda: False)
+    request = weakref.ref(refused.can_start)
+    gc.disable()
+    try:
+        with contextlib.suppress(QueueFull):
+            here.room.enter(refused, is_room=False)
+        here.room.over(refused)
+        del refused
+        assert request() is None
+    finally:
+        gc.enable()
 
 
 async def test_who_waits_for_a_model_that_is_gone_is_told_so(place: MakePlace) -> None:
