@@ -110,10 +110,11 @@ def parse_request(
     limits = limits or PromptLimits()
     fields = _decode(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
+    model = optional_text(fields, "model", "$")
     prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
     return PromptSpec(
         endpoint=form,
-        model=optional_text(fields, "model", "$"),
+        model=model,
         prompts=prompts,
         stream=is_true(fields.get("stream")),
         choices=as_count(fields.get("n")) or 1,
