@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _MARK = re.compile(rb'["\[\]{}]')
 _END = re.compile(rb"[,}]")
@@ -64,6 +64,9 @@ def _value_end(body: bytes, start: int) -> int:
     if body[start : start + 1] not in (b"[", b"{"):
         found = _END.search(body, start)
         return len(body.rstrip()) if found is None else found.start()
+    close = body.find(b"]", start) if body[start : start + 1] == b"[" else -1
+    if close > 0 and not any(body.find(mark, start + 1, close) >= 0 for mark in (b'"', b"[", b"{")):
+        return close + 1  # a list of numbers, which may be long
     depth, at = 0, start
     while (mark := _MARK.search(body, at)) is not None:
         if mark[0] == b'"':
