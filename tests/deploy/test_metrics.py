@@ -31,7 +31,7 @@ from tests.deploy.files import (
     without_variables,
 )
 from tests.deploy.promql import Asked, asked_by
-from tests.support.engine_stub import BLOCK, EngineStub, dying_after, refusing
+from tests.support.engine_stub import BLOCK, EngineStub, after, dying_after, refusing
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import RouterProcess, router_process
 
@@ -42,6 +42,7 @@ VALUES = {
         error.code for error in vars(errors).values() if hasattr(error, "code")
     },
     ("kvroute_requests_total", "status"): {"5.."},
+    ("kvroute_queue_refusals_total", "reason"): {"full", "late", "timeout"},
     ("kvroute_time_to_first_byte_seconds_bucket", "le"): {"5.0"},
 }
 """Values that the router of these tests is not brought to show: by metric and label."""
@@ -90,6 +91,22 @@ async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -
     stub.behaviour = usual
 
 
+async def refuse_one(router: RouterProcess, stub: EngineStub) -> None:
+    """A request whose time is over before there is room for it."""
+    go, usual = asyncio.Event(), stub.behaviour
+    stub.behaviour = after(go)
+    held = asyncio.create_task(router.post("/v1/completions", {"model": MODEL, "prompt": [1]}))
+    await router.until(
+        lambda now: now.sum("kvroute_in_flight_requests") == 1, "one is at the replica"
+    )
+    hurried = {"x-request-timeout": "0.05"}
+    late = await router.post("/v1/completions", {"model": MODEL, "prompt": [2]}, hurried)
+    assert late.error["code"] == "queue_timeout"
+    go.set()
+    await held
+    stub.behaviour = usual
+
+
 def settings(directory: Path) -> dict[str, Any]:
     """A router that tokenises one model itself, and tolerates failures. Of a form that only the
     library with a token cache reads, whose panels must show something too."""
@@ -99,6 +116,7 @@ def settings(directory: Path) -> dict[str, Any]:
     return {
         "models": [{"name": MODEL, "tokenizer": str(directory / "model")}],
         "health": {"interval_s": 0.25, "timeout_s": 0.25, "unhealthy_after": 1000},
+        "overload": {"max_in_flight": 1},
     }
 
 
@@ -111,6 +129,7 @@ async def at_work(directory: Path) -> AsyncIterator[tuple[RouterProcess, EngineS
                 lambda now: "kvroute_tokenizer_disagreements{" in now.text,
                 "the tokenizers were compared",
             )
+            await refuse_one(router, stub)
             await router.post(
                 "/replicas", {"url": "http://127.0.0.1:1", "id": "absent", "models": [MODEL]}
             )
