@@ -70,7 +70,8 @@ check: $(NATIVE)
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
-	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/router/board/test_valkey.py
+	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/e2e/test_two_routers.py \
+	    tests/router/board/test_valkey.py
 
 # What the image installs, by version and hash.
 lock: $(INSTALLED)
