@@ -64,7 +64,7 @@ check: $(NATIVE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --recursive kvevents offload router --configfile pyproject.toml
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis; and large ones from PyPI.
 test-deploy: $(INSTALLED)

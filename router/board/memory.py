@@ -79,10 +79,11 @@ class SharedMemoryBoard(Board):
     @override
     def publish(self, slot: bytes) -> None:
         at = self._own * SLOT_BYTES
+        checksum = zlib.crc32(slot)
         # A predecessor that was killed while it wrote has left an odd number.
         sequence = (_SEQUENCE.unpack_from(self._memory, at)[0] | 1) + 2
         _SEQUENCE.pack_into(self._memory, at, sequence)
-        _BODY.pack_into(self._memory, at + _BODY_AT, len(slot), zlib.crc32(slot))
+        _BODY.pack_into(self._memory, at + _BODY_AT, len(slot), checksum)
         start = at + _HEAD_BYTES
         self._memory[start : start + len(slot)] = slot
         _SEQUENCE.pack_into(self._memory, at, sequence + 1)

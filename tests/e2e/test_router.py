@@ -1044,6 +1044,7 @@ ENDPOINTS = {
     "/config": {"get"},
     "/": {"get"},
     "/overview": {"get"},
+    "/history": {"get"},
     "/requests": {"get"},
     "/replicas": {"get", "post"},
     "/replicas/{replica_id}": {"get", "delete"},

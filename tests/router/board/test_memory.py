@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from router.board.memory import BEAT_S, EXPIRY_S, SLOT_BYTES, SharedMemoryBoard, create_memory
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -79,25 +82,26 @@ def test_a_worker_takes_over_the_slot_of_one_that_was_killed_while_it_wrote(memo
     assert reader.read() == {"1": b"next"}
 
 
+WRITER = """
+import random, sys
+from router.board.memory import SharedMemoryBoard
+board, chance = SharedMemoryBoard(int(sys.argv[1]), 1, 3), random.Random(1)
+while True:
+    board.publish(bytes([chance.randrange(256)]) * chance.randrange(1, 50_000))
+"""
+
+
 def test_a_slot_is_never_read_in_part(memory: int) -> None:
     """Half a slot would be someone else's load."""
-    reader, writer = SharedMemoryBoard(memory, 0, 3), SharedMemoryBoard(memory, 1, 3)
-    is_over = threading.Event()
-
-    def write() -> None:
-        chance = random.Random(1)
-        while not is_over.is_set():
-            letter = bytes([chance.randrange(256)])
-            writer.publish(letter * chance.randrange(1, 50_000))
-
-    thread = threading.Thread(target=write)
-    thread.start()
+    reader = SharedMemoryBoard(memory, 0, 3)
     seen: set[bytes] = set()
-    try:
-        while len(seen) < 30:
-            for data in reader.read().values():
-                assert len(set(data)) == 1
-                seen.add(data[:1])
-    finally:
-        is_over.set()
-        thread.join()
+    command = (sys.executable, "-c", WRITER, str(memory))
+    with subprocess.Popen(command, pass_fds=(memory,), cwd=ROOT) as writer:
+        try:
+            while len(seen) < 200:
+                assert writer.poll() is None
+                for data in reader.read().values():
+                    assert len(set(data)) == 1
+                    seen.add(data[:1])
+        finally:
+            writer.kill()

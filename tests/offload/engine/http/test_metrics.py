@@ -189,7 +189,8 @@ async def test_a_scrape_shows_requests_in_flight_without_waiting_for_the_engine(
         await asyncio.gather(*asked)
         await served.until_idle()
         now = await served.metrics()
-        assert parse_engine_load(now.text.encode()) == EngineLoad(0, 0, 0.0, cache_blocks=512)
+        load = EngineLoad(0, 0, 0.0, cache_blocks=512, cache_tokens=8192)
+        assert parse_engine_load(now.text.encode()) == load
         assert now.sum("vllm:prompt_tokens_total", model_name=MODEL, engine="0") == 100
         assert now.sum("vllm:generation_tokens_total") == 6
         assert now.sum("vllm:time_to_first_token_seconds_count") == 1
