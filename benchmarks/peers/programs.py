@@ -84,7 +84,7 @@ class Process:
         core: int | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the process
         pinned = [] if core is None else ["taskset", "-c", str(core)]
         self._process = subprocess.Popen(
             [*pinned, *command],
