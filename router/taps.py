@@ -163,11 +163,6 @@ class Taps:
         for tap in self.of(source):
             tap.end(reason)
 
-    def end_all(self, reason: str) -> None:
-        """Give every listener the last line."""
-        for source in tuple(self._taps):
-            self.end(source, reason)
-
 
 def _text(payload: bytes) -> str:
     return base64.b64encode(payload).decode()

@@ -24,6 +24,7 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 from typing_extensions import override
 
+from kvevents.pacing import Backoff
 from router.board.base import Board, BoardStatistics
 from router.board.slots import MAX_BYTES
 
@@ -158,7 +159,7 @@ class ValkeyBoard(Board):
     # --- speaking ---------------------------------------------------------------------------------
 
     async def _speak(self) -> None:
-        delay_s = FIRST_DELAY_S
+        retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while True:
             self._is_new.clear()
             try:
@@ -166,10 +167,10 @@ class ValkeyBoard(Board):
             except _AWAY as error:
                 self._note_away(self._is_heard, error)
                 self._is_heard = False
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, MAX_DELAY_S)
+                await asyncio.sleep(retry.next_delay())
                 continue
-            self._is_heard, delay_s = True, FIRST_DELAY_S
+            self._is_heard = True
+            retry.reset()
             await asyncio.sleep(SPACING_S)
             beat = asyncio.get_running_loop().call_later(BEAT_S, self._is_new.set)
             await self._is_new.wait()
@@ -193,20 +194,20 @@ class ValkeyBoard(Board):
     # --- hearing ----------------------------------------------------------------------------------
 
     async def _hear(self, on_news: Callable[[], None]) -> None:
-        delay_s = FIRST_DELAY_S
+        retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while True:
             try:
                 async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._channel)
                     await self._find_those_before()
-                    self._is_hearing, delay_s = True, FIRST_DELAY_S
+                    self._is_hearing = True
+                    retry.reset()
                     logger.info("board: connected")
                     await self._listen(channel, on_news)
             except _AWAY as error:
                 self._note_away(self._is_hearing, error)
                 self._is_hearing = False
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            await asyncio.sleep(retry.next_delay())
 
     async def _find_those_before(self) -> None:
         keys = [key async for key in self._server.scan_iter(match=self._prefix + "*", count=1000)]

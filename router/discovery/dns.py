@@ -12,8 +12,9 @@ import dns.rdatatype
 import dns.resolver
 from pydantic import ValidationError
 
+from kvevents.pacing import Backoff
 from router.config import DnsDiscovery, ReplicaConfig
-from router.discovery.provider import BackOff, ProviderListener
+from router.discovery.provider import FIRST_RETRY_S, ProviderListener
 
 _LOOKUP_S = 5.0
 _ABSENT = (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer)
@@ -40,17 +41,18 @@ class DnsProvider:
 
     async def follow(self, listener: ProviderListener) -> None:
         """See `ReplicaProvider`."""
-        config, back_off = self._config, BackOff(most_s=self._config.max_interval_s)
+        config = self._config
+        retry = Backoff(FIRST_RETRY_S, config.max_interval_s)
         while True:
             try:
                 places, ttl_s = await self._resolve()
                 replicas = [self._replica(host, port) for host, port in places]
             except (dns.exception.DNSException, OSError, ValidationError) as error:
                 listener.on_failure(_reason(error))
-                wait_s = back_off.wait_s()
+                wait_s = retry.next_delay()
             else:
                 listener.on_replicas(replicas)
-                back_off.succeeded()
+                retry.reset()
                 wait_s = min(max(ttl_s, config.min_interval_s), config.max_interval_s)
             await asyncio.sleep(wait_s)
 

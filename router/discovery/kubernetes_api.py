@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from router.discovery.provider import BackOff
+from kvevents.pacing import Backoff
+from router.discovery.provider import FIRST_RETRY_S, MAX_RETRY_S
 from router.errors import RouterError
 from router.upstream import (
     FirstByteTimeout,
@@ -249,7 +250,7 @@ class Collection(Generic[T]):
         self._selector = selector
         self._kind = kind
         self._version = ""
-        self._back_off = BackOff()
+        self._retry = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         self.objects: dict[str, T] = {}
         """By name."""
         self.unreadable: dict[str, str] = {}
@@ -278,8 +279,8 @@ class Collection(Generic[T]):
                 self._version = ""  # whatever it is, a new list settles it
             if getattr(error, "status", None) != _GONE:
                 on_failure(f"{type(error).__name__}: {error}"[:300])
-            return self._back_off.wait_s()
-        return 0.0 if loop.time() - started > _SHORT_S else self._back_off.wait_s()
+            return self._retry.next_delay()
+        return 0.0 if loop.time() - started > _SHORT_S else self._retry.next_delay()
 
     async def _follow_once(self, changed: Callable[[], None]) -> None:
         """List if need be, and watch until the server ends the watch."""
@@ -293,7 +294,7 @@ class Collection(Generic[T]):
             async for changes in self._api.watch(self._path, self._selector, self._version):
                 for change in changes:
                     self._apply(change)
-                self._back_off.succeeded()
+                self._retry.reset()
                 changed()
         except (FirstByteTimeout, IdleTimeout):
             pass  # nothing has changed for as long as a watch lasts

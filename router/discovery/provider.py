@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Protocol
 
 from router.config import ReplicaConfig
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+"""After a failure, and after many in a row."""
 
 
 class ProviderListener(Protocol):
@@ -34,33 +36,3 @@ class ReplicaProvider(Protocol):
         """Report to *listener* until cancelled. Whatever goes wrong on the way is reported and
         tried again."""
         ...
-
-
-class BackOff:
-    """How long to wait after failures in a row: twice as long each time, and never in step with
-    others who wait."""
-
-    def __init__(
-        self, first_s: float = 0.5, most_s: float = 30.0, random: Random | None = None
-    ) -> None:
-        """Begin with no failure.
-
-        Args:
-            first_s: The longest wait after the first failure.
-            most_s: The longest wait at all.
-            random: Shortens each wait, to as little as half.
-        """
-        self._first_s = first_s
-        self._most_s = most_s
-        self._random = random or Random()
-        self._failures = 0
-
-    def succeeded(self) -> None:
-        """The next failure is the first again."""
-        self._failures = 0
-
-    def wait_s(self) -> float:
-        """Count a failure; return how long to wait now, in seconds."""
-        longest = min(self._first_s * 2.0 ** min(self._failures, 32), self._most_s)
-        self._failures += 1
-        return longest * self._random.uniform(0.5, 1.0)

@@ -216,11 +216,6 @@ class ModelSet:
             return (name,)
         return self._models[found.base].names
 
-    def served_names(self, replicas: Iterable[Replica]) -> list[str]:
-        """The names that at least one of *replicas* serves."""
-        present = list(replicas)
-        return [name for name in self.names() if self.serving(name, present)]
-
     @property
     def index_implementation(self) -> str:
         """Which kind of index all of them have."""

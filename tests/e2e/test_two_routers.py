@@ -59,7 +59,7 @@ async def complete(port: int, stub: EngineStub, first: int) -> Answer:
 @contextlib.asynccontextmanager
 async def fleet() -> AsyncIterator[tuple[ValkeyServer, list[RouterProcess], Any]]:
     model = unique("model")
-    with ValkeyServer() as server, contextlib.ExitStack() as stack:
+    with contextlib.closing(ValkeyServer()) as server, contextlib.ExitStack() as stack:
         async with contextlib.AsyncExitStack() as engines:
             stubs = [await engines.enter_async_context(EngineStub(model)) for _ in range(4)]
             config = {

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
-from types import TracebackType
 
 import pytest
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support.vllm_publisher import free_port
 
 
 class ValkeyServer:
-    """Started by `with`; skips the test where no such server is installed."""
+    """Runs until it is closed; skips the test where no such server is installed."""
 
     def __init__(self, password: str | None = None) -> None:
         found = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -27,6 +21,7 @@ class ValkeyServer:
         self._password = password
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self.start()
 
     @property
     def url(self) -> str:
@@ -46,15 +41,6 @@ class ValkeyServer:
         self._process.wait()
         self._process = None
 
-    def __enter__(self) -> ValkeyServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._process is not None:
             self.kill()

@@ -37,7 +37,7 @@ def heard(one: ValkeyBoard) -> list[bytes]:
 
 async def test_routers_hear_each_other_until_one_is_gone() -> None:
     """Each knows what the others have in flight, and forgets those that died."""
-    with ValkeyServer() as server:
+    with contextlib.closing(ValkeyServer()) as server:
         one, two = board(server, group=b"1"), board(server, group=b"2")
         async with running(one):
             one.publish(b"load of one")
@@ -55,7 +55,7 @@ async def test_routers_hear_each_other_until_one_is_gone() -> None:
 
 async def test_while_the_server_is_away_nobody_is_heard_and_afterwards_everybody() -> None:
     """Each router must go on by itself, and find back without help."""
-    with ValkeyServer() as server:
+    with contextlib.closing(ValkeyServer()) as server:
         one, two = board(server, group=b"1"), board(server, group=b"2")
         async with running(one, two):
             one.publish(b"one")
@@ -72,7 +72,7 @@ async def test_while_the_server_is_away_nobody_is_heard_and_afterwards_everybody
 
 async def test_what_is_not_sealed_with_the_secret_is_dropped() -> None:
     """Whoever reaches the server could make up load otherwise."""
-    with ValkeyServer(password="a password") as server:
+    with contextlib.closing(ValkeyServer(password="a password")) as server:
         one, sibling = (board(server, b"1", password="a password") for _ in range(2))
         stranger = board(server, b"2", b"another", "a password")
         refused = board(server, b"3", password="wrong")
