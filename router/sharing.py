@@ -2,17 +2,22 @@
 they tell.
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
-from here. A replica that one of them finds unhealthy is checked at once, and believed to be if that
-check fails: a router that is cut off must not take the fleet from the others. A moment with their
-requests is not quiet, so predictions made in it prove nothing.
+from here; what several sent there before they heard of each other counts once, since the engine
+computes it once. A replica that one of them finds unhealthy is checked at once, and believed to be
+if that check fails: a router that is cut off must not take the fleet from the others. A moment with
+their requests is not quiet, so predictions made in it prove nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+
+import msgspec
 
 from router.board import Board, SharedLoad, SharedPrefix, Slot
 from router.board.slots import MAX_KEYS, fitting
@@ -26,6 +31,9 @@ from router.replicas import Health, ReplicaRegistry
 from router.replicas.load import LoadTracker, ReplicaLoad, sum_of
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
+
+MAX_COMPARED = 16
+"""Prompts that another one with the same beginning is compared with, at one cache."""
 
 _Named = tuple[str, int]
 """A writer, and one of its prefixes."""
@@ -105,12 +113,14 @@ class Sharing:
     def _prefixes(self) -> list[SharedPrefix]:
         packed = self._packed
         self._packed = {
-            each.number: packed[each.number] if each.number in packed else self._pack(each)
+            each.number: self._pack(each, packed.get(each.number))
             for each in self._mirror.prefilling()
         }
         return [prefix for prefix in self._packed.values() if prefix.key_space]
 
-    def _pack(self, each: Prefilling) -> SharedPrefix:
+    def _pack(self, each: Prefilling, before: SharedPrefix | None) -> SharedPrefix:
+        if before is not None:
+            return msgspec.structs.replace(before, queued_tokens=each.queued_tokens)
         model = self._models.get(each.model)
         return SharedPrefix(
             each.number,
@@ -119,6 +129,7 @@ class Sharing:
             each.source.replica,
             each.source.dp_rank,
             each.tokens,
+            each.queued_tokens,
             pack_keys(each.keys[:MAX_KEYS]),
         )
 
@@ -130,12 +141,14 @@ class Sharing:
         Args:
             slots: By writer; one that is missing is gone.
         """
-        self._load.take_others(_summed(slots))
+        heard = self._prefilling(slots)
+        twice = _queued_twice([*self._mirror.prefilling(), *heard])
+        self._load.take_others(_summed(slots, twice))
         self._keys.take_elsewhere(
             {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
             for slot in slots.values()
         )
-        self._mirror.hear(self._prefilling(slots))
+        self._mirror.hear(heard)
         now = self._clock()
         for writer, slot in slots.items():
             known = self._begun.get(writer)
@@ -162,7 +175,7 @@ class Sharing:
                     if heard is None:
                         continue
                     self._recent.remember(heard.source, heard.keys, now)
-                self._known[name] = heard
+                self._known[name] = heard._replace(queued_tokens=prefix.queued_tokens)
         return list(self._known.values())
 
     def _heard(self, prefix: SharedPrefix) -> Prefilling | None:
@@ -177,6 +190,7 @@ class Sharing:
             prefix.model,
             SourceId(prefix.replica, prefix.dp_rank),
             prefix.tokens,
+            prefix.queued_tokens,
             model.index.unpack_keys(prefix.keys, STEP),
         )
 
@@ -216,7 +230,9 @@ def valkey_board(config: BoardConfig, secret: bytes, group: bytes) -> Board:
     return board
 
 
-def _summed(slots: Mapping[str, Slot]) -> dict[str | tuple[str, int], ReplicaLoad]:
+def _summed(
+    slots: Mapping[str, Slot], twice: Mapping[SourceId, int]
+) -> dict[str | tuple[str, int], ReplicaLoad]:
     total: dict[str | tuple[str, int], ReplicaLoad] = {}
     for slot in slots.values():
         for load in slot.loads:
@@ -230,4 +246,39 @@ def _summed(slots: Mapping[str, Slot]) -> dict[str | tuple[str, int], ReplicaLoa
             )
             known = total.get(place)
             total[place] = found if known is None else sum_of(known, found)
+    for source, tokens in twice.items():
+        for place in (source.replica, (source.replica, source.dp_rank)):
+            queue = total.get(place)
+            if queue is not None:
+                queue.prefill_tokens = max(queue.prefill_tokens - tokens, 0)
     return total
+
+
+def _queued_twice(prompts: Iterable[Prefilling]) -> Counter[SourceId]:
+    """Of the tokens that wait at each cache, those that are counted for more than one prompt."""
+    alike: dict[tuple[SourceId, int], list[Prefilling]] = {}
+    for each in prompts:
+        if each.queued_tokens and each.keys:
+            alike.setdefault((each.source, each.keys[0]), []).append(each)
+    twice: Counter[SourceId] = Counter()
+    for (source, _), group in alike.items():
+        group.sort(key=_cached_tokens)
+        for number, each in enumerate(group):
+            compared = group[: min(number, MAX_COMPARED)]
+            twice[source] += max((_queued_in_both(each, other) for other in compared), default=0)
+    return twice
+
+
+def _cached_tokens(prompt: Prefilling) -> int:
+    return prompt.tokens - prompt.queued_tokens
+
+
+def _queued_in_both(one: Prefilling, other: Prefilling) -> int:
+    shared = STEP * _shared_keys(one.keys, other.keys)
+    return max(shared - max(_cached_tokens(one), _cached_tokens(other)), 0)
+
+
+def _shared_keys(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading keys two prompts share. A key stands for all that is before it."""
+    most = range(min(len(one), len(other)))
+    return bisect_left(most, True, key=lambda place: one[place] != other[place])

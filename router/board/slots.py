@@ -10,7 +10,7 @@ import msgspec
 
 from router.errors import RouterError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1_000_000
 """Of one slot."""
 MAX_PREFIX_BYTES = 96 * 1024
@@ -52,6 +52,8 @@ class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     dp_rank: _Rank
     tokens: _Number
     """Of the whole prompt."""
+    queued_tokens: _Number
+    """Of these, the last ones, which have still to be computed there. They are in its load too."""
     keys: Annotated[bytes, msgspec.Meta(max_length=_KEY_BYTES * MAX_KEYS)]
     """From `pack_keys`."""
 

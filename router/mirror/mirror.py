@@ -52,6 +52,8 @@ class Prefilling(NamedTuple):
     source: SourceId
     tokens: int
     """Of the prompt."""
+    queued_tokens: int
+    """Of these, the last ones, which have still to be computed."""
     keys: Sequence[int]
     """The prompt's, every `STEP` tokens."""
 
@@ -328,7 +330,14 @@ class Mirror:
         self._forget_computed(self._clock())
         names = {id(model): name for name, model in self._models.items()}
         found = [
-            Prefilling(visit.number, name, cache.source, visit.tokens, visit.keys)
+            Prefilling(
+                visit.number,
+                name,
+                cache.source,
+                visit.tokens,
+                visit.uncached_tokens if visit in cache.prefilling else 0,
+                visit.keys,
+            )
             for visits in self._by_root.values()
             for visit, cache in visits.items()
             if visit.uncached_tokens >= STEP and (name := names.get(id(visit.model)))

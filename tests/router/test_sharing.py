@@ -57,9 +57,9 @@ class Party:
     def prompt(self, ids: Sequence[int] = IDS) -> HashedPrompt:
         return self.models.index_of("m").prepare(array("I", ids), extra_steps=(STEP,))
 
-    def begin(self, ids: Sequence[int] = IDS) -> Visit:
+    def begin(self, ids: Sequence[int] = IDS, cached: int = 0) -> Visit:
         index, prompt = self.models.index_of("m"), self.prompt(ids)
-        return self.mirror.begin("m", index, R0, [prompt], len(ids), len(ids))
+        return self.mirror.begin("m", index, R0, [prompt], len(ids), len(ids) - cached)
 
     def hear(self, **others: Party) -> None:
         """What the others tell, over the wire."""
@@ -139,6 +139,32 @@ async def test_what_is_computed_for_others_counts_as_sent_there(
     visit.ended()
     here.hear()
     assert here.mirror.in_prefill(keys) == {}
+
+
+async def test_a_prompt_that_two_sent_there_at_once_waits_there_once(
+    parties: tuple[Party, Party],
+) -> None:
+    """The replica computes it once. Counted twice it would seem so busy that the rest of a burst
+    went to a third."""
+    here, there = parties
+    both = [
+        (party.load.started("r0", len(IDS), len(IDS)), party.begin()) for party in (here, there)
+    ]
+    here.hear(there=there)
+    assert here.load.look_at("r0") == ReplicaLoad(2, 1000 + 40), "each computes its own last tokens"
+    other = there.load.started("r0", 500, 500), there.begin(range(7000, 7500))
+    here.hear(there=there)
+    assert here.load.look_at("r0") == ReplicaLoad(3, 1000 + 40 + 500), "nothing is shared"
+    longer = there.load.started("r0", 440, 1400), there.begin([*IDS, *range(400)], cached=960)
+    here.hear(there=there)
+    assert here.load.look_at("r0") == ReplicaLoad(4, 1000 + 40 + 500 + 440), (
+        "it counted on the first"
+    )
+    for flight, visit in (*both, other, longer):
+        visit.first_token()
+        flight.first_token()
+    here.hear(there=there)
+    assert here.load.look_at("r0").prefill_tokens == 0
 
 
 async def test_keys_of_another_secret_are_left_alone_and_counted() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.board.slots import (
     MAX_BYTES,
     MAX_PREFIX_BYTES,
+    VERSION,
     SharedLoad,
     SharedPrefix,
     Slot,
@@ -19,7 +20,7 @@ from router.board.slots import (
     fitting,
 )
 
-PREFIX = SharedPrefix(7, "m", b"space", "a", 0, 1000, b"12345678")
+PREFIX = SharedPrefix(7, "m", b"space", "a", 0, 1000, 900, b"12345678")
 SLOT = Slot(
     loads=(SharedLoad("a", None, 1, 300, 2, 4000), SharedLoad("a", 1, 1, 300, 0, 0)),
     prefixes=(PREFIX,),
@@ -47,7 +48,7 @@ def test_bytes_that_are_no_slot_are_refused_with_our_own_error(data: bytes) -> N
 @pytest.mark.parametrize(
     "broken",
     [
-        msgspec.structs.replace(SLOT, version=2),
+        msgspec.structs.replace(SLOT, version=VERSION + 1),
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a", None, -1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a" * 300, None, 1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, prefixes=(msgspec.structs.replace(PREFIX, keys=b"123"),)),
