@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import sys
@@ -15,6 +16,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 
 _BACKLOG = 4096
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MIN_OPEN_FILES = 64
 """Below that not even one replica and a few clients have their sockets."""
 
@@ -26,6 +28,13 @@ class _TextFormatter(logging.Formatter):
         self.worker = worker
         who = "" if worker is None else f"worker {worker}: "
         super().__init__(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever a replica or a pod is called: nobody else may begin one, or tell the
+        operator's terminal what to do."""
+        if not record.message.isprintable():
+            record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message)
+        return super().formatMessage(record)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
         return (

@@ -18,7 +18,7 @@ from router.config import DiscoveryConfig, ReplicaConfig
 from router.discovery.dns import DnsProvider
 from router.discovery.file import FileProvider
 from router.discovery.kubernetes import KubernetesProvider
-from router.discovery.provider import ReplicaProvider
+from router.discovery.provider import MAX_RETRY_S, ReplicaProvider
 from router.errors import RouterError
 from router.replicas import ReplicaRegistry
 
@@ -75,6 +75,7 @@ class ReplicaKeeper:
         registry: ReplicaRegistry,
         linger_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        restart_s: float = MAX_RETRY_S,
     ) -> None:
         """Keep nothing yet.
 
@@ -82,8 +83,10 @@ class ReplicaKeeper:
             registry: Where the replicas are.
             linger_s: How long one that is no longer named is kept, draining.
             clock: A monotonic clock, in seconds.
+            restart_s: When to follow a provider again that has ended, as none should.
         """
         self.linger_s = linger_s
+        self._restart_s = restart_s
         self._registry = registry
         self._clock = clock
         self._provided: dict[str, _Provided] = {CONFIGURATION: _Provided()}
@@ -189,13 +192,13 @@ class ReplicaKeeper:
             await asyncio.wait(tasks)
 
     async def _follow(self, provider: ReplicaProvider) -> None:
-        try:
-            await provider.follow(_Reports(self, provider.name))
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            logger.critical("discovery: %s ended", provider.name, exc_info=error)
-            self.fail(provider.name, f"it ended: {type(error).__name__}")
+        while True:
+            try:
+                await provider.follow(_Reports(self, provider.name))
+            except Exception as error:
+                logger.critical("discovery: %s ended", provider.name, exc_info=error)
+                self.fail(provider.name, f"it ended: {type(error).__name__}")
+            await asyncio.sleep(self._restart_s)
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions
 from router.config.discovery import Scheme, TcpPort
-from router.config.document import problems_in
+from router.config.document import Location, problems_in
 from router.config.values import UrlPath
 from router.discovery.kubernetes_api import Collection, KubernetesApi, KubernetesError, Metadata
 from router.discovery.provider import ProviderListener
@@ -132,6 +132,15 @@ class _PodOptions(ReplicaOptions, frozen=True):
     scheme: Scheme | None = None
     path: UrlPath | None = None
 
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Event streams on the router's own machine, besides the usual ones."""
+        yield from super().contradictions()
+        for index, source in enumerate(self.kv_events or ()):
+            for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
+                address = getattr(source, name)
+                if address is not None and not address.startswith("tcp://"):
+                    yield ("kv_events", index, name), f"{address!r}; a pod's must be tcp://"
+
 
 class _PodPlace(NamedTuple):
     """Where a replica is said to be."""
@@ -215,6 +224,13 @@ class KubernetesProvider:
         pools = Collection(api, path, {"fieldSelector": f"metadata.name={name}"}, _Pool)
         followed: _Pool | None = None
         pods: asyncio.Task[None] | None = None
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def follow_pods(pool: _Pool) -> asyncio.Task[None]:
+            following = self._follow_pods(api, namespace, pool.label_selector, pool.ports, listener)
+            task = asyncio.create_task(following)
+            task.add_done_callback(lambda task: _pass_on(task, ended))
+            return task
 
         def changed() -> None:
             nonlocal followed, pods
@@ -222,20 +238,22 @@ class KubernetesProvider:
             if pool is None:
                 why = pools.unreadable.get(name, "there is none of this name")
                 listener.on_failure(f"InferencePool {name}: {why}")
+            elif not pool.label_selector:
+                listener.on_failure(f"InferencePool {name}: its selector has no labels")
             elif followed is None or pool.spec != followed.spec:
                 if pods is not None:
                     pods.cancel()
-                followed = pool
-                pods = asyncio.create_task(
-                    self._follow_pods(api, namespace, pool.label_selector, pool.ports, listener)
-                )
+                followed, pods = pool, follow_pods(pool)
 
+        following_pool = asyncio.create_task(pools.follow(changed, listener.on_failure))
+        following_pool.add_done_callback(lambda task: _pass_on(task, ended))
         try:
-            await pools.follow(changed, listener.on_failure)
+            await ended
         finally:
-            if pods is not None:
-                pods.cancel()
-                await asyncio.wait([pods])
+            tasks = [task for task in (following_pool, pods) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     # --- one pod ----------------------------------------------------------------------------------
 
@@ -296,7 +314,7 @@ class KubernetesProvider:
             return tuple(self._replicas_at(place))
         except ValidationError as error:
             return "; ".join(map(str, problems_in(error, _PodOptions, where)))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return f"{where}: {error}"
 
     def _replicas_at(self, place: _PodPlace) -> Iterator[ReplicaConfig]:
@@ -320,6 +338,13 @@ class KubernetesProvider:
                 id=f"{self._config.id_prefix}{place.name}{suffix}",
                 **given,
             )
+
+
+def _pass_on(task: asyncio.Task[None], ended: asyncio.Future[None]) -> None:
+    """Let who waits for *ended* have the error of a task."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not ended.done():
+        ended.set_exception(error)
 
 
 # --- the account ----------------------------------------------------------------------------------

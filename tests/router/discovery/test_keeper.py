@@ -21,7 +21,7 @@ class Setting:
     def __init__(self, linger_s: float = 3600.0) -> None:
         self.now = 0.0
         self.registry = ReplicaRegistry(_no_response, HealthConfig(), LoadTracker())
-        self.keeper = ReplicaKeeper(self.registry, linger_s, clock=lambda: self.now)
+        self.keeper = ReplicaKeeper(self.registry, linger_s, lambda: self.now, restart_s=0.01)
 
     def states(self) -> dict[str, str]:
         return {replica.id: replica.state.value for replica in self.registry.replicas()}
@@ -182,6 +182,8 @@ class Provider:
     async def follow(self, listener: ProviderListener) -> None:
         self.listener = listener
         await self._ended.wait()
+        self.listener = None
+        self._ended.clear()
         assert self.error is not None
         raise self.error
 
@@ -207,13 +209,18 @@ async def test_the_replicas_of_a_provider_that_is_configured_away_leave(setting:
     await eventually(lambda: again.listener, "followed again")
 
 
-async def test_a_provider_that_ends_is_told(
+async def test_a_provider_that_ends_is_told_and_followed_again(
     setting: Setting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would be a bug, and its list would never change again."""
+    """It would be a bug, and without that its list would never change again."""
     provider = Provider("odd")
     setting.keeper.follow_only([provider])
     provider.end(ZeroDivisionError("x"))
     await eventually(lambda: setting.keeper.statistics()["odd"].error, "noted")
     assert setting.keeper.statistics()["odd"].error == "it ended: ZeroDivisionError"
     assert any(record.levelno == logging.CRITICAL for record in caplog.records)
+    await eventually(lambda: provider.listener, "followed again")
+    assert provider.listener is not None
+    provider.listener.on_replicas([replica("a")])
+    assert setting.states() == {"a": "starting"}
+    assert setting.keeper.statistics()["odd"].error is None

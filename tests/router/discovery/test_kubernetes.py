@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from router.config import KubernetesDiscovery, ReplicaOptions
 from router.discovery.kubernetes import KubernetesProvider
 from tests.router.discovery.found import following
@@ -164,6 +166,39 @@ async def test_an_annotation_says_what_is_true_of_one_pod() -> None:
             assert "sped: unknown key; did you mean speed?" in found.broken[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"pool": "llama"}], ids=["selector", "pool"])
+async def test_an_annotation_made_to_break_the_reader_leaves_out_only_its_pod(
+    options: dict[str, object],
+) -> None:
+    """Whoever may annotate one pod must not end the discovery of all others."""
+    pools = POOLS.format(NAMESPACE)
+    async with api_server() as (server, url):
+        spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]}
+        await server.put(pools, {"metadata": {"name": "llama"}, "spec": spec})
+        await server.put(PATH, pod("vllm-0"))
+        async with following(provider(url, **options)) as found:
+            await eventually(lambda: list(found.urls) == ["vllm-0"], "the one")
+            for place, deep in enumerate(("[" * 100_000, '{"speed":' * 20_000)):
+                annotations = {"kvroute.io/replica": deep}
+                await server.put(PATH, pod(f"deep-{place}", annotations=annotations))
+            await server.put(PATH, pod("vllm-1", "10.0.0.2"))
+            await eventually(lambda: list(found.urls) == ["vllm-0", "vllm-1"], "the other")
+            assert [text[:10] for text in found.broken] == ["pod deep-0", "pod deep-1"]
+
+
+async def test_an_annotation_cannot_name_a_socket_of_the_routers_own_machine() -> None:
+    """A pod is elsewhere: what it names must be reached over the network."""
+    events = [{"endpoint": "ipc:///run/other.sock"}]
+    async with api_server() as (server, url):
+        for name, said in (("ipc", events), ("tcp", [{"endpoint": "tcp://*:5557"}])):
+            annotations = {"kvroute.io/replica": json.dumps({"kv_events": said})}
+            await server.put(PATH, pod(name, annotations=annotations))
+        async with following(provider(url)) as found:
+            await eventually(lambda: found.lists, "a list")
+            assert list(found.urls) == ["tcp"]
+            assert "kv_events[0].endpoint: 'ipc:///run/other.sock'; " in found.broken[0]
+
+
 async def test_an_object_that_cannot_be_read_leaves_out_only_itself() -> None:
     """A field of another type than the API's documentation says."""
     async with api_server() as (server, url):
@@ -228,6 +263,14 @@ async def test_an_inference_pool_is_followed_when_its_selector_changes() -> None
             await eventually(lambda: found.urls == expected, "the pool's pods")
             await server.put(path, pool("sglang", 8000))
             await eventually(lambda: found.urls == {"sglang-0": "http://10.0.0.2:8000"}, "changed")
+            failures = len(found.failures)
+            nothing = {"selector": {"matchLabels": {}}, "targetPorts": [{"number": 8000}]}
+            await server.put(path, {"metadata": {"name": "llama"}, "spec": nothing})
+            await eventually(lambda: found.failures[failures:], "refused")
+            assert "its selector has no labels" in found.failures[-1], (
+                "to the API server it would mean every pod of the namespace"
+            )
+            assert list(found.urls) == ["sglang-0"]
 
 
 async def test_a_storm_of_two_hundred_pods_ends_in_the_truth() -> None:
