@@ -17,7 +17,7 @@ The files; each imports only what is listed above it:
     discovery/       which replicas there should be: files, DNS, Kubernetes
     taps.py          records what happens at one cache, while someone listens
     feed.py          carries every source's stream into the index of its model
-    snapshots.py     the index over a restart
+    snapshots/       what a router knows of caches when it starts
     proxy/           one request sent to one replica, its response to the client
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong

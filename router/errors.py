@@ -18,6 +18,7 @@
         ├── MethodNotAllowed    405  the endpoint takes other methods
         ├── ReplicaExists       409  the id or the URL is taken
         ├── NotRecordable       409  this cache cannot be recorded now
+        ├── NoSnapshot          409  another router asks for what is not known here
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
         ├── KeyLimitReached     429  the key has used what it may for now
@@ -284,6 +285,17 @@ class NotRecordable(RequestError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"recording: {why}")
+
+
+class NoSnapshot(RequestError):
+    """Another router asks for a snapshot, and there is none of use."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "no_snapshot"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"snapshot: {why}")
 
 
 class BodyTooLarge(RequestError):

@@ -98,6 +98,7 @@ class RouterApp:
             service.config.server,
             lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
             service.key_limits.usages,
+            service.peer_key,
         )
         self.gateway = Gateway(
             service.config.server,
@@ -127,6 +128,7 @@ class RouterApp:
             tokenizer_check=service.tokenizer_check,
             repair=service.repair,
             approximate=service.approximate,
+            sender=service.sender,
             request_log=service.request_log,
             metrics=service.metrics,
             history=service.history,
@@ -302,7 +304,9 @@ async def serve(
         scheme = "http" if certificate is None else "https"
         if member is None:
             announce(f"kvroute listens on {scheme}://{in_url(host)}:{port}", config)
-        certificates = list(filter(None, [service.replica_certificate, certificate]))
+        certificates = list(
+            filter(None, [service.replica_certificate, service.peer_certificate, certificate])
+        )
         async with _reloading(service, source, certificates, member):
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
@@ -318,7 +322,7 @@ def _shared_with(config: RouterConfig, member: Member | None) -> SharedWith | No
     if config.board.url is not None:
         boards.append(valkey_board(config.board, secret, group=own))
     if member is None:
-        return SharedWith(boards, key_secret=secret) if boards else None
+        return None if key is None else SharedWith(boards, key_secret=secret)
     start = member.start
     return SharedWith(boards, start.workers, start.number, start.restarts, secret)
 

@@ -26,11 +26,11 @@ from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.board import Board, BoardExchange
-from router.config import RouterConfig
+from router.config import RouterConfig, StateConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
-from router.index import IndexImplementation, IndexUnavailable, PrefixIndex, SourceId, choose_index
+from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
 from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
 from router.observability.history import BlockCounts, History
@@ -69,8 +69,17 @@ from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
 from router.sharing import Sharing
-from router.snapshots import IndexSnapshot, SnapshotKeeper, read_file, restore
-from router.tls import replica_certificate
+from router.snapshots import (
+    Beginning,
+    IndexSnapshot,
+    PeerLimits,
+    Peers,
+    Sender,
+    SnapshotKeeper,
+    peer_key,
+    read_file,
+)
+from router.tls import PEERS, Certificate, replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
@@ -143,6 +152,7 @@ class RouterService:
         self._load = LoadTracker()
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
+        self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         self._upstream = self._make_upstream(reserved_files_from)
         self._make_overload()
         self._make_caches(indexes or configured_index(config))
@@ -210,16 +220,15 @@ class RouterService:
             config.events.curve_server_key,
         )
         self.approximate = _approximate(config, self.feed, self._mirror)
-        snapshot = self._read_snapshot()
         self.models = ModelSet(
             config.models,
             tokenizers.ask_one_of,
             indexes,
             self._large_work,
             self._shared.key_secret,
-            None if snapshot is None else functools.partial(self._restore, snapshot),
             Versions(config.versioned_models),
         )
+        self._make_snapshots()
         self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(
             self.admission,
@@ -297,22 +306,31 @@ class RouterService:
             self.observers,
             self._upstream,
             self.entrance,
+            self._beginning,
         )
 
-    def _read_snapshot(self) -> IndexSnapshot | None:
-        """What was known of caches before the start; and what keeps it over the next one."""
-        state = self.config.state
+    def _make_snapshots(self) -> None:
+        """What was known of caches before the start, and what keeps it over the next one."""
+        state, secret = self.config.state, self._shared.key_secret
         self.snapshots: SnapshotKeeper | None = None
+        self.peers: Peers | None = None
+        self.sender: Sender | None = None
+        self.peer_key: str | None = None
         self._saving: asyncio.Task[None] | None = None
-        if state.directory is None:
-            return None
-        directory = Path(state.directory)
-        if self._shared.number == 0:  # all workers know the same
-            self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
-        return read_file(directory, state.max_age_s)
-
-    def _restore(self, snapshot: IndexSnapshot, model: str, index: PrefixIndex) -> None:
-        restore(snapshot, model, index, self.feed)
+        places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = []
+        if state.peers and secret is not None:
+            self.sender = Sender(self.feed, secret, state.peer_max_bytes, state.peer_timeout_s)
+            self.peers = _peers(state, secret, self.peer_certificate)
+            self.peer_key = peer_key(secret)
+            places.append(self.peers.fetch)
+        if state.directory is not None:
+            directory = Path(state.directory)
+            if self._shared.number == 0:  # all workers know the same
+                self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
+            places.append(
+                functools.partial(asyncio.to_thread, read_file, directory, state.max_age_s)
+            )
+        self._beginning = Beginning(places, self.feed, self.config.board.secret is not None)
 
     def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
         """What tells the others, and hears them."""
@@ -356,7 +374,7 @@ class RouterService:
         if self.snapshots is not None:
             self._saving = asyncio.create_task(self.snapshots.run(), name="snapshots")
         self._forgetting = asyncio.get_running_loop().call_later(
-            FORGET_RESTORED_AFTER_S, self.feed.forget_expected
+            FORGET_RESTORED_AFTER_S, self._beginning.forget
         )
         self.keeper.take(CONFIGURATION, self.config.replicas)
         self.keeper.follow_only(make_providers(self.config.discovery, os.environ))
@@ -432,6 +450,8 @@ class RouterService:
             foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
             worker_restarts=self._shared.worker_restarts,
             snapshots=self.snapshots,
+            peers=self.peers,
+            sender=self.sender,
         )
         return await self.metrics.render(collect(parts), has_exemplars)
 
@@ -491,8 +511,10 @@ class _ReplicaFollower(ReplicaListener):
         observers: RequestObservers,
         upstream: UpstreamClient,
         entrance: Entrance | None,
+        beginning: Beginning,
     ) -> None:
         self._registry = registry
+        self._beginning = beginning
         self._entrance = entrance
         self._models = models
         self._feed = feed
@@ -587,6 +609,7 @@ class _ReplicaFollower(ReplicaListener):
         return self._models.discover(replica.served.models[0]) if replica.served.models else None
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
+        await self._beginning.fill(model.name, model.index)
         if self._models.get(model.name) is not model:
             return  # it was removed again before its turn came
         self._feed.add(
@@ -602,6 +625,7 @@ class _ReplicaFollower(ReplicaListener):
         )
 
     async def _keep_feed(self) -> None:
+        await self._beginning.find()
         while True:
             change = await self._feed_changes.get()
             try:
@@ -636,6 +660,11 @@ class _ReplicaResponses:
         except UpstreamError:
             return False
         return status == 200
+
+
+def _peers(state: StateConfig, secret: bytes, certificate: Certificate | None) -> Peers:
+    limits = PeerLimits(state.peer_timeout_s, state.peer_max_bytes, state.max_age_s)
+    return Peers(state.peers, secret, limits, certificate and certificate.context)
 
 
 def _gate_options(config: RouterConfig) -> GateOptions:

@@ -16,7 +16,7 @@ from router.files import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
-LISTENER, REPLICAS = "server.tls", "server.replica_tls"
+LISTENER, REPLICAS, PEERS = "server.tls", "server.replica_tls", "state.peer_tls"
 """Where they are configured."""
 _WATCH_S = 5.0
 
@@ -67,10 +67,13 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
     return found
 
 
-def replica_certificate(config: ReplicaTlsConfig) -> Certificate | None:
+def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:
     """What replicas are asked for and shown; None to trust the system's authorities and to show
     nothing.
 
+    Args:
+        config: Names the files.
+        place: Where it stands in the configuration.
     Raises:
         ConfigError: A file cannot be used.
     """
@@ -80,9 +83,9 @@ def replica_certificate(config: ReplicaTlsConfig) -> Certificate | None:
         context = ssl.create_default_context()
     else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        _trust(context, f"{REPLICAS}.ca", config.ca)
+        _trust(context, f"{place}.ca", config.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    found = Certificate(context, REPLICAS, config.certificate, config.key)
+    found = Certificate(context, place, config.certificate, config.key)
     found.load()
     return found
 

@@ -565,6 +565,11 @@ class RouterConfig(Section, frozen=True):
         if self.observability.metrics_need_key and not self.server.operator_keys:
             place: Location = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
+        if self.state.peers and self.board.secret is None:
+            yield (
+                ("state", "peers"),
+                "there must be a board.secret for that, the same at all of them",
+            )
         if self.events.curve_keys is None:
             yield from self._keys_without_ours()
         known = self.overload.priorities

@@ -29,12 +29,12 @@ class ListenerTlsConfig(Section, frozen=True):
 
 
 class ReplicaTlsConfig(Section, frozen=True):
-    """Towards replicas whose URL begins with https. PEM files."""
+    """Towards replicas, or other routers, whose URL begins with https. PEM files."""
 
     ca: PlacedPath | None = None
     """Authorities that are trusted; null: the system's."""
     certificate: PlacedPath | None = None
-    """Shown to replicas that ask for one; read again when it changes."""
+    """Shown to those that ask for one; read again when it changes."""
     key: PlacedPath | None = None
     """Its private key, without a password."""
 

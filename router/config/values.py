@@ -35,7 +35,7 @@ _PROXIED_PATH = re.compile(
 _OWN_PATHS = (
     *("/healthz", "/readyz", "/health", "/ping", "/metrics", "/route", "/v1/models"),
     *("/replicas", "/overview", "/requests", "/config", "/openapi.json", "/docs", "/redoc"),
-    *("/static",),
+    *("/static", "/history", "/snapshot"),
 )
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 _FILE = "file:"

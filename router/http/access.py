@@ -4,6 +4,7 @@ it was on.
     endpoints    with their key set    without
     clients'     who has a key         everyone, under a name of this router
     operator's   who has a key         this machine only, under a name of this router
+    peers'       who has a key         nobody
 
 A page that a browser shows can send requests to any address that browser reaches. Two checks stop
 it: `Host` must name this router (a page whose own name was rebound to this address sends its own),
@@ -35,12 +36,13 @@ from router.errors import (
     NotJson,
     RequestError,
     Unauthorized,
+    UnknownPath,
 )
 from router.overload import KeyUsage
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["client", "operator"]
+Role: TypeAlias = Literal["client", "operator", "peer"]
 Scope: TypeAlias = MutableMapping[str, Any]
 Headers: TypeAlias = Mapping[bytes, bytes]
 
@@ -151,6 +153,7 @@ class Guard:
         server: The keys, and the names that the router goes by.
         count_wrong_key: Called with the endpoint of each.
         usages: Of the keys that have limits, by name.
+        peer_key: Of the other routers; None: there are none.
     """
 
     def __init__(
@@ -158,12 +161,14 @@ class Guard:
         server: ServerConfig,
         count_wrong_key: Callable[[str], None],
         usages: Mapping[str, KeyUsage] = MappingProxyType({}),
+        peer_key: str | None = None,
     ) -> None:
         self._keys: dict[Role, tuple[Key, ...]] = {
             "client": tuple(
                 _client_key(each, usages.get(each.name)) for each in server.client_keys
             ),
             "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
+            "peer": () if peer_key is None else (Key("peer", peer_key.encode()),),
         }
         seen = server.clients_see_hits
         self.clients_see_hits = not server.client_keys if seen is None else seen
@@ -188,9 +193,12 @@ class Guard:
             Unauthorized: The key is missing or wrong.
             ForeignHost: `Host` names another machine.
             LoopbackOnly: No operator key is set, and another machine asks.
+            UnknownPath: There are no peers.
         """
         if self._keys[role]:
             return self._key(role, headers)
+        if role == "peer":
+            raise UnknownPath
         self.check_host(headers)
         if role == "operator" and not _is_local(scope, headers):
             raise LoopbackOnly

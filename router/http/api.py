@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
@@ -129,6 +129,7 @@ def create_api(
     _add_insight(app, parts, operator)
     _add_history(app, parts, operator)
     _add_recording(app, parts, operator)
+    _add_snapshot(app, parts)
     add_page(app)
     _add_description(app, client)
     return app
@@ -442,6 +443,7 @@ def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 
 _RECORDING = "application/x-ndjson"
+_BYTES = "application/octet-stream"
 _QUIET_S = 1.0
 _MAX_RANK = 1023
 
@@ -478,6 +480,17 @@ async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
             yield line
     finally:
         parts.feed.taps.close(tap)
+
+
+def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
+    """What this router knows of all caches, for another one that starts."""
+    peer = Depends(Access("peer", parts.guard).check)
+
+    @app.get("/snapshot", include_in_schema=False, dependencies=[peer])
+    async def snapshot() -> Response:
+        if parts.sender is None:
+            raise UnknownPath
+        return StreamingResponse(parts.sender.open(), media_type=_BYTES)
 
 
 def _parameter(name: str, description: str, default: int, most: int) -> dict[str, Any]:

@@ -62,6 +62,7 @@ from router.routing.dispatcher import Decision, Dispatcher
 from router.routing.models import ModelSet
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Candidate, Ranked
+from router.snapshots import Sender
 from router.workers.fleet import FleetChanges
 
 MAX_MODELS = 100
@@ -107,6 +108,8 @@ class ApiParts:
     tokenizer_check: TokenizerCheck
     repair: SelfRepair
     approximate: ApproximateCaches | None
+    sender: Sender | None
+    """Of snapshots to other routers; None where there are none."""
     request_log: RequestLog
     metrics: RouterMetrics
     history: History

@@ -28,7 +28,7 @@ from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.routing.stored_responses import StoredResponses
-from router.snapshots import SnapshotKeeper
+from router.snapshots import Peers, Sender, SnapshotKeeper
 from router.tokenize import TokenizationStatistics
 from router.upstream import UpstreamClient
 
@@ -67,6 +67,8 @@ class CollectedParts:
     foreign_prefixes: int = 0
     """Heard from others, and made with another secret."""
     snapshots: SnapshotKeeper | None = None
+    peers: Peers | None = None
+    sender: Sender | None = None
     """None: the index is not kept over a restart."""
     worker_restarts: int | None = None
     """Of this worker; None where there is one process."""
@@ -647,11 +649,14 @@ def _board_metrics(parts: CollectedParts) -> Iterator[Metric]:
 
 
 def _snapshot_metrics(parts: CollectedParts) -> Iterator[Metric]:
-    kept = parts.snapshots
+    kept, peers, sender = parts.snapshots, parts.peers, parts.sender
     for name, text, value in (
         ("saved", "Snapshots of the index that were written.", kept.saved if kept else 0),
         ("failed", "Snapshots that could not be written.", kept.failures if kept else 0),
         ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
+        ("sent", "Snapshots sent to other routers.", sender.sent if sender else 0),
+        ("taken", "Snapshots taken from other routers.", peers.taken if peers else 0),
+        ("refused", "Answers of peers that were of no use.", peers.refused if peers else 0),
     ):
         yield CounterMetricFamily(f"kvroute_snapshots_{name}", text, value=value)
     yield _single(

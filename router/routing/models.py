@@ -85,7 +85,6 @@ class ModelSet:
         indexes: IndexImplementation | None = None,
         large_work: LargeWork | None = None,
         key_secret: bytes | None = None,
-        restore: Callable[[str, PrefixIndex], None] | None = None,
         versions: Versions | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
@@ -95,7 +94,6 @@ class ModelSet:
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             indexes: Makes the index of each model; None: the default one.
             large_work: Reads the replicas' responses where they are large.
-            restore: Fills the new index of a model with what was known before the start.
             key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
             versions: The names that stand for several models.
         Raises:
@@ -106,7 +104,6 @@ class ModelSet:
         self._large_work = large_work
         self.versions = versions or Versions()
         self._key_secret = key_secret
-        self._restore = restore
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
         problems = [
@@ -165,7 +162,7 @@ class ModelSet:
             self._models[base] = Model(
                 base,
                 Tokenization(remote=self._remote((base,))),
-                index=self._new_index(base, self._indexes),
+                index=self._new_index(self._indexes),
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -267,7 +264,7 @@ class ModelSet:
             tokenization,
             config.aliases,
             config.layout.to_hints(),
-            self._new_index(config.name, indexes),
+            self._new_index(indexes),
             config.stores,
         )
         for name in (config.name, *config.aliases):
@@ -276,12 +273,9 @@ class ModelSet:
             self._names[adapter] = _Meaning(config.name, adapter)
         return None
 
-    def _new_index(self, model: str, indexes: IndexImplementation) -> PrefixIndex:
+    def _new_index(self, indexes: IndexImplementation) -> PrefixIndex:
         secret = self._key_secret
-        index = indexes.create() if secret is None else indexes.create(secret=secret)
-        if self._restore is not None:
-            self._restore(model, index)
-        return index
+        return indexes.create() if secret is None else indexes.create(secret=secret)
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

@@ -44,7 +44,8 @@ class Router:
         self.keeper = SnapshotKeeper(self.feed, directory, 60.0)
         found = snapshots.read_file(directory, 900.0)
         if found is not None:
-            snapshots.restore(found, "m", self.index, self.feed)
+            for saved in snapshots.restore(found, "m", self.index):
+                self.feed.expect(saved)
 
     def follow(self, publisher: VllmPublisher, source: SourceId = A) -> None:
         self.feed.add(source, publisher.endpoint, publisher.replay_endpoint, "kv-events", "m")
