@@ -32,7 +32,7 @@ POLICIES = (
     "round_robin",
     "random",
 )
-"""The router's own; those over a blind index are its default policy."""
+"""The router's own; those over a blind index are `prefix`."""
 
 
 class SimulatedRouter:

@@ -64,7 +64,7 @@ from router.config.values import (
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
 from router.index import IndexChoice, LayoutHints, StoreHint, TierHint
-from router.scoring.policies import BUILT_IN
+from router.scoring.policies import BUILT_IN, LEAST_DELAY
 from router.scoring.types import Weights
 
 PRIVATE_NETWORKS = (
@@ -367,7 +367,7 @@ class ModelConfig(Section, frozen=True):
 class PolicyConfig(Section, frozen=True):
     """How a replica is chosen."""
 
-    name: PolicyName = "prefix"
+    name: PolicyName = LEAST_DELAY
     weights: Weights = Weights()
     session_header: HeaderName = "x-session-id"
     """Names the session, for the policy `session`; in lower case."""

@@ -100,7 +100,7 @@ class RankedReplica(View, frozen=True, kw_only=True):
     dp_rank: int | None
     """The data-parallel rank to ask for; null lets the engine choose."""
     cost: float
-    """Never falls along the ranking; for the default policy, prefill tokens to wait for."""
+    """Never falls along the ranking; for the default policy, the delay in prefill tokens."""
     reason: str
     hit: HitView
     recent_tokens: int
@@ -127,7 +127,7 @@ class RouteView(View, frozen=True, kw_only=True):
     prompt_tokens: int
     """Over all prompts, as far as they are known."""
     cost: float
-    """For the default policy, prefill tokens to wait for."""
+    """For the default policy, the delay in prefill tokens."""
     hit: HitView
     expected_tokens: int
     """Prompt tokens that would be cached there when the engine admits the request: those ahead of
@@ -482,7 +482,7 @@ _ROUTE = RouteView(
     replica="replica-7",
     dp_rank=None,
     model="gemma-3",
-    policy="prefix",
+    policy="least_delay",
     prompt_tokens=1024,
     cost=20.8,
     hit=_HIT,
@@ -511,7 +511,7 @@ _REQUEST = RequestView(
     trace_id="0af7651916cd43dd8448eb211c80319c",
     path="/v1/chat/completions",
     model="gemma-3",
-    policy="prefix",
+    policy="least_delay",
     stream=True,
     prompt_tokens=1024,
     unknown=None,

@@ -200,11 +200,9 @@ def _reason(
     _place: int,
 ) -> str:
     delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)
-    cached, expected = candidate.cached_tokens, candidate.recent_tokens
-    known = "estimated to be cached" if candidate.is_approximate else "cached"
-    parts = [f"{cached:,} of {prompt_tokens:,} tokens {known}"]
-    if expected > candidate.gpu_cached_tokens:
-        parts.append(f"{expected:,} being computed there")
+    parts = candidate.hit_in_words(prompt_tokens)
+    if candidate.recent_tokens > candidate.gpu_cached_tokens:
+        parts.append(f"{candidate.recent_tokens:,} being computed there")
     parts += [
         f"{delay:,.0f} {what}" for delay, what in zip(delays, _TERMS, strict=True) if delay >= 0.5
     ]

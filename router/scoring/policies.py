@@ -105,18 +105,9 @@ def _parts(
 
 
 def _parts_of_hit(prompt_tokens: int, candidate: Candidate, uncached: float) -> list[str]:
+    parts, counted = candidate.hit_in_words(prompt_tokens), ""
     if not prompt_tokens:
-        return ["the prompt's length is unknown"]
-    lower = candidate.cached_tokens - candidate.gpu_cached_tokens
-    where = ", ".join(f"{tokens:,} {name}" for name, tokens in candidate.by_tier)
-    offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
-    known = "estimated to be cached" if candidate.is_approximate else "cached"
-    parts = [f"{candidate.gpu_cached_tokens:,} of {prompt_tokens:,} tokens {known}{offloaded}"]
-    if candidate.approximate_trust is not None:
-        parts.append(f"counted by {candidate.approximate_trust:.0%}, since there are no events")
-    if candidate.suspect:
-        parts.append("discounted, since events were lost")
-    counted = ""
+        return parts
     if candidate.recent_tokens > candidate.gpu_cached_tokens:
         parts.append(f"{candidate.recent_tokens:,} expected from what was just sent there")
         counted = "counted as "
@@ -155,7 +146,7 @@ def busynesses(standings: Standings, weights: Weights) -> list[float]:
 
 
 class PrefixPolicy(RanksByOrder):
-    """The default: the replica where this request waits least, given its cache and its load.
+    """The replica where this request waits least, given its cache and its load.
 
     A hot prefix stays on the replica that has it as long as waiting there is cheaper than computing
     it again elsewhere, and then spills over by itself: no threshold, only costs. Among equals the

@@ -173,6 +173,25 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the hit is an estimate from what was sent there, without events."""
         return self.approximate_trust is not None
 
+    def hit_in_words(self, prompt_tokens: int) -> list[str]:
+        """What is cached of a prompt, where, and how far that is trusted, in parts of a sentence.
+
+        Args:
+            prompt_tokens: Its length; 0 if it is unknown.
+        """
+        if not prompt_tokens:
+            return ["the prompt's length is unknown"]
+        lower = self.cached_tokens - self.gpu_cached_tokens
+        where = ", ".join(f"{tokens:,} {name}" for name, tokens in self.by_tier)
+        offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
+        known = "estimated to be cached" if self.is_approximate else "cached"
+        parts = [f"{self.gpu_cached_tokens:,} of {prompt_tokens:,} tokens {known}{offloaded}"]
+        if self.approximate_trust is not None:
+            parts.append(f"counted by {self.approximate_trust:.0%}, since there are no events")
+        if self.suspect:
+            parts.append("discounted, since events were lost")
+        return parts
+
 
 class Ranked(NamedTuple):
     """A candidate's place in a ranking."""

@@ -245,7 +245,7 @@ async def test_predictions_are_compared_with_what_engines_report(
                 "kvroute_requests_total",
                 replica=stub.name,
                 model=stub.model,
-                policy="prefix",
+                policy="least_delay",
                 status="200",
             )
             == 2
@@ -527,7 +527,7 @@ async def test_nothing_is_left_of_a_removed_replica_in_the_metrics(router: Route
         assert stub.name not in text
         assert (
             stub.model not in text
-            or f'model="{stub.model}",policy="prefix",replica="removed"' in text
+            or f'model="{stub.model}",policy="least_delay",replica="removed"' in text
         )
 
 

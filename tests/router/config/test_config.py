@@ -125,7 +125,7 @@ def test_what_is_left_out_has_its_default(text: str) -> None:
     config = read(text)
     assert config == RouterConfig()
     assert config.server.host == "127.0.0.1"
-    assert config.policy.name == "prefix"
+    assert config.policy.name == "least_delay"
 
 
 def test_a_layout_becomes_hints_for_the_index() -> None:

@@ -182,6 +182,25 @@ def test_the_mean_is_that_of_a_replica_that_gets_the_mean_of_everything() -> Non
     assert mean_congestion([], SPEED) == 0
 
 
+def test_the_reason_says_where_the_hit_is_and_how_far_it_is_trusted() -> None:
+    """An operator must see why a large hit counts little."""
+    policy, request = (
+        LeastDelayPolicy(Weights(), Random(1)),
+        RouteRequest(model="m", prompt_tokens=900),
+    )
+    offloaded = Candidate(
+        replica_id="a",
+        gpu_cached_tokens=100,
+        cached_tokens=500,
+        by_tier=(("CPU", 400),),
+        suspect=True,
+    )
+    (found,) = policy.rank(request, [offloaded])
+    assert found.reason.startswith(
+        "100 of 900 tokens cached and 400 offloaded (400 CPU); discounted, since events were lost; "
+    )
+
+
 def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
     """Foreign ones included, at no cost here."""
     policy = LeastDelayPolicy(Weights(foreign_request=0.0), Random(1))
