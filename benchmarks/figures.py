@@ -42,6 +42,13 @@ def processor_seconds(action: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def slope(points: list[tuple[float, float]]) -> float:
+    """The slope of the least-squares line through *points*."""
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
 def _timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()

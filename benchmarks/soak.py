@@ -1,208 +1,209 @@
-"""Do memory and requests/s stay flat? Many requests with unique prompts pass through a real router,
-whose replicas store and evict.
+"""What do clients notice of a fleet in which something always breaks, and what does a router keep?
 
-    python -m benchmarks.soak --requests 200000
+    python -m benchmarks.soak --minutes 30
 
-The replicas and clients run in this process, the router in another. This exercises everything that
-a router keeps per prompt: the index, recently sent prefixes, and with --text-share the cache of
-token ids, which fills up to its limit.
+Simulated engines, two routers of two workers each over one Valkey or Redis, and a balancer in
+front, all of them real processes and sockets. Requests come at random times; meanwhile one thing
+after another goes wrong: engines are killed, frozen or cut off, events lost, routers, their workers
+and supervisors killed or stopped, the board's server killed or frozen. After every fault the load
+pauses until everything has recovered; then requests are sent one by one, and each must be predicted
+to the token.
+
+Every response is compared with the text that the model must generate. A failure is *excused* where
+a fault took it: the connection was to a router's process that was killed, or the stream had begun
+at an engine that was killed, frozen or cut off. All others are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import sys
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple
 
-from benchmarks.figures import report
-from tests.support.engine_stub import EngineStub, Exchange, always, unique
-from tests.support.http_client import HttpClient, connect
-from tests.support.router_process import RouterProcess, router_process
+import uvloop
 
-MIB = 1024 * 1024
-ANSWER = json.dumps(
-    {"id": "x", "choices": [{"index": 0, "text": "."}], "usage": {"prompt_tokens": 1}}
-).encode()
-EVENTS = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    b'e\r\ndata: {"a":1}\n\r\n1\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
-)
-CONFIG = {
-    "server": {"max_concurrent_requests": 10_000},
-    "health": {"interval_s": 10, "timeout_s": 10, "engine_load_stale_after_s": 20},
-    "observability": {"log_level": "warning"},
-}
-
-
-class Slice(NamedTuple):
-    """What one slice of the requests cost."""
-
-    requests: int
-    requests_per_s: float
-    rss_mib: float
-
-
-class Replica:
-    """Holds the last *held* prompts that it was sent, and publishes that."""
-
-    def __init__(self, model: str, held: int) -> None:
-        self.stub = EngineStub(
-            model,
-            self.serve,
-            has_events=True,
-            tokenizing=always(b'{"tokens": [1, 2, 3], "count": 3}'),
-        )
-        self._held = held
-        self._prompts: deque[list[int]] = deque()
-
-    async def serve(self, exchange: Exchange) -> None:
-        """Respond, and store the prompt."""
-        body = exchange.request.json
-        self.stub.requests.clear()
-        if isinstance(body["prompt"], list):
-            self._take(body["prompt"])
-        if body["stream"]:
-            await exchange.send(EVENTS)
-        else:
-            await exchange.whole(ANSWER)
-
-    def _take(self, ids: list[int]) -> None:
-        self._prompts.append(ids)
-        self.stub.store(ids)
-        if len(self._prompts) > self._held:
-            self.stub.evict(self._prompts.popleft())
+from benchmarks.figures import report, slope
+from benchmarks.soaking.clients import Clients, Fate, Sent, Workload
+from benchmarks.soaking.faults import KINDS, Faults
+from benchmarks.soaking.fleet import Fleet, Held, held, running
+from benchmarks.soaking.quiet import Quiet, scraped, total
 
 
 @dataclass
-class Requests:
-    """Request bodies, all different."""
+class Soak:
+    """One run.
 
-    model: str
-    tokens: int
-    stream_share: float
-    text_share: float
+    Args:
+        options: Of the command line. fleet: What is soaked.
+    """
+
+    options: argparse.Namespace
+    fleet: Fleet
+    at_rest: list[tuple[float, Held, float]] = field(default_factory=list)
+    """When, what the worker that is never killed holds, and how many tasks it has."""
+    excused: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._random = Random(0)
-        self._made = 0
+        random = Random(self.options.seed)
+        self.workload = Workload(self.fleet.models, random.randrange(2**32))
+        self.clients = Clients(self.fleet.balancer, self.workload)
+        self.faults = Faults(self.fleet, random, tuple(self.options.hold_s))
+        self.quiet = Quiet(self.fleet, self.workload)
+        self.random = random
+        self.spared = self.fleet.routers[0].serving[0]
 
-    def take(self, count: int) -> Iterator[dict[str, Any]]:
-        """Return the next *count* of them."""
-        for _ in range(count):
-            self._made += 1
-            yield {
-                "model": self.model,
-                "prompt": self._prompt(),
-                "stream": self._random.random() < self.stream_share,
-            }
-
-    def _prompt(self) -> Any:
-        if self._random.random() < self.text_share:
-            return f"{self._made} " * (self.tokens // 2)
-        first = self._made * 7919
-        return [(first + index * 104_729) % 2**31 for index in range(self.tokens)]
-
-
-async def work(client: HttpClient, bodies: Iterator[dict[str, Any]]) -> None:
-    """Act as one client: one request at a time, as long as there are any."""
-    for body in bodies:
-        answer = await client.ask("POST", "/v1/completions", body)
-        if answer.status != 200:
-            raise RuntimeError(f"status {answer.status}: {answer.body[:200]!r}")
-
-
-async def run_slice(
-    router: RouterProcess, requests: Requests, count: int, concurrency: int
-) -> Slice:
-    """Send *count* of the requests, then measure the router."""
-    began = time.perf_counter()
-    bodies = requests.take(count)
-    await asyncio.gather(*(run_client(router, bodies) for _ in range(concurrency)))
-    rate = count / (time.perf_counter() - began)
-    return Slice(count, round(rate, 1), round(router.rss_bytes / MIB, 2))
-
-
-async def run_client(router: RouterProcess, bodies: Iterator[dict[str, Any]]) -> None:
-    async with connect(router.port) as client:
-        await work(client, bodies)
-
-
-def slope(points: list[tuple[float, float]]) -> float:
-    """The slope of the least-squares line through *points*."""
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-
-
-def summary(slices: list[Slice]) -> dict[str, float]:
-    """How memory and speed change over time, without the first fifth, in which caches fill."""
-    counted = slices[len(slices) // 5 :]
-    thousands = [
-        sum(part.requests for part in slices[: slices.index(part) + 1]) / 1000 for part in counted
-    ]
-    rates = [part.requests_per_s for part in counted]
-    return {
-        "rss_kib_per_1000_requests": round(
-            1024 * slope(list(zip(thousands, (part.rss_mib for part in counted), strict=True))), 3
-        ),
-        "requests_per_s_mean": round(sum(rates) / len(rates), 1),
-        "requests_per_s_change_per_1000_requests": round(
-            slope(list(zip(thousands, rates, strict=True))), 3
-        ),
-        "rss_mib_first": counted[0].rss_mib,
-        "rss_mib_last": counted[-1].rss_mib,
-    }
-
-
-async def soak(arguments: argparse.Namespace) -> None:
-    """Run the whole benchmark."""
-    model = unique("model")
-    replicas = [Replica(model, arguments.held_prompts) for _ in range(arguments.replicas)]
-    stubs = [replica.stub for replica in replicas]
-    slices: list[Slice] = []
-    with router_process(CONFIG) as router:
-        for stub in stubs:
-            await stub.start()
-        async with router.serving(*stubs):
-            requests = Requests(
-                model, arguments.prompt_tokens, arguments.stream_share, arguments.text_share
+    async def run(self) -> None:
+        """Cycle after cycle, until the time is over and every kind of fault has happened."""
+        await self.quiet.settle()
+        began = time.monotonic()
+        for number, kind in enumerate(self._kinds()):
+            is_over = time.monotonic() - began > self.options.minutes * 60
+            if is_over and number >= len(self.options.faults):
+                return
+            await self._cycle(kind)
+            await self._note(time.monotonic() - began)
+            print(
+                f"{time.monotonic() - began:7.1f} s  {kind:18} settled in "
+                f"{self.quiet.settled_s[-1]:5.1f} s  {self.at_rest[-1][1:]}  "
+                f"{dict(self._fates())}",
+                file=sys.stderr,
+                flush=True,
             )
-            for number in range(arguments.slices):
-                count = arguments.requests // arguments.slices
-                slices.append(await run_slice(router, requests, count, arguments.concurrency))
-                report("soak", slice=number + 1, **slices[-1]._asdict())
-            await router.until_idle()
-        for stub in stubs:
-            await stub.stop()
-    report("soak", requests=sum(part.requests for part in slices), **summary(slices))
+
+    def _kinds(self) -> list[str]:
+        """Each as often as the others, in an order that is shuffled again and again."""
+        found: list[str] = []
+        while len(found) < 10_000:
+            kinds = list(self.options.faults)
+            self.random.shuffle(kinds)
+            found += kinds
+        return found
+
+    async def _cycle(self, kind: str) -> None:
+        """Load, in its midst a fault; then quiet."""
+        over = asyncio.Event()
+        load = asyncio.create_task(self.clients.send(self.options.rate, over))
+        try:
+            await asyncio.sleep(self.random.uniform(0.2, 1.0) * self.options.load_s)
+            await self.faults.do(kind)
+            await asyncio.sleep(self.random.uniform(0.2, 1.0) * self.options.load_s)
+        finally:
+            over.set()
+            await load
+        await self.quiet.settle()
+        await self.quiet.ask(self.clients, self.options.serial)
+
+    async def _note(self, at: float) -> None:
+        text = await scraped(self.fleet.routers[0])
+        worker = ('worker="0"',) if self.options.workers > 1 else ()
+        tasks = total(text, "kvroute_event_loop_tasks", *worker)
+        self.at_rest.append((at, held(self.spared), tasks))
+
+    def _fates(self) -> Counter[str]:
+        return Counter({fate.value: count for fate, count in self.clients.tally.fates.items()})
+
+    def unexcused(self) -> list[Sent]:
+        """Failures that no fault explains; counts the others."""
+        self.excused.clear()
+        found = [*self.quiet.unserved]
+        for sent in self.clients.tally.failed:
+            excuse = self.faults.excuse(sent)
+            if excuse is None:
+                found.append(sent)
+            else:
+                self.excused[excuse] += 1
+        return found
+
+    def growth(self) -> dict[str, object]:
+        """Of the worker that is never killed, at rest: at first, at last, and by the hour after
+        the first fifth, in which caches fill."""
+        figures: dict[str, object] = {}
+        counted = self.at_rest[len(self.at_rest) // 5 :]
+        for name, value in (
+            ("rss_mib", lambda now: now[1].rss_mib),
+            ("descriptors", lambda now: float(now[1].descriptors)),
+            ("threads", lambda now: float(now[1].threads)),
+            ("tasks", lambda now: now[2]),
+        ):
+            points = [(now[0] / 3600, value(now)) for now in counted]
+            figures[name] = [points[0][1], max(y for _, y in points), points[-1][1]]
+            figures[f"{name}_per_hour"] = round(slope(points), 1)
+        return figures
+
+    def tell(self) -> bool:
+        """Print the figures; whether all is as it must be."""
+        unexcused, tally = self.unexcused(), self.clients.tally
+        errors = [line for router in self.fleet.routers for line in router.errors()]
+        for sent in [*unexcused, *self.quiet.inexact][:20]:
+            print(f"not as it must be: {sent} {sent.response[-300:]!r}", file=sys.stderr)
+        report(
+            "soak",
+            replicas=len(self.fleet.replicas),
+            workers=self.options.workers,
+            seconds_of_load=round(self.clients.sent_s),
+            requests=sum(tally.fates.values()),
+            requests_per_s=round(sum(tally.fates.values()) / self.clients.sent_s, 1),
+            fates=dict(self._fates()),
+            excused=dict(self.excused),
+            unexcused=len(unexcused),
+            wrong=tally.fates[Fate.WRONG],
+            faults=dict(Counter(fault.kind for fault in self.faults.done)),
+            settled_max_s=round(max(self.quiet.settled_s), 1),
+            quiet_exact=self.quiet.exact,
+            quiet_inexact=len(self.quiet.inexact),
+            under_load={"exact": tally.exact, "over": tally.over, "under": tally.under},
+            p50_s=round(tally.quantile(0.5), 3),
+            p99_s=round(tally.quantile(0.99), 3),
+            errors_logged=len(errors),
+            **self.growth(),
+        )
+        return not unexcused and not self.quiet.inexact and not errors
+
+
+async def soak(options: argparse.Namespace) -> bool:
+    """Run the whole benchmark; whether all is as it must be."""
+    linked = max(1, options.replicas // 4)
+    async with running(
+        options.replicas, options.models, options.workers, linked, options.check_s
+    ) as fleet:
+        run = Soak(options, fleet)
+        try:
+            await run.run()
+        finally:
+            all_is_well = run.tell()
+        return all_is_well
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=200_000)
-    parser.add_argument("--slices", type=int, default=20)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
+    parser.add_argument("--replicas", type=int, default=32)
+    parser.add_argument("--models", type=int, default=4, choices=range(1, 5))
+    parser.add_argument("--workers", type=int, default=2, help="of each router")
+    parser.add_argument("--faults", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument(
-        "--held-prompts",
-        type=int,
-        default=500,
-        help="that each replica keeps before it evicts the oldest",
+        "--load-s", type=float, default=8.0, help="at most, before each fault and after it"
     )
-    parser.add_argument("--stream-share", type=float, default=0.5)
     parser.add_argument(
-        "--text-share", type=float, default=0.0, help="prompts that a replica has to tokenise"
+        "--hold-s", type=float, nargs=2, default=[1.5, 6.0], help="how long a fault lasts"
     )
-    asyncio.run(soak(parser.parse_args()))
+    parser.add_argument("--serial", type=int, default=16, help="requests after each fault")
+    parser.add_argument(
+        "--check-s",
+        type=float,
+        default=1.0,
+        help="between health checks, and how long one may take: more on a machine with other load",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    uvloop.install()
+    sys.exit(not asyncio.run(soak(parser.parse_args())))
 
 
 if __name__ == "__main__":

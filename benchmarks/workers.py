@@ -1,34 +1,31 @@
 """How many more requests do two workers serve than one?
 
-The router with one worker and with two, in turn and several times; stub replicas and the load
-generator share another process. `router_cpu_us` is the CPU time of all processes of the router per
-request. Where the generator and the replicas leave two whole cores to the router, the requests per
-second tell; on a machine with few cores they do not, and then the CPU per request does: unchanged,
-it says that two cores serve twice as many.
+The router with one worker and with two, in turn and several times, between a load generator and
+replicas in C. `router_cpu_us` is the CPU time of all processes of the router per request,
+`others_cpu_us` that of the generator and the replicas. Where these leave two whole cores to the
+router, the requests per second tell; on a machine with few cores they do not, and then the CPU per
+request does: unchanged, it says that two cores serve twice as many.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import uvloop
-
 from benchmarks.figures import report
-from benchmarks.load import run_load, stub_replica
+from benchmarks.peers.contestants import MODEL
+from benchmarks.peers.programs import Replicas, build, load
+from benchmarks.peers.proxying import id_prompts
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-)
 
 
 def main() -> None:
@@ -38,53 +35,66 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    uvloop.install()
-    asyncio.run(_measure(parser.parse_args()))
-
-
-async def _measure(options: argparse.Namespace) -> None:
-    replicas = [await stub_replica() for _ in range(options.replicas)]
-    for number in range(options.rounds):
-        for workers in options.workers:
-            with tempfile.TemporaryDirectory() as directory:
-                await _measure_one(number, workers, replicas, options, Path(directory))
-
-
-async def _measure_one(
-    number: int, workers: int, replicas: list[int], options: argparse.Namespace, directory: Path
-) -> None:
-    process, port = await _start(workers, replicas, directory)
-    try:
-        await run_load(port, _request, options.concurrency, 1.0)  # connections, learned rates
-        before = _cpu_s(process.pid)
-        load = await run_load(port, _request, options.concurrency, options.seconds)
-        cpu_s = _cpu_s(process.pid) - before
+    options = parser.parse_args()
+    figures: dict[int, list[tuple[float, float]]] = {count: [] for count in options.workers}
+    with tempfile.TemporaryDirectory() as programs:
+        build(Path(programs))
+        for number in range(options.rounds):
+            for workers, found in figures.items():
+                found.append(_measure(number, workers, options, Path(programs)))
+    for workers, found in figures.items():
+        rate, cpu_us = (statistics.median(values) for values in zip(*found, strict=True))
         report(
             "workers",
-            round=number,
+            median_of=options.rounds,
             workers=workers,
-            concurrency=options.concurrency,
-            replicas=options.replicas,
-            errors=load.errors,
-            requests_per_second=round(load.per_second),
-            router_cpu_us=round(cpu_s / len(load.latencies) * 1e6, 1),
-            cores_used=round(cpu_s / options.seconds, 2),
+            requests_per_second=rate,
+            router_cpu_us=cpu_us,
         )
-    finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait)
 
 
-async def _start(
-    workers: int, replicas: list[int], directory: Path
-) -> tuple[subprocess.Popen[bytes], int]:
+def _measure(
+    number: int, workers: int, options: argparse.Namespace, programs: Path
+) -> tuple[float, float]:
+    """Requests per second, and the router's CPU time for each, in microseconds."""
+    prompts = id_prompts(1)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Replicas(programs, options.replicas, 1, 0) as replicas,
+    ):
+        process, port = _start(workers, replicas.urls, Path(directory))
+        try:
+            # Connections, and learned rates.
+            load(programs, port, prompts, options.concurrency, 1.0)
+            before, theirs = _cpu_s(process.pid), replicas.cpu_s() + _ended_cpu_s()
+            found = load(programs, port, prompts, options.concurrency, options.seconds)
+            cpu_s = _cpu_s(process.pid) - before
+            others_s = replicas.cpu_s() + _ended_cpu_s() - theirs
+        finally:
+            process.terminate()
+            process.wait()
+    requests = max(1, found["requests"])
+    rate, cpu_us = round(requests / found["seconds"]), round(cpu_s / requests * 1e6, 1)
+    report(
+        "workers",
+        round=number,
+        workers=workers,
+        concurrency=options.concurrency,
+        replicas=options.replicas,
+        errors=found["errors"],
+        requests_per_second=rate,
+        router_cpu_us=cpu_us,
+        others_cpu_us=round(others_s / requests * 1e6, 1),
+        cores_used=round(cpu_s / found["seconds"], 2),
+    )
+    return rate, cpu_us
+
+
+def _start(workers: int, urls: list[str], directory: Path) -> tuple[subprocess.Popen[bytes], int]:
     config = {
         "server": {"port": 0, "workers": workers},
-        "replicas": [
-            {"url": f"http://127.0.0.1:{port}", "models": ["m"], "kv_events": []}
-            for port in replicas
-        ],
-        "models": [{"name": "m"}],
+        "replicas": [{"url": url, "models": [MODEL], "kv_events": []} for url in urls],
+        "models": [{"name": MODEL}],
     }
     path, log = directory / "kvroute.yaml", directory / "log"
     path.write_text(json.dumps(config))
@@ -96,10 +106,16 @@ async def _start(
     while b"listens on" not in log.read_bytes():
         if process.poll() is not None:
             raise RuntimeError(log.read_text())
-        await asyncio.sleep(0.05)
+        time.sleep(0.05)
     (line,) = (line for line in log.read_text().splitlines() if "listens on" in line)
-    await asyncio.sleep(3.0)  # every worker has checked every replica
+    time.sleep(3.0)  # every worker has checked every replica
     return process, int(line.rsplit(":", 1)[1])
+
+
+def _ended_cpu_s() -> float:
+    """Of children that have ended, as the load generator has."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _cpu_s(pid: int) -> float:
@@ -108,12 +124,6 @@ def _cpu_s(pid: int) -> float:
     own = (int(fields[11]) + int(fields[12])) / _TICKS
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return own + sum(_cpu_s(int(child)) for child in children)
-
-
-def _request(number: int) -> bytes:
-    ids = [(number * 31 + place) % 50_000 for place in range(200)]
-    body = json.dumps({"model": "m", "prompt": ids, "max_tokens": 1}).encode()
-    return _HEAD % len(body) + body
 
 
 if __name__ == "__main__":

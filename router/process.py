@@ -113,18 +113,32 @@ def give_up_unwritten_log() -> None:
         os.close(nowhere)
 
 
-def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Args:
         host: An address, or a name for one.
         port: 0 lets the system choose.
-        is_shared: Whether other processes listen there as well: the system deals connections out.
     Raises:
         ConfigError: It cannot be listened on.
     """
-    listener = bind(host, port, is_shared)
+    listener = bind(host, port)
     listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def share(host: str, port: int) -> socket.socket:
+    """A socket that can listen where other processes do: the system deals connections out to those
+    that have begun to.
+
+    Args:
+        host: As for `listen`.
+        port: The same for all of them.
+    Raises:
+        ConfigError: It cannot be listened on.
+    """
+    listener = bind(host, port, is_shared=True)
     listener.setblocking(False)
     return listener
 

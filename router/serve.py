@@ -18,11 +18,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from router.board import Board
@@ -51,6 +53,7 @@ from router.process import (
     in_url,
     listen,
     set_up_logging,
+    share,
 )
 from router.reload import Reloader
 from router.routing.admission import Admission
@@ -79,6 +82,9 @@ _COLLECTION_THRESHOLDS = (20_000, 20, 50)
 few cycles behind, and Python's own 700 would look through all that are under way hundreds of times
 a second: 8 % of the router's time."""
 _MAX_RESERVED_FILES = 64
+_FIRST_WAIT_S = 5.0
+"""How long the first start of several workers waits for the replicas before it listens: nobody else
+answers probes meanwhile."""
 _METRICS = "metrics"
 """What workers ask each other for."""
 _EXIT_REFUSED = 2
@@ -136,7 +142,7 @@ class RouterApp:
             render_metrics=_metrics_of_all(service, member),
             render_exemplars=_exemplars(service, member),
         )
-        self._api = create_api(parts, service.lifespan)
+        self._api = create_api(parts, _lifespan(service, member))
         self.direct = RouteQuestions(
             self.gateway, service.dispatcher, service.metrics, service.config.policy.session_header
         )
@@ -155,6 +161,30 @@ class RouterApp:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         await self._api(scope, receive, send)
+
+
+def _lifespan(
+    service: RouterService, member: Member | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Of the application; the server listens once it has begun.
+
+    One of several workers knows its replicas by then: the kernel would deal it clients that the
+    others can serve.
+    """
+    if member is None:
+        return service.lifespan
+    wait_s = service.config.health.ready_wait_s
+    if not member.start.restarts:
+        wait_s = min(wait_s, _FIRST_WAIT_S)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.lifespan(app):
+            await member.begin()
+            await service.readiness.until_known(wait_s)
+            yield
+
+    return lifespan
 
 
 def _fleet_changes(service: RouterService, member: Member | None) -> FleetChanges:
@@ -298,7 +328,9 @@ async def serve(
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
     _heed(loop, server, member)
     port = config.server.port if member is None else member.start.port
-    with contextlib.closing(listen(config.server.host, port, member is not None)) as listener:
+    # A worker listens only once its application has begun: see `_lifespan`.
+    address = config.server.host, port
+    with contextlib.closing(listen(*address) if member is None else share(*address)) as listener:
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
         scheme = "http" if certificate is None else "https"
@@ -335,7 +367,7 @@ def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Membe
     if member is not None:
         loop.add_signal_handler(signal.SIGHUP, _ignore)
         member.on_stop = server.stop
-        server.on_listening = member.begin
+        server.on_listening = member.listens
 
 
 def _ignore() -> None:

@@ -273,6 +273,10 @@ class Replicas:
         self.ports = [int(port) for port in self._process.first_line().split()]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
 
+    def cpu_s(self) -> float:
+        """CPU time that they have used."""
+        return self._process.cpu_s()
+
     def __enter__(self) -> Replicas:
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -89,6 +90,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
         ),
+        tuple(_work_metrics(parts)),
         tuple(_router_metrics(parts)),
         tuple(_queue_metrics(parts)),
         tuple(_key_metrics(parts.key_limits)),
@@ -555,6 +557,28 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
     )
 
 
+def _work_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    """What the router does at this moment."""
+    for name, text, value in (
+        (
+            "kvroute_requests_under_way",
+            "Requests admitted and not ended.",
+            parts.admission.under_way,
+        ),
+        (
+            "kvroute_event_loop_tasks",
+            "Tasks of the event loop that have not ended: what it does at once.",
+            len(asyncio.all_tasks()),
+        ),
+        (
+            "kvroute_buffered_bytes",
+            "Of the bodies of requests, held until these have ended.",
+            parts.admission.buffered_bytes,
+        ),
+    ):
+        yield _single(name, text, value)
+
+
 def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     yield _gauge(
         "kvroute_index_info",
@@ -577,16 +601,6 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
     responses = parts.responses.statistics()
     for name, text, value in (
-        (
-            "kvroute_requests_under_way",
-            "Requests admitted and not ended.",
-            parts.admission.under_way,
-        ),
-        (
-            "kvroute_buffered_bytes",
-            "Of the bodies of requests, held until these have ended.",
-            parts.admission.buffered_bytes,
-        ),
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
         ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),

@@ -7,6 +7,7 @@ for each replica, and happens once: later a replica that comes or returns is wai
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -15,6 +16,7 @@ from router.index import SourceId
 from router.replicas import Replica, ReplicaRegistry, ReplicaState
 from router.routing.admission import Admission
 
+_LOOK_EVERY_S = 0.02
 _NAMED = 8
 """Replicas in one reason."""
 
@@ -62,6 +64,20 @@ class Readiness:
             reason = self._waits_for(replicas)
         self._has_been_ready |= reason is None
         return reason
+
+    async def until_known(self, within_s: float) -> None:
+        """Wait until every replica there is has been checked, and those that passed are known as
+        far as they can be: but no longer than *within_s*, nor once the router is to stop."""
+        by = self._clock() + within_s
+        while self._clock() < by and not self._admission.is_shutting_down:
+            if not self._unknown() and all(map(self._is_known, self._registry.replicas())):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _is_known(self, replica: Replica) -> bool:
+        if any(self._lags(replica)):
+            return False
+        return replica.state is not ReplicaState.HEALTHY or bool(replica.served.models)
 
     def _waits_for(self, replicas: Collection[Replica]) -> str | None:
         now, named = self._clock(), self._named()

@@ -72,13 +72,17 @@ class Member:
     # --- on the event loop ------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """This worker listens: do what was asked of all before it started, and hear what comes."""
+        """Do what was asked of all before this worker started, and hear what comes."""
         self._line = await WorkerLine.over(self._socket)
         for change in self.start.changes:
             what, _, body = change.partition(b"\0")
             await self._answer(what.decode(), body)
-        self._line.send(Ready())
         self._hearing = asyncio.create_task(self._hear(self._line), name="supervisor's line")
+
+    async def listens(self) -> None:
+        """Tell that clients can connect to this worker."""
+        if self._line is not None:
+            self._line.send(Ready())
 
     async def close(self) -> None:
         """Leave nothing running."""
@@ -115,7 +119,7 @@ class Member:
             key: Of a change, which workers that start later hear, too: the last of each key.
         """
         if self._line is None:
-            return {}  # it has just begun to listen
+            return {}  # it has just begun
         number = next(self._numbers)
         waiting = self._asked[number] = asyncio.get_running_loop().create_future()
         self._line.send(Ask(number, what, body, key))

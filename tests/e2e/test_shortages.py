@@ -94,6 +94,22 @@ async def test_bodies_together_have_a_bound() -> None:
                 assert (await router.metrics()).sum("kvroute_buffered_bytes") == 0
 
 
+async def test_replicas_that_leave_take_their_tasks_with_them() -> None:
+    """A task that never ends shows in nothing else until memory runs out."""
+    async with engines(3, has_events=True) as stubs:
+        with router_process({"health": QUICK_HEALTH}) as router:
+            at_first = (await router.metrics()).sum("kvroute_event_loop_tasks")
+            for _ in range(2):
+                async with router.serving(*stubs):
+                    await router.until(
+                        lambda now: now.sum("kvroute_event_loop_tasks") >= at_first + 3,
+                        "each has one at least",
+                    )
+                await router.until(
+                    lambda now: now.sum("kvroute_event_loop_tasks") <= at_first, "all have ended"
+                )
+
+
 SOME, NONE = 300, 20
 
 

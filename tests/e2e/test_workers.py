@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine_stub import EngineStub, after, unique
+from tests.support.engine_stub import EngineStub, Exchange, after, unique
 from tests.support.http_client import DEADLINE_S, Answer, eventually
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
@@ -90,6 +90,44 @@ async def _come_back(router: RouterProcess, stub: EngineStub) -> None:
     )
     assert other in worker_processes(router)
     await everywhere(router, stub.name, state="draining")
+
+
+class SlowToTell(EngineStub):
+    """Says what it serves only when it may."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.may_tell = asyncio.Event()
+        self.may_tell.set()
+        self.is_asked = asyncio.Event()
+
+    async def serve(self, exchange: Exchange) -> None:
+        if exchange.request.path == "/v1/models" and not self.may_tell.is_set():
+            self.is_asked.set()
+            await exchange.wait(self.may_tell)
+        await super().serve(exchange)
+
+
+async def test_a_worker_that_is_started_again_gets_no_clients_before_it_knows_the_replicas() -> (
+    None
+):
+    """The kernel deals it half of all connections as soon as it listens: they got 503, although the
+    other worker could have served them."""
+    config = {**CONFIG, "health": {**QUICK_HEALTH, "timeout_s": 0.25, "discovery_interval_s": 60.0}}
+    with router_process(config) as router:
+        async with SlowToTell(unique("worker")) as stub:
+            added = await router.post("/replicas", {"url": stub.url, "id": stub.name})
+            assert added.status == 201
+            await everywhere(router, stub.name, state="healthy", models=[stub.model])
+            stub.may_tell.clear()
+            os.kill(worker_processes(router)[0], signal.SIGKILL)
+            await stub.is_asked.wait()
+            answers = [await complete(router, stub) for _ in range(20)]
+            assert {answer.status for answer in answers} == {200}
+            stub.may_tell.set()
+            await router.until(
+                lambda now: now.sum("kvroute_worker_restarts_total") == 1, "it is back"
+            )
 
 
 async def _stop_together(router: RouterProcess) -> None:

@@ -41,6 +41,11 @@ class ValkeyServer:
         self._process.wait()
         self._process = None
 
+    def send_signal(self, number: int) -> None:
+        """For example, freeze it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def close(self) -> None:
         if self._process is not None:
             self.kill()

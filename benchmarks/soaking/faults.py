@@ -1,0 +1,233 @@
+"""What is done to the fleet, and which failures that excuses.
+
+Every fault has a beginning and an end, and puts right what it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.soaking.clients import Fate, Sent
+from benchmarks.soaking.fleet import Fleet, Replica, Router
+from benchmarks.soaking.links import Line
+from tests.support.http_client import eventually
+
+_WITHDRAWN_S = 1.0
+"""How long a balancer takes to notice: a `preStop` hook sleeps for so long."""
+_AFTERWARDS_S = 3.0
+"""For how long after its end a fault may still end a stream: a check that began before, fails."""
+
+
+@dataclass
+class Fault:
+    """One thing that went wrong."""
+
+    kind: str
+    target: str
+    began_at: float
+    ended_at: float = float("inf")
+    dying: tuple[float, float] | None = None
+    """From when to when processes of a router ended that could not finish what they had."""
+
+
+class Faults:
+    """Does one of *kinds* at a time, to a target chosen at random.
+
+    One worker of the first router is never killed, so that it is seen how a process does in the
+    long run.
+
+    Args:
+        fleet: What is tortured.
+        random: Chooses.
+        hold_s: How long something is away, at least and at most.
+    """
+
+    def __init__(
+        self, fleet: Fleet, random: Random, hold_s: tuple[float, float] = (1.5, 6.0)
+    ) -> None:
+        self.done: list[Fault] = []
+        self._fleet = fleet
+        self._random = random
+        self._hold_s = hold_s
+        self._spared = fleet.routers[0].serving[0]
+
+    async def do(self, kind: str) -> None:
+        """Make this happen, and put it right."""
+        await KINDS[kind](self)
+
+    def _fault(self, kind: str, target: str) -> Fault:
+        fault = Fault(kind, target, time.monotonic())
+        self.done.append(fault)
+        return fault
+
+    async def _hold(self) -> None:
+        await asyncio.sleep(self._random.uniform(*self._hold_s))
+
+    def _replica(self, linked: bool = False) -> Replica:
+        return self._random.choice(
+            [replica for replica in self._fleet.replicas if replica.links or not linked]
+        )
+
+    # --- engines ----------------------------------------------------------------------------------
+
+    async def engine_killed(self) -> None:
+        replica = self._replica()
+        fault = self._fault("engine_killed", replica.name)
+        replica.engine.kill()
+        await self._hold()
+        await asyncio.to_thread(replica.engine.start)
+        fault.ended_at = time.monotonic()
+
+    async def engine_frozen(self) -> None:
+        replica = self._replica()
+        fault = self._fault("engine_frozen", replica.name)
+        replica.engine.process.send_signal(signal.SIGSTOP)
+        try:
+            await self._hold()
+        finally:
+            replica.engine.process.send_signal(signal.SIGCONT)
+        fault.ended_at = time.monotonic()
+
+    async def events_lost(self) -> None:
+        """The engine numbers batches and does not send them."""
+        replica = self._replica()
+        fault = self._fault("events_lost", replica.name)
+        await replica.engine.post("/faults", {"kind": "drop_events", "batches": 5})
+        await self._hold()
+        fault.ended_at = time.monotonic()
+
+    async def line_cut(self) -> None:
+        await self._line("line_cut", Line.CUT)
+
+    async def line_silent(self) -> None:
+        await self._line("line_silent", Line.SILENT)
+
+    async def _line(self, kind: str, line: Line) -> None:
+        replica = self._replica(linked=True)
+        fault = self._fault(kind, replica.name)
+        for link in replica.links:
+            link.set(line)
+        await self._hold()
+        for link in replica.links:
+            link.set(Line.OPEN)
+        fault.ended_at = time.monotonic()
+
+    # --- routers ----------------------------------------------------------------------------------
+
+    async def router_killed(self) -> None:
+        """All of its processes at once."""
+        router = self._fleet.routers[1]
+        await self._kill_router(router, "router_killed", router.processes)
+
+    async def supervisor_killed(self) -> None:
+        """Its workers finish what they have, and end."""
+        router = self._fleet.routers[1]
+        await self._kill_router(router, "supervisor_killed", router.processes[:1])
+
+    async def _kill_router(self, router: Router, kind: str, victims: Iterable[int]) -> None:
+        fault, everybody = self._fault(kind, router.name), router.processes
+        for pid in list(victims):
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not any(_runs(pid) for pid in everybody), "all end", 60)
+        fault.dying = fault.began_at, time.monotonic()
+        await self._hold()
+        await router.restart()
+        fault.ended_at = time.monotonic()
+
+    async def router_stopped(self) -> None:
+        """As an update does it: it gets nothing new, is told to stop, and finishes what it has."""
+        router = self._fleet.routers[1]
+        fault = self._fault("router_stopped", router.name)
+        self._fleet.balancer.withdraw(router.name)
+        await asyncio.sleep(_WITHDRAWN_S)
+        await router.end()
+        await router.restart()
+        self._fleet.balancer.withdraw(router.name, is_withdrawn=False)
+        fault.ended_at = time.monotonic()
+
+    async def worker_killed(self) -> None:
+        """The supervisor starts another."""
+        router = self._random.choice(self._fleet.routers)
+        pid = self._random.choice([pid for pid in router.workers if pid != self._spared])
+        count = len(router.workers)
+        fault = self._fault("worker_killed", router.name)
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: pid not in router.workers, "it is noticed", 30)
+        fault.dying = fault.began_at, time.monotonic()
+        await eventually(lambda: len(router.workers) == count, "another is started", 60)
+        fault.ended_at = time.monotonic()
+
+    # --- the board --------------------------------------------------------------------------------
+
+    async def board_killed(self) -> None:
+        fault = self._fault("board_killed", "board")
+        self._fleet.board.kill()
+        await self._hold()
+        self._fleet.board.start()
+        fault.ended_at = time.monotonic()
+
+    async def board_frozen(self) -> None:
+        fault = self._fault("board_frozen", "board")
+        self._fleet.board.send_signal(signal.SIGSTOP)
+        try:
+            await self._hold()
+        finally:
+            self._fleet.board.send_signal(signal.SIGCONT)
+        fault.ended_at = time.monotonic()
+
+    # --- excuses ----------------------------------------------------------------------------------
+
+    def excuse(self, sent: Sent) -> str | None:
+        """Which fault took this request with it; None: it should have been served."""
+        for fault in self.done:
+            if _took(fault, sent):
+                return fault.kind
+        return None
+
+
+def _took(fault: Fault, sent: Sent) -> bool:
+    if fault.target == sent.router and fault.dying is not None:
+        began_at, ended_at = fault.dying
+        # Workers without a supervisor refuse what is new.
+        is_turned_away = fault.kind == "supervisor_killed" and b'"shutting_down"' in sent.response
+        overlaps = sent.began_at <= ended_at and sent.ended_at >= began_at
+        return overlaps and (sent.fate is Fate.CUT or is_turned_away)
+    if fault.kind in _TAKE_STREAMS and fault.target == sent.replica:
+        overlaps = sent.began_at <= fault.ended_at + _AFTERWARDS_S and (
+            sent.ended_at >= fault.began_at
+        )
+        # Nothing of a response may have been sent, or else there was another replica to send it to.
+        begun = sent.fate is Fate.BROKEN or (sent.fate is Fate.CUT and sent.status == 200)
+        return overlaps and begun
+    return False
+
+
+_TAKE_STREAMS = ("engine_killed", "engine_frozen", "line_cut", "line_silent")
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+KINDS: dict[str, Callable[[Faults], Awaitable[None]]] = {
+    "engine_killed": Faults.engine_killed,
+    "engine_frozen": Faults.engine_frozen,
+    "events_lost": Faults.events_lost,
+    "line_cut": Faults.line_cut,
+    "line_silent": Faults.line_silent,
+    "router_killed": Faults.router_killed,
+    "supervisor_killed": Faults.supervisor_killed,
+    "router_stopped": Faults.router_stopped,
+    "worker_killed": Faults.worker_killed,
+    "board_killed": Faults.board_killed,
+    "board_frozen": Faults.board_frozen,
+}

@@ -1,0 +1,157 @@
+"""Is every cache known exactly, now that nothing happens?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+from async_timeout import timeout
+
+from benchmarks.soaking.clients import Clients, Fate, Sent, Workload
+from benchmarks.soaking.fleet import Fleet, Replica, Router
+from kvevents.messages import encode_start, read_reply
+from tests.support.http_client import ask
+
+_DEADLINE_S = 90.0
+_IN_FLIGHT = (
+    "kvroute_in_flight_requests",
+    "kvroute_in_flight_prefill_tokens",
+    "kvroute_in_flight_decodes",
+    "kvroute_requests_under_way",
+)
+_ANSWERS_IN_A_ROW = 6
+"""The kernel chooses which worker answers; after so many, hardly any is left out."""
+
+
+def total(text: str, name: str, *labels: str) -> float:
+    """Sum over the samples of a metric that have all of *labels*, such as `state="live"`.
+
+    A scrape of a large fleet is long, and of no more than this is needed.
+    """
+    found = 0.0
+    for line in text.splitlines():
+        if line.startswith(name) and line[len(name)] in "{ " and all(x in line for x in labels):
+            found += float(line.rpartition(" ")[2])
+    return found
+
+
+async def scraped(router: Router) -> str:
+    return (await ask(router.port, "GET", "/metrics")).body.decode()
+
+
+@dataclass
+class Quiet:
+    """Wait until nothing happens any more, then ask one request after another.
+
+    Args:
+        fleet: Who is asked.
+        workload: Makes requests.
+    """
+
+    fleet: Fleet
+    workload: Workload
+    settled_s: list[float] = field(default_factory=list)
+    """How long it took after each fault."""
+    exact: int = 0
+    inexact: list[Sent] = field(default_factory=list)
+    unserved: list[Sent] = field(default_factory=list)
+
+    async def settle(self) -> None:
+        """Until every worker follows all engines, knows all they have said, and hears the others.
+
+        Raises:
+            TimeoutError: That takes too long; says what it waits for.
+        """
+        began, why = time.monotonic(), ""
+        while True:
+            why = await self._unsettled()
+            if not why:
+                break
+            if time.monotonic() - began > _DEADLINE_S:
+                raise TimeoutError(f"not settled within {_DEADLINE_S:g} s: {why}")
+            await asyncio.sleep(0.1)
+        await self.told(self.fleet.replicas)
+        self.settled_s.append(time.monotonic() - began)
+
+    async def _unsettled(self) -> str:
+        for router in self.fleet.routers:
+            text, workers = await scraped(router), len(router.serving)
+            everywhere = workers * len(self.fleet.replicas)
+            others = workers * sum(
+                len(each.serving) for each in self.fleet.routers if each is not router
+            )
+            wanted = {
+                "healthy": (total(text, "kvroute_replica_healthy"), everywhere),
+                "live": (total(text, "kvroute_source_state", 'state="live"'), everywhere),
+                "in flight": (sum(total(text, name) for name in _IN_FLIGHT), 0),
+                "heard": (total(text, "kvroute_board_writers", 'board="valkey"'), others),
+            }
+            for what, (found, right) in wanted.items():
+                if found != right:
+                    return f"{router.name}: {what}: {found:g} of {right:g}"
+        return ""
+
+    async def told(self, replicas: Sequence[Replica]) -> None:
+        """Until every worker has applied all that these engines have said."""
+        deadline = time.monotonic() + _DEADLINE_S
+        for router in self.fleet.routers:
+            in_a_row, last = 0, await self._last_batches(router, replicas)
+            while in_a_row < _ANSWERS_IN_A_ROW:
+                known = await _known(router, replicas)
+                in_a_row = in_a_row + 1 if known == last else 0
+                if known != last:
+                    last = await self._last_batches(router, replicas)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{router.name} knows {known}; published: {last}")
+
+    async def _last_batches(
+        self, router: Router, replicas: Sequence[Replica]
+    ) -> dict[str, int | None]:
+        """What each engine says, from where one of the workers is."""
+        known = await _known(router, replicas)
+        return {
+            replica.name: await last_batch(replica, known[replica.name]) for replica in replicas
+        }
+
+    async def ask(self, clients: Clients, count: int) -> None:
+        """Send *count* requests, to the models in turn; each must be served and predicted."""
+        by_name = {replica.name: replica for replica in self.fleet.replicas}
+        models: Sequence[str] = self.fleet.models
+        for number in range(count):
+            sent = self.workload.next(models[number % len(models)])
+            await clients.ask(sent)
+            if sent.fate is not Fate.SERVED:
+                self.unserved.append(sent)
+                continue
+            if sent.predicted == sent.cached:
+                self.exact += 1
+            else:
+                self.inexact.append(sent)
+            await self.told([by_name[sent.replica]])
+
+
+async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int | None]:
+    """The last batch of each engine, as whichever worker answers has it."""
+    if len(replicas) == 1:
+        found = [(await ask(router.port, "GET", f"/replicas/{replicas[0].name}")).json]
+    else:
+        found = (await ask(router.port, "GET", "/replicas")).json["replicas"]
+    return {replica["id"]: replica["sources"][0]["feed"]["stream"]["last_seq"] for replica in found}
+
+
+async def last_batch(replica: Replica, known: int | None) -> int | None:
+    """The number of the last batch that an engine has published, at least *known*; None: it has
+    published none."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(replica.endpoints[1])
+        await socket.send_multipart([b"", encode_start(0 if known is None else known + 1)])
+        last = known
+        async with timeout(_DEADLINE_S):
+            while (reply := read_reply(await socket.recv_multipart(), None)) is not None:
+                last = reply.seq
+        return last
