@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvevents.delivery import StreamCounters
 from kvevents.errors import KVEventsError, MalformedBatch
-from kvevents.messages import Batch, read_live
-from kvevents.sockets import SocketConnection
+from kvevents.messages import Batch
+from kvevents.subscription import Subscription
 
 _READ_AT_ONCE = 64
 
@@ -29,14 +29,14 @@ class BacklogLimits:
 
 
 class LiveStream:
-    """Batches of one SUB connection.
+    """Batches of one subscription.
 
-    Outside a recovery they stay in the socket until they are taken: a queue that libzmq bounds.
-    During one they are read all the time into a backlog: it may take long, and the publisher should
-    not have to hold them.
+    Outside a recovery they stay in the socket until they are taken: a queue that is bounded. During
+    one they are read all the time into a backlog: it may take long, and the publisher should not
+    have to hold them.
 
     Args:
-        connection: A SUB socket.
+        connection: To the publisher.
         topic: The only topic that counts; None takes all.
         limits: Bounds of the backlog.
         counters: What to count in.
@@ -45,7 +45,7 @@ class LiveStream:
 
     def __init__(
         self,
-        connection: SocketConnection,
+        connection: Subscription,
         topic: bytes | None,
         limits: BacklogLimits,
         counters: StreamCounters,
@@ -112,8 +112,7 @@ class LiveStream:
         """
         if self._backlog:
             return self._pop()
-        frames = self._connection.receive_three()
-        return None if frames is None else read_live(frames, self._topic)
+        return self._connection.next_batch(self._topic)
 
     def has_more(self) -> bool:
         """Whether there is another message; to try `next` would cost more if there is none."""
@@ -184,22 +183,21 @@ class LiveStream:
         if self._next_pass is not None:
             return
         for _ in range(_READ_AT_ONCE):
-            frames = self._connection.receive_three()
-            if frames is None:
+            try:
+                batch = self._connection.next_batch(self._topic)
+            except MalformedBatch as problem:
+                self._report(problem)
+                continue
+            if batch is None:
                 return
-            self._keep(frames)
+            self._keep(batch)
         self._next_pass = asyncio.get_running_loop().call_soon(self._collect_on)
 
     def _collect_on(self) -> None:
         self._next_pass = None
         self._collect()
 
-    def _keep(self, frames: list[bytes]) -> None:
-        try:
-            batch = read_live(frames, self._topic)
-        except MalformedBatch as problem:
-            self._report(problem)
-            return
+    def _keep(self, batch: Batch) -> None:
         size = self._backlog_bytes + len(batch.payload)
         if len(self._backlog) >= self._limits.batches or size > self._limits.payload_bytes:
             self._counters.overflow += 1

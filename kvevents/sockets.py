@@ -99,7 +99,7 @@ class SocketConnection:
             ForeignAddress: None of them may be connected to.
             EndpointError: A socket cannot connect to the endpoint.
         """
-        for address in await _addresses(self._endpoint, self._limits):
+        for address in await connectable_addresses(self._endpoint, self._limits):
             if await self._connect(address):
                 return
         raise self._why_not_up()
@@ -323,9 +323,19 @@ def check_connectable(setting: str, text: str) -> ZmqEndpoint:
     return endpoint
 
 
-async def _addresses(endpoint: str, limits: SocketLimits) -> list[str]:
+async def connectable_addresses(endpoint: str, limits: SocketLimits) -> list[str]:
     """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one
-    thread all sockets share."""
+    thread all sockets share.
+
+    Args:
+        endpoint: With a name, or numbers already.
+        limits: How long to look, and which addresses are allowed.
+
+    Raises:
+        NoConnection: The host has no address.
+        ForeignAddress: It has none that is allowed.
+        EndpointError: It is no endpoint to connect to.
+    """
     parsed = check_connectable("endpoint", endpoint)
     if parsed.scheme != "tcp":
         _allowed(endpoint, ["127.0.0.1"], limits)

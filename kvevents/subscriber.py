@@ -3,8 +3,8 @@
 A stream is *live* until a number is missing; then the replay endpoint is asked
 (`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
 may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
-no gap. Every connection is a new socket (`kvevents.sockets`), so that all that comes over it comes
-from one process.
+no gap. Every connection is a new socket (`kvevents.subscription`), so that all that comes over it
+comes from one process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint
 from kvevents.sequence import StreamPosition
-from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
+from kvevents.sockets import SocketLimits, check_connectable
 from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
+from kvevents.subscription import subscription
 
 _BATCHES_A_TURN = 64
 
@@ -210,9 +211,7 @@ class Subscriber:
             raise
 
     def _live_stream(self, context: zmq.Context[Any]) -> LiveStream:
-        connection = SocketConnection(
-            context, zmq.SUB, self._endpoint, self._options.socket, self._topic or b""
-        )
+        connection = subscription(context, self._endpoint, self._topic or b"", self._options.socket)
         return LiveStream(
             connection, self._topic, self._options.backlog, self._counters, self._delivery.report
         )
