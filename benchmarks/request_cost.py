@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import gc
 import json
+import os
 import pstats
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,9 +68,59 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--requests", type=int, default=100, help="in a batch")
     parser.add_argument("--calls", action="store_true", help="print calls by module")
-    uvloop.install()
+    parser.add_argument("--beside", type=Path, help="another tree, measured batch by batch in turn")
+    parser.add_argument("--on-demand", action="store_true", help="measure a batch for each line")
+    options = parser.parse_args()
+    if options.beside:
+        _compare(options)
+        return
     asyncio.set_event_loop_policy(_Policy())
-    asyncio.run(_measure(parser.parse_args()))
+    asyncio.run(_measure(options))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Measure this tree and another one in turn, batch by batch, and print how they compare."""
+    for form in options.forms:
+        for kilobytes in options.kilobytes if form != "stream" else [1]:
+            command = [sys.executable, __file__, "--on-demand", "--forms", form]
+            command += ["--kilobytes", str(kilobytes), "--policy", options.policy]
+            command += ["--requests", str(options.requests), "--replicas", str(options.replicas)]
+            with contextlib.ExitStack() as stack:
+                both = [
+                    stack.enter_context(
+                        subprocess.Popen(
+                            command,
+                            env={**os.environ, "PYTHONPATH": str(tree)},
+                            cwd=tree,
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE,
+                            text=True,
+                        )
+                    )
+                    for tree in (options.beside.resolve(), Path.cwd())
+                ]
+                pairs = [tuple(map(_ask, both)) for _ in range(options.batches)][5:]
+            before, after = (sorted(each) for each in zip(*pairs, strict=True))
+            ratios = sorted(mine / other for other, mine in pairs)
+            middle = len(pairs) // 2
+            report(
+                "request_cost_beside",
+                of=form,
+                kilobytes=kilobytes,
+                before_us=round(before[0], 1),
+                after_us=round(after[0], 1),
+                before_median_us=round(before[middle], 1),
+                after_median_us=round(after[middle], 1),
+                ratio=round(ratios[middle], 3),
+            )
+
+
+def _ask(process: subprocess.Popen[str]) -> float:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
 
 
 class _Loop(uvloop.Loop):
@@ -222,6 +275,10 @@ async def _one(
 
     for _ in range(200):
         await client.ask(request())
+    if options.on_demand:
+        while sys.stdin.readline():
+            print(await _batch(client, request, options.requests), flush=True)
+        return
     costs = [await _batch(client, request, options.requests) for _ in range(options.batches)]
     costs.sort()
     figures: dict[str, Any] = {"median_us": round(costs[len(costs) // 2], 1)}

@@ -119,7 +119,8 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         self._unframed_bytes += len(data)
         is_well_formed = self._feed(data)
         self._proceed()
-        self._hold_back()
+        if self.pipeline:
+            self._hold_back()
         if not is_well_formed:
             self._refuse(self._violation)
         elif self._unframed_bytes > self.limits.head_bytes:
@@ -205,7 +206,8 @@ class GuardedHttpProtocol(DirectHttpProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._hold_back()
+        if self.pipeline:
+            self._hold_back()
         if self._running is not None or self.transport.is_closing():
             return
         if self._deferred is not None:
@@ -240,7 +242,7 @@ class GuardedHttpProtocol(DirectHttpProtocol):
 
     def _hold_back(self) -> None:
         """Read nothing more while enough waits behind the request being served."""
-        if not self.pipeline or self._has_left_half or self.transport.is_closing():
+        if self._has_left_half or self.transport.is_closing():
             return
         if sum(_waiting_bytes(request) for request, _ in self.pipeline) > MAX_PIPELINED_BYTES:
             self.flow.pause_reading()

@@ -303,10 +303,8 @@ class Passage:
 
     def proceed(self) -> None:
         """More of the request has arrived."""
-        if self._stage is _Stage.NEW:
-            self._take(self._admit)
-        if self._stage is _Stage.READING:
-            self._take(self._read)
+        if self._stage is _Stage.NEW or self._stage is _Stage.READING:
+            self._take(self._go_on)
 
     def client_reads(self) -> None:
         """The client has read most of what waited for it."""
@@ -345,15 +343,21 @@ class Passage:
 
     # --- steps ------------------------------------------------------------------------------------
 
+    def _go_on(self) -> None:
+        if self._stage is _Stage.NEW:
+            self._admit()
+        self._read()
+
     def _admit(self) -> None:
-        gateway = self._gateway
         key = self._key = self._enter()
-        if key is not None and key.usage is not None:
-            key.usage.enter()
-            self._usage = key.usage
-        self._salt = tenant_salt(key, self._exchange.path)
-        if announced_bytes(self._headers) > gateway.server.max_body_bytes:
-            raise BodyTooLarge(gateway.server.max_body_bytes)
+        if key is not None:
+            self._salt = tenant_salt(key, self._exchange.path)
+            if key.usage is not None:
+                key.usage.enter()
+                self._usage = key.usage
+        max_bytes = self._gateway.server.max_body_bytes
+        if self._exchange.more_body and announced_bytes(self._headers) > max_bytes:
+            raise BodyTooLarge(max_bytes)
         self._stage = _Stage.READING
 
     def _enter(self) -> Key | None:
@@ -388,7 +392,8 @@ class Passage:
 
     def _decide(self) -> None:
         self._stage = _Stage.DECIDING
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
         decision = self._dispatch(body)
@@ -412,26 +417,17 @@ class Passage:
 
     def _send(self, decision: Decision) -> None:
         gateway, trace = self._gateway, self._trace
-        if trace is not None and self._waiter is None:
-            trace.decided(decision.tokenization_s, decision.routing_s)
-        if self._usage is not None and self._waiter is None:
-            _spend(self._usage, decision)
+        if self._waiter is None:
+            if trace is not None:
+                trace.decided(decision.tokenization_s, decision.routing_s)
+            if self._usage is not None:
+                _spend(self._usage, decision)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return
-        observer = gateway.observers.observe(
-            decision, self._exchange.path, self._request_id.decode("latin-1"), self._trace_id
-        )
-        if self._usage is not None:
-            self._observer = observer
-        if self._waiter is not None:
-            self._observer = observer
-            observer.waited_s = gateway.observers.clock() - self._waiter.arrived
-            if trace is not None:
-                trace.waited("queue", observer.waited_s)
-        if self._line is not None:
-            self._line.routed = observer.request
+        observer = self._observer = self._observe(decision)
         self._stage = _Stage.SENT
-        trace_headers = self._trace_headers()
+        known = trace or self._context
+        trace_headers = () if known is None else known.headers()
         request = gateway.request(self._exchange, decision, self._request_id, trace_headers)
         if self._usage is not None:
             told = request.response_headers + self._usage.headers()
@@ -447,6 +443,19 @@ class Passage:
         if not relay.is_over:
             self._relay = relay
 
+    def _observe(self, decision: Decision) -> RequestObserver:
+        observers, known = self._gateway.observers, self._trace or self._context
+        trace_id = None if known is None else known.trace_id
+        request_id = self._request_id.decode("latin-1")
+        observer = observers.observe(decision, self._exchange.path, request_id, trace_id)
+        if self._waiter is not None:
+            observer.waited_s = observers.clock() - self._waiter.arrived
+            if self._trace is not None:
+                self._trace.waited("queue", observer.waited_s)
+        if self._line is not None:
+            self._line.routed = observer.request
+        return observer
+
     def _may_start(self, entrance: Entrance, decision: Decision) -> bool:
         """Whether a replica has room for it. If not, it waits, and is sent when one has."""
         may_wait = decision.ranking or decision.may_wait
@@ -461,15 +470,6 @@ class Passage:
         waiter.refuse = self._refuse
         self._waiter, self._stage = waiter, _Stage.WAITING
         return entrance.room.enter(waiter, is_room=bool(decision.ranking))
-
-    @property
-    def _trace_id(self) -> str | None:
-        known = self._trace or self._context
-        return None if known is None else known.trace_id
-
-    def _trace_headers(self) -> Sequence[Header]:
-        known = self._trace or self._context
-        return () if known is None else known.headers()
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -517,12 +517,14 @@ class Passage:
             self._trace.end(self._exchange.status)
         if self._line is not None:
             line, self._line = self._line, None
-            line.trace_id = self._trace_id
+            known = self._trace or self._context
+            line.trace_id = None if known is None else known.trace_id
             line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
 
     def _leave(self) -> None:
         """Make room for another request."""
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         self._gateway.admission.hold(-self._held_bytes)
         self._held_bytes = 0
         if self._is_admitted:
@@ -530,11 +532,12 @@ class Passage:
             self._gateway.admission.leave()
         if self._usage is not None or self._waiter is not None:
             self._settle()
+        self._observer = None
 
     def _settle(self) -> None:
         """Count what its response did cost, and let the next one have its room, or its place."""
         observer, usage, waiter = self._observer, self._usage, self._waiter
-        self._observer = self._usage = self._waiter = None
+        self._usage = self._waiter = None
         tokens = None if observer is None else observer.response_tokens()
         if usage is not None:
             usage.leave(tokens or 0)
@@ -542,10 +545,6 @@ class Passage:
             entrance = self._gateway.entrance
             assert entrance is not None
             entrance.room.over(waiter, tokens)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 def _spend(usage: KeyUsage, decision: Decision) -> None:

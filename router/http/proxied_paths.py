@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from enum import Enum
@@ -129,6 +130,7 @@ def salt_names(path: str) -> tuple[str, ...]:
     return ("cache_salt", "extra_key") if path == "/generate" else ("cache_salt",)
 
 
+@functools.lru_cache(maxsize=256)
 def dialect_of(path: str) -> Dialect:
     """The form of errors that the clients of a path understand."""
     is_anthropic = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")

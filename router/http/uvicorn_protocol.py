@@ -37,7 +37,7 @@ _MAX_WAITING_BYTES = 64 * 1024
 """Of a body that nobody takes: its turn has not come, or its request was refused and the refusal is
 held back. The connection is not read beyond it."""
 _WITHOUT_BODY = frozenset((204, 304))
-_UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_UNSAFE = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class ExchangeHandler(Protocol):
@@ -84,8 +84,11 @@ class Exchange:
         "_pieces",
         "body_bytes",
         "chunked_encoding",
+        "client",
         "disconnected",
         "expects_continue",
+        "headers",
+        "is_of_reserve",
         "keep_alive",
         "message_event",
         "method",
@@ -121,6 +124,13 @@ class Exchange:
         """Decoded."""
         self.target = target
         """Path and query as on the wire."""
+        self.headers: list[Header] = connection.headers
+        """As received, names in lower case."""
+        self.client = connection.client_host
+        """The client's address."""
+        self.is_of_reserve = connection.is_of_reserve
+        """Whether it came on one of the last file descriptors, so that nothing that needs another
+        one can be done for it."""
         self.status: int | None = None
         self.body_bytes = 0
         """Sent so far."""
@@ -134,23 +144,6 @@ class Exchange:
         self._left_bytes: int | None = None
 
     # --- the request ------------------------------------------------------------------------------
-
-    @property
-    def headers(self) -> list[Header]:
-        """As received, names in lower case."""
-        found: list[Header] = self.scope["headers"]
-        return found
-
-    @property
-    def client(self) -> str:
-        """The client's address."""
-        return str((self._connection.client or ("",))[0])
-
-    @property
-    def is_of_reserve(self) -> bool:
-        """Whether it came on one of the last file descriptors, so that nothing that needs another
-        one can be done for it."""
-        return self._connection.is_of_reserve
 
     def receive(self, piece: bytes) -> None:
         """Keep a piece of the body until it is taken. While too much waits, nothing is read."""
@@ -233,27 +226,25 @@ class Exchange:
 
     def _head(self, status: int, headers: Sequence[Header]) -> bytes | None:
         """Status line and headers; None if one of them would break the framing."""
-        lines = [STATUS_LINE[status]]
-        closes = False
-        if _UNSAFE.search(b"".join([value for _, value in headers])) is not None:
+        head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % header for header in headers])
+        # Every header is one line, so any other number of line breaks means that one smuggles some.
+        breaks = len(headers) + 1
+        if head.count(b"\n") != breaks or head.count(b"\r") != breaks or _UNSAFE.search(head):
             return None
-        for name, value in headers:
-            if name == b"content-length":
-                self._left_bytes = int(value)
-            elif name == b"connection":
-                closes = b"close" in value.lower()
-            lines.append(b"%b: %b\r\n" % (name, value))
+        known = dict(headers)
+        if (length := known.get(b"content-length")) is not None:
+            self._left_bytes = int(length)
+        closes = b"close" in known.get(b"connection", b"").lower()
         self.keep_alive = self.keep_alive and not closes
         if self._left_bytes is None and self.method != "HEAD" and status not in _WITHOUT_BODY:
             # A client of HTTP/1.0 knows no chunks (RFC 9112 6.1): the body ends with the
             # connection.
             self.chunked_encoding = self.scope["http_version"] != "1.0"
             if self.chunked_encoding:
-                lines.append(b"transfer-encoding: chunked\r\n")
+                head += b"transfer-encoding: chunked\r\n"
         if not self.keep_alive and not closes:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+            head += b"connection: close\r\n"
+        return head + b"\r\n"
 
     def _write(self, head: bytes, body: bytes, is_last: bool) -> None:
         self.body_bytes += len(body)
@@ -393,6 +384,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """When the last response was complete, while nothing has come since; on the loop's clock.
         Whoever owns the connection closes it after `timeout_keep_alive`."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
+        self.client_host = str((self.client or ("",))[0])
 
     def data_received(self, data: bytes) -> None:
         self.idle_since = None
@@ -431,11 +423,10 @@ class DirectHttpProtocol(HttpToolsProtocol):
         exchange = self._exchange()
         if exchange is None:
             super().on_headers_complete()
-        elif self.cycle is None or self.cycle.response_complete:
-            self.cycle = cast(RequestResponseCycle, exchange)
         else:
-            self.cycle = cast(RequestResponseCycle, exchange)
-            self.pipeline.appendleft((self.cycle, self.app))
+            before, self.cycle = self.cycle, exchange  # type: ignore[assignment]
+            if before is not None and not before.response_complete:
+                self.pipeline.appendleft((self.cycle, self.app))
         if not self.pipeline:
             self._running = self.cycle
         elif isinstance(self._running, Exchange):
@@ -452,6 +443,13 @@ class DirectHttpProtocol(HttpToolsProtocol):
         elif not exchange.response_complete:
             exchange.receive(body)
 
+    def on_message_complete(self) -> None:
+        exchange = self.cycle
+        if isinstance(exchange, Exchange):
+            exchange.more_body = False
+        else:
+            super().on_message_complete()
+
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
         if self._running is not None or self.transport.is_closing():
@@ -460,7 +458,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
         # uvicorn's own would set a timer for each response.
         self.server_state.total_requests += 1
         self.idle_since = self.loop.time()
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
 
     # --- steps ------------------------------------------------------------------------------------
 

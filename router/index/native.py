@@ -164,9 +164,10 @@ class NativePrompt(PromptKeys):
 
     @override
     def prefix_keys(self, step: int) -> Sequence[int]:
-        if step not in self._core_keys:
-            self._core_keys[step] = self._core.prefix_keys(self.hashed, step)
-        return self._core_keys[step]
+        keys = self._core_keys.get(step)
+        if keys is None:
+            keys = self._core_keys[step] = self._core.prefix_keys(self.hashed, step)
+        return keys
 
     def core_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
@@ -446,8 +447,9 @@ class NativeIndex(PrefixIndex):
         core, space = self.core, self._sharing.keys
         prompt = NativePrompt(core, space, token_ids, lora_name, cache_salt, extra_keys)
         core.hash(prompt.hashed)
-        for hash_block_size, lookahead in self._sharing.steps():
-            prompt.keys(hash_block_size, lookahead)
+        if self._sharing.sources:
+            for hash_block_size, lookahead in self._sharing.steps():
+                prompt.keys(hash_block_size, lookahead)
         for step in extra_steps:
             prompt.prefix_keys(step)
         return prompt

@@ -180,32 +180,30 @@ class RollingTotals:
         self._by_second = [Totals() for _ in range(SECONDS)]
         self._second = int(self._started)
 
-    @property
     def now(self) -> Totals:
         """The present second, to be counted into."""
-        self._forget_old()
+        second = int(self._clock())
+        if second != self._second:
+            self._forget_old(second)
         return self._by_second[self._second % SECONDS]
 
     @property
     def seconds(self) -> float:
         """The length of the period that `total` sums over: a minute, less after the start."""
-        self._forget_old()
+        self.now()
         since = max(self._started, self._second - SECONDS + 1)
         return max(self._clock() - since, 1.0)
 
     def total(self) -> Totals:
         """Sum the last minute up."""
-        self._forget_old()
+        self.now()
         total = Totals()
         for each in self._by_second:
             total.add(each)
         return total
 
-    def _forget_old(self) -> None:
-        """Reset the seconds that have passed since the last call and begin a new minute."""
-        second = int(self._clock())
-        if second == self._second:
-            return
+    def _forget_old(self, second: int) -> None:
+        """Reset the seconds that have passed until *second*."""
         for passed in range(max(self._second + 1, second - SECONDS + 1), second + 1):
             self._by_second[passed % SECONDS] = Totals()
         self._second = max(second, self._second)
@@ -253,7 +251,7 @@ class RequestLog:
         self._requests += 1
         request.number = self._requests
         request.arrived_at = self._clock()
-        self.totals.now.requests += 1
+        self.totals.now().requests += 1
         self.update(request)
 
     def add_refused(self, request: RoutedRequest, error: RequestError) -> None:
@@ -280,11 +278,11 @@ class RequestLog:
     def finish(self, request: RoutedRequest) -> None:
         """Note that a request has ended, and count it."""
         self.update(request)
-        self.totals.now.add_request(request)
+        self.totals.now().add_request(request)
 
     def count_failure(self) -> None:
         """Count a request that the router itself ended with a 5xx."""
-        self.totals.now.failed += 1
+        self.totals.now().failed += 1
 
     def since(self, change: int, limit: int = MAX_REQUESTS) -> list[RoutedRequest]:
         """Return the requests that changed after a given change, the latest first.

@@ -22,7 +22,7 @@ from router.replicas.load import InFlight, LoadTracker
 from router.routing.dispatcher import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.stored_responses import StoredResponses
-from router.scoring import Candidate
+from router.scoring import Candidate, Ranked
 from router.taps import Tap, Taps
 from router.tokenize import Endpoint
 
@@ -141,8 +141,10 @@ class RequestObserver(ProxyObserver):
         "_moment",
         "_of_all",
         "_queries",
+        "_ranked",
         "_responded",
         "_response_id",
+        "_source",
         "exemplar",
         "request",
         "usage",
@@ -159,6 +161,10 @@ class RequestObserver(ProxyObserver):
         self.waited_s = 0.0
         """For room at a replica, before it was sent."""
         self._queries: tuple[tuple[Tap, int], ...] = ()
+        self._ranked: Ranked | None = None
+        """Where it was sent last."""
+        self._source: SourceId | None = None
+        """The cache that it meets there, where that is certain."""
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
@@ -174,29 +180,30 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_attempt(self, attempt: Attempt) -> None:
-        replica_id = attempt.replica_id
-        ranked = self._decision.ranked(replica_id)
-        uncached = uncached_tokens(self._decision.prompt_tokens, ranked.candidate)
-        source = self._decision.certain_source_of(ranked.candidate)
-        dp_rank = ranked.candidate.dp_rank if source is not None else None
-        visit = None if source is None else self._visit(source, ranked.candidate)
+        replica_id, of_all, decision = attempt.replica_id, self._of_all, self._decision
+        ranked = self._ranked = decision.ranked(replica_id)
+        candidate, tokens = ranked.candidate, decision.prompt_tokens
+        source = self._source = decision.certain_source_of(candidate)
+        uncached, dp_rank, visit = uncached_tokens(tokens, candidate), None, None
+        if source is not None:
+            dp_rank, visit = candidate.dp_rank, self._visit(source, candidate)
         if self._in_flight is None:
-            self._in_flight = self._of_all.load.started(
-                replica_id, uncached, self._decision.prompt_tokens, dp_rank, visit
-            )
+            started = of_all.load.started
+            self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
         else:
             self._in_flight.retried(replica_id, uncached, dp_rank, visit)
-        if source is not None:
-            candidate, prompts = ranked.candidate, self._decision.prompts
-            self._approximate = self._of_all.planner.approximate_visit(prompts, source, candidate)
-        self._of_all.replicas.report_sent(replica_id)
-        self._queries = self._recorded(ranked.candidate, source) if self._of_all.taps else ()
-        self._end_moment()
-        self._moment = self._of_all.repair.quiet.began(replica_id, self._of_all.clock())
+        if source is not None and candidate.is_approximate:
+            visit_estimated = of_all.planner.approximate_visit
+            self._approximate = visit_estimated(decision.prompts, source, candidate)
+        of_all.replicas.report_sent(replica_id)
+        self._queries = self._recorded(candidate, source) if of_all.taps else ()
+        if self._moment is not None:
+            self._end_moment()
+        self._moment = of_all.repair.quiet.began(replica_id, of_all.clock())
         self.request.sent_to(ranked)
         if visit is not None:
             self.request.expected_tokens = visit.expected_tokens
-        self._of_all.log.update(self.request)
+        of_all.log.update(self.request)
 
     @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
@@ -300,10 +307,10 @@ class RequestObserver(ProxyObserver):
 
     def _compare(self, was_quiet: bool, served: ServedMetrics) -> None:
         """Compare the prediction with what the engine reported."""
-        replica_id = self._responded
-        if replica_id is None or replica_id not in self._of_all.replicas:
+        replica_id, ranked = self._responded, self._ranked
+        if replica_id is None or ranked is None or replica_id not in self._of_all.replicas:
             return
-        candidate = self._decision.ranked(replica_id).candidate
+        candidate, source = ranked.candidate, self._source
         is_comparable = self._decision.is_comparable_at(candidate)
         actual = self._cached_tokens(replica_id) if is_comparable else None
         if actual is not None:
@@ -317,7 +324,6 @@ class RequestObserver(ProxyObserver):
             served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
             if self.request.expected_tokens is not None:
                 served.compare_expected(self.request.expected_tokens, actual)
-        source = self._decision.certain_source_of(candidate)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:
             self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))
 

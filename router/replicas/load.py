@@ -214,30 +214,27 @@ class LoadTracker:
 
     def enter(
         self, replica_id: str, prefill_tokens: int, dp_rank: int | None = None
-    ) -> tuple[ReplicaLoad, ...]:
-        """Add a request to what is in prefill. Returns the sums that it is in; they stand until
-        `leave`.
+    ) -> dict[_Place, ReplicaLoad]:
+        """Add a request to what is in prefill. Returns the sums that it is in, by place; they stand
+        until `leave`.
 
         Args:
             replica_id: Where.
             prefill_tokens: Its uncached prompt tokens.
             dp_rank: At which of its ranks, if that is known.
         """
-        loads = tuple([self._load_at(place) for place in _places(replica_id, dp_rank)])
-        for load in loads:
+        loads: dict[_Place, ReplicaLoad] = {replica_id: self._load_at(replica_id)}
+        if dp_rank is not None:
+            loads[replica_id, dp_rank] = self._load_at((replica_id, dp_rank))
+        for load in loads.values():
             load.prefilling_requests += 1
             load.prefill_tokens += prefill_tokens
         return loads
 
-    def leave(self, replica_id: str, dp_rank: int | None = None) -> None:
-        """A request has taken back what it added.
-
-        Args:
-            replica_id: Where.
-            dp_rank: At which of its ranks, if that is known.
-        """
-        for place in _places(replica_id, dp_rank):
-            self._drop_if_empty(place, self._loads[place])
+    def leave(self, loads: dict[_Place, ReplicaLoad]) -> None:
+        """A request has taken back what it added to the sums of `enter`."""
+        for place, load in loads.items():
+            self._drop_if_empty(place, load)
 
     def count_retried(self) -> None:
         """A request moved to another replica."""
@@ -254,13 +251,9 @@ class LoadTracker:
         return load
 
     def _drop_if_empty(self, place: _Place, load: ReplicaLoad) -> None:
-        if not load.requests and not load.tokenizing_requests:
+        if not (load.prefilling_requests or load.decoding_requests or load.tokenizing_requests):
             assert load.prefill_tokens == load.context_tokens == 0
             del self._loads[place]
-
-
-def _places(replica_id: str, dp_rank: int | None) -> tuple[_Place, ...]:
-    return (replica_id,) if dp_rank is None else (replica_id, (replica_id, dp_rank))
 
 
 class Follower(Protocol):
@@ -298,7 +291,6 @@ class InFlight:
 
     __slots__ = (
         "_context_tokens",
-        "_dp_rank",
         "_loads",
         "_phase",
         "_prompt_tokens",
@@ -318,12 +310,13 @@ class InFlight:
         visit: Follower | None = None,
     ) -> None:
         self.replica_id = replica_id
-        self._dp_rank = dp_rank
         self._visit = visit
         self._tracker = tracker
         self._prompt_tokens = prompt_tokens
-        self._phase: _Phase
-        self._enter_prefill(uncached_tokens)
+        self._uncached_tokens = uncached_tokens
+        self._context_tokens = 0
+        self._phase = _Phase.PREFILL
+        self._loads = tracker.enter(replica_id, uncached_tokens, dp_rank)
 
     def first_token(self) -> None:
         """The first byte of the response has arrived: its prefill is done."""
@@ -331,7 +324,7 @@ class InFlight:
             return
         self._phase = _Phase.DECODE
         self._context_tokens = self._prompt_tokens
-        for load in self._loads:
+        for load in self._loads.values():
             load.prefilling_requests -= 1
             load.prefill_tokens -= self._uncached_tokens
             load.decoding_requests += 1
@@ -343,7 +336,7 @@ class InFlight:
         """The response grew by about *tokens*, and so did its context."""
         if self._phase is _Phase.DECODE and tokens > 0:
             self._context_tokens += tokens
-            for load in self._loads:
+            for load in self._loads.values():
                 load.context_tokens += tokens
 
     def retried(
@@ -369,8 +362,10 @@ class InFlight:
         self._visit = visit
         self._tracker.count_retried()
         self.replica_id = replica_id
-        self._dp_rank = dp_rank
-        self._enter_prefill(max(uncached_tokens, 0))
+        self._uncached_tokens = max(uncached_tokens, 0)
+        self._context_tokens = 0
+        self._phase = _Phase.PREFILL
+        self._loads = self._tracker.enter(replica_id, self._uncached_tokens, dp_rank)
 
     def ended(self) -> None:
         """The request is over, whether it succeeded or not."""
@@ -392,19 +387,13 @@ class InFlight:
     ) -> None:
         self.ended()
 
-    def _enter_prefill(self, uncached_tokens: int) -> None:
-        self._phase = _Phase.PREFILL
-        self._uncached_tokens = uncached_tokens
-        self._context_tokens = 0
-        self._loads = self._tracker.enter(self.replica_id, uncached_tokens, self._dp_rank)
-
     def _leave(self) -> None:
         """Take back what this request added to the sums."""
-        for load in self._loads:
+        for load in self._loads.values():
             if self._phase is _Phase.PREFILL:
                 load.prefilling_requests -= 1
                 load.prefill_tokens -= self._uncached_tokens
             else:
                 load.decoding_requests -= 1
                 load.context_tokens -= self._context_tokens
-        self._tracker.leave(self.replica_id, self._dp_rank)
+        self._tracker.leave(self._loads)

@@ -251,6 +251,8 @@ class States(NamedTuple):
     """Replicas as scoring sees them; item i of each list is about the same one."""
 
     replicas: list[Replica]
+    caches: list[SourceId]
+    """The only one of each, or the first of several."""
     states: list[State]
     """Of the whole replica, whatever the prompt."""
 
@@ -271,8 +273,7 @@ def sort_out(
         engine_load_stale_after_s: An engine's own load is left out when it is older.
         suspects: Caches of which what is said is doubtful, since events were lost.
     """
-    able, unable = States([], []), States([], [])
-    add_able, add_state, healthy = able.replicas.append, able.states.append, Health.HEALTHY
+    able, unable, healthy = States([], [], []), States([], [], []), Health.HEALTHY
     for replica in replicas:
         load, engine_load = loads.get(replica.id) or NO_LOAD, replica.engine_load
         foreign = waiting = 0
@@ -291,12 +292,11 @@ def sort_out(
             waiting,
         )
         is_limited = replica.draining or not replica._is_open
-        if replica.record.health is healthy and not (is_limited and replica.obstacle(load)):
-            add_able(replica)
-            add_state(state)
-        else:
-            unable.replicas.append(replica)
-            unable.states.append(state)
+        is_able = replica.record.health is healthy and not (is_limited and replica.obstacle(load))
+        known = able if is_able else unable
+        known.replicas.append(replica)
+        known.caches.append(replica.cache)
+        known.states.append(state)
     return able, unable
 
 

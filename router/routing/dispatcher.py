@@ -172,7 +172,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             and self.spec.choices == 1
             and len(self.tokenized) == 1
             and self.tokenized[0].exact
-            and (self.reads_rank or len(self.replicas[candidate.replica_id].sources) < 2)
+            and (self.reads_rank or not self.replicas[candidate.replica_id].has_ranks)
         )
 
     @property
@@ -182,13 +182,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def certain_source_of(self, candidate: Candidate) -> SourceId | None:
         """The cache that the request will meet at *candidate*; None if the engine chooses."""
-        has_choice = len(self.replicas[candidate.replica_id].sources) > 1
-        if has_choice and (candidate.dp_rank is None or not self.reads_rank):
+        replica = self.replicas[candidate.replica_id]
+        if replica.has_ranks and (candidate.dp_rank is None or not self.reads_rank):
             return None
-        return self.source_of(candidate)
+        return source_of(replica, candidate.dp_rank)
 
     def ranked(self, replica_id: str) -> Ranked:
         """The entry of a replica in the ranking; of one that was left out, an entry behind all."""
+        if self.ranking and self.ranking[0].candidate.replica_id == replica_id:
+            return self.ranking[0]  # without a look at the others, which are made only then
         for entry in self.ranking:
             if entry.candidate.replica_id == replica_id:
                 return entry
@@ -675,4 +677,6 @@ class Dispatcher:
 
 
 def _tokens_in(tokenized: Sequence[TokenizedPrompt]) -> int:
+    if len(tokenized) == 1:
+        return len(tokenized[0].token_ids)
     return sum(len(prompt.token_ids) for prompt in tokenized)

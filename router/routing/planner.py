@@ -318,11 +318,10 @@ class RoutePlanner:
         self, known: States, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Standings:
         """One candidate for each replica."""
-        replicas, states = known
-        caches = [replica.cache for replica in replicas]
-        standings = self._with_hits(states, caches, replicas, found, request)
-        for number in [number for number, replica in enumerate(replicas) if replica.has_ranks]:
-            standings.put(number, self._best_rank(replicas[number], found, request, choice))
+        standings = self._with_hits(known.states, known.caches, known.replicas, found, request)
+        for number, replica in enumerate(known.replicas):
+            if replica.has_ranks:
+                standings.put(number, self._best_rank(replica, found, request, choice))
         return standings
 
     def _with_hits(
@@ -402,7 +401,8 @@ class RoutePlanner:
                 self._lots.seed(keys[0])
             for source, tokens in self._expected(keys, now).items():
                 recent[source] = recent.get(source, 0) + tokens
-        hits = _sum([index.match_prompt(prompt) for prompt in prompts])
+        matches = [index.match_prompt(prompt) for prompt in prompts]
+        hits = matches[0] if len(matches) == 1 else _sum(matches)
         return _Found(hits, recent, now, is_remembered, all_keys)
 
     def _expected(self, keys: Sequence[int], now: float) -> Mapping[SourceId, int]:
@@ -510,8 +510,6 @@ def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
 
 def _sum(matches: Sequence[Mapping[SourceId, Hit]]) -> Mapping[SourceId, Hit]:
     """Hits over all prompts of a batch."""
-    if len(matches) == 1:
-        return matches[0]
     total: dict[SourceId, Hit] = {}
     for match in matches:
         for source, hit in match.items():

@@ -27,16 +27,27 @@ from router.index import SourceId
 
 
 class _Generation:
-    __slots__ = ("by_cache", "by_root")
+    __slots__ = ("by_cache", "by_root", "entries")
 
     def __init__(self) -> None:
+        self.entries = 0
         self.by_cache: dict[SourceId, dict[int, float]] = {}
         """cache -> key -> when it expires."""
         self.by_root: dict[int, tuple[SourceId, ...]] = {}
         """The first key of a prompt -> where it was sent. Some of it may be forgotten since."""
 
-    def __len__(self) -> int:
-        return sum(map(len, self.by_cache.values()))
+    def remember(self, source: SourceId, keys: Sequence[int], until: float) -> None:
+        held = self.by_cache.setdefault(source, {})
+        self.entries -= len(held)
+        held.update(zip(keys, repeat(until)))
+        self.entries += len(held)
+        known = self.by_root.get(keys[0], ())
+        if source not in known:
+            self.by_root[keys[0]] = (*known, source)
+
+    def forget(self, replica: str) -> None:
+        for source in [source for source in self.by_cache if source.replica == replica]:
+            self.entries -= len(self.by_cache.pop(source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +94,7 @@ class RecentPrefixes:
         self._rotate(now)
         fitting = self._fit(keys)
         if fitting:
-            young = self._young
-            young.by_cache.setdefault(source, {}).update(zip(fitting, repeat(now + self._ttl_s)))
-            known = young.by_root.get(fitting[0], ())
-            if source not in known:
-                young.by_root[fitting[0]] = (*known, source)
+            self._young.remember(source, fitting, now + self._ttl_s)
 
     def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
         """Return how many leading tokens of a prompt were recently sent to each cache.
@@ -114,15 +121,13 @@ class RecentPrefixes:
     def forget(self, replica: str) -> None:
         """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was
         removed."""
-        for generation in (self._young, self._old):
-            held = generation.by_cache
-            for source in [source for source in held if source.replica == replica]:
-                del held[source]
+        self._young.forget(replica)
+        self._old.forget(replica)
 
     def statistics(self) -> RecentStatistics:
         """Sizes and counts."""
         sources = len(self._young.by_cache.keys() | self._old.by_cache.keys())
-        entries = len(self._young) + len(self._old)
+        entries = self._young.entries + self._old.entries
         return RecentStatistics(sources, entries, self._evicted, self._truncated)
 
     def _live_keys(self, source: SourceId, keys: Sequence[int], now: float) -> int:
@@ -158,10 +163,10 @@ class RecentPrefixes:
 
     def _fit(self, keys: Sequence[int]) -> Sequence[int]:
         """The leading *keys* that there is room for; the old generation is dropped to make some."""
-        room = self._max_entries - len(self._young) - len(self._old)
+        room = self._max_entries - self._young.entries - self._old.entries
         if len(keys) <= room:
             return keys
-        evicted = len(self._old)
+        evicted = self._old.entries
         self._old = _Generation()
         self._evicted += evicted
         if len(keys) <= room + evicted:

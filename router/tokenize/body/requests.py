@@ -59,6 +59,7 @@ _WITH_TOKEN_IDS = {
 """The fields that may hold nothing but token ids."""
 _MAX_REST_BYTES = 65_536
 _SHORT_BODY_BYTES = 4096
+_FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
 _TAKEN_OUT = b"[\t \t \n\t]"
 
 
@@ -116,9 +117,13 @@ def parse_request(
         endpoint=form,
         model=model,
         prompts=prompts,
-        stream=is_true(fields.get("stream")),
-        choices=as_count(fields.get("n")) or 1,
-        cache_salt=_salt(fields, form, len(prompts), limits.max_salt_chars),
+        stream="stream" in fields and is_true(fields["stream"]),
+        choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
+        cache_salt=(
+            _salt(fields, form, len(prompts), limits.max_salt_chars)
+            if "cache_salt" in fields
+            else None
+        ),
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),
@@ -269,6 +274,8 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
     """Read `truncate_prompt_tokens`; -1 means the model's own length, which a prompt that is
     served never passes."""
+    if "truncate_prompt_tokens" not in fields:
+        return None
     count = as_count(fields.get("truncate_prompt_tokens"))
     if count is None:
         return None
@@ -283,6 +290,8 @@ def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
 def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
     """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion
     if it asks for them."""
+    if _FOR_LOGPROBS.isdisjoint(fields):
+        return False
     if fields.get("prompt_logprobs") is not None:
         return True
     return is_true(fields.get("echo")) and (

@@ -201,7 +201,7 @@ def test_what_is_older_than_a_minute_no_longer_counts() -> None:
     clock = Clock()
     totals = RollingTotals(clock)
     for _ in range(90):
-        totals.now.requests += 1
+        totals.now().requests += 1
         clock.now += 1
     assert totals.total().requests == SECONDS - 1, (
         "the second that has just begun takes the place of the oldest"
