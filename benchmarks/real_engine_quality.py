@@ -4,8 +4,9 @@ Small engines with a model in torch run as processes, with a router in front of 
 sockets. The requests are the demo's: questions about documents longer than the window, which fall
 out of use and come back. Each repetition has a workload of its own, which is sent in four ways of
 routing, in turn in one order and in the opposite one. Reported are the tokens that the engines
-reused and the times to the first token; then kvroute beside each other way, as the mean of the
-ratios of all repetitions with its 95 % interval.
+reused, the times to the first token, and what the engines computed for a request, as the time of
+their processes on a processor: on a busy machine times to the first token say how busy it was. Then
+kvroute beside each other way, as the mean of the ratios of all repetitions with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.figures import report
 from router.demo.comparison import Play, mean_ttft_s, of_way, reused_tokens
 from router.demo.phase import PlayPhase
-from router.demo.play import DemoSettings, play
+from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes, questions_about_documents
 
 _T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26, 12: 2.20, 16: 2.13}
@@ -43,8 +46,53 @@ def main() -> None:
     parser.add_argument("--policy", default="least_delay")
     parser.add_argument("--simulate", action="store_true", help="engines without torch")
     options = parser.parse_args()
-    scene = asyncio.run(play(_settings(options), lambda _scene: None))
-    _report(scene.plays, options)
+    time = EngineTime()
+    scene = asyncio.run(play(_settings(options), time.look))
+    _report(scene.plays, time, options)
+
+
+class EngineTime:
+    """What the engines computed in each play, in seconds on a processor."""
+
+    def __init__(self) -> None:
+        self._first_and_last_s: dict[int, tuple[float, float]] = {}
+        """By the number of the play."""
+
+    def look(self, scene: Scene) -> None:
+        """Called when a play has begun, whenever something changes, and when it ends."""
+        now_s = sum(map(_processor_s, _children("engine")))
+        number = len(scene.plays) - 1
+        first_s, _ = self._first_and_last_s.get(number, (now_s, now_s))
+        self._first_and_last_s[number] = first_s, now_s
+
+    def of_play(self, number: int) -> float:
+        """Of one play, numbered from 0 in the order in which they were played."""
+        first_s, last_s = self._first_and_last_s[number]
+        return last_s - first_s
+
+
+def _children(word: str) -> list[int]:
+    """The processes that this one has started with *word* among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(_fields(path)[1])
+            words = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if parent == os.getpid() and word.encode() in words:
+            found.append(int(path.name))
+    return found
+
+
+def _processor_s(process: int) -> float:
+    user, system = _fields(Path("/proc", str(process)))[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _fields(path: Path) -> list[str]:
+    """Of a process's `stat`, those behind its name: state, parent, ..."""
+    return (path / "stat").read_text().rpartition(")")[2].split()
 
 
 def _settings(options: argparse.Namespace) -> DemoSettings:
@@ -77,8 +125,13 @@ def _settings(options: argparse.Namespace) -> DemoSettings:
     )
 
 
-def _report(plays: Sequence[Play], options: argparse.Namespace) -> None:
+def _report(plays: Sequence[Play], time: EngineTime, options: argparse.Namespace) -> None:
     ways = list(dict.fromkeys(found.way for found in plays))
+    computed_s = {id(found): time.of_play(number) for number, found in enumerate(plays)}
+
+    def engine_time_s(found: Play) -> float:
+        return computed_s[id(found)] / max(found.requests, 1)
+
     for way in ways:
         own = of_way(plays, way)
         report(
@@ -95,9 +148,15 @@ def _report(plays: Sequence[Play], options: argparse.Namespace) -> None:
             ),
             mispredicted=sum(found.phases[0].mispredicted for found in own),
             ttft_mean_ms=round(1000 * statistics.fmean(map(mean_ttft_s, own)), 1),
+            engine_time_ms=round(1000 * statistics.fmean(map(engine_time_s, own)), 1),
         )
+    figures = {
+        "reused_tokens": reused_tokens,
+        "ttft_mean": mean_ttft_s,
+        "engine_time": engine_time_s,
+    }
     for other in ways[1:]:
-        for name, measure in (("reused_tokens", reused_tokens), ("ttft_mean", mean_ttft_s)):
+        for name, measure in figures.items():
             _report_ratio(name, measure, of_way(plays, ways[0]), of_way(plays, other), options)
 
 
