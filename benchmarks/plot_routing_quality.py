@@ -1,9 +1,10 @@
 """Tables and plots of the results of `routing_quality`, written into a document.
 
-    python -m benchmarks.plot_routing_quality results.jsonl --document docs/routing-quality.md
+    python -m benchmarks.plot_routing_quality results.jsonl --document docs/routing-quality.md \\
+        docs/routing-figures.md
 
-Tables go between `<!-- NAME -->` and `<!-- end -->` in the document; plots that it shows go into
-`images/` next to it. This is the only script that needs matplotlib: pip install '.[bench]'.
+Tables go between `<!-- NAME -->` and `<!-- end -->` in the documents; plots that they show go into
+`images/` next to them. This is the only script that needs matplotlib: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from matplotlib import pyplot
 
 from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.results import Line, Results, latest
+from benchmarks.simulation.situations import TRAFFIC
 from benchmarks.simulation.tables import (
     BEFORE,
     BLIND,
     MEAN,
     OURS,
     P99,
-    best_blind,
+    best,
     compared,
+    gain_table,
     markdown,
+    opponents_table,
     pairs,
     policies,
     pooled_table,
@@ -49,30 +53,39 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines")
-    parser.add_argument("--document", type=Path, required=True)
+    parser.add_argument("--document", type=Path, nargs="+", required=True)
     options = parser.parse_args()
     lines = latest([line for path in options.results for line in Results(path)])
     plain = [line for line in lines if ": " not in line["policy"]]
-    fill(
-        options.document,
-        {
-            "pooled": pooled_table(plain),
-            "exact": pooled_table(plain, BEFORE, BLIND),
-            "claims": claims_table(plain),
-            "predictions": predictions_table(plain),
-            "sensitivity": sensitivity_table(lines),
-            "extent": extent(plain),
-            "all": "\n\n".join(
-                f"### {situation}\n\n{situation_table(within(plain, situation))}"
-                for situation in situations(plain)
-            ),
-        },
-    )
-    images = options.document.parent / "images"
+    main = {name for names in TRAFFIC.values() for name in names}
+    main_situations = [line for line in plain if line["situation"] in main]
+    found = {
+        "gain": gain_table(plain),
+        "gain p99": gain_table(plain, P99),
+        "opponents": opponents_table(plain),
+        "pooled": pooled_table(main_situations),
+        "exact": pooled_table(main_situations, BEFORE, BLIND),
+        "claims": claims_table(plain),
+        "predictions": predictions_table(plain),
+        "sensitivity": sensitivity_table(lines),
+        "extent": extent(plain),
+        "all": "\n\n".join(
+            f"### {situation}\n\n{situation_table(within(plain, situation))}"
+            for situation in situations(plain)
+        ),
+    }
+    for document in options.document:
+        fill(document, found)
+        _draw(plain, document)
+
+
+def _draw(lines: Sequence[Line], document: Path) -> None:
+    """The plots that a document shows."""
+    images = document.parent / "images"
     images.mkdir(exist_ok=True)
     for name, figure in (("ttft", MEAN), ("p99", P99)):
-        if f"({images.name}/{name}.svg)" in options.document.read_text(encoding="utf-8"):
-            plot(plain, figure, images / f"{name}.svg")
+        if f"({images.name}/{name}.svg)" in document.read_text(encoding="utf-8"):
+            plot(lines, figure, images / f"{name}.svg")
 
 
 def fill(document: Path, tables: dict[str, str]) -> None:
@@ -93,10 +106,11 @@ def claims_table(lines: Sequence[Line]) -> str:
     rows = []
     for situation in situations(lines):
         here = within(lines, situation)
-        blind = best_blind(here)
+        blind = best(here, BLIND)
         rows.append(
             [
                 situation,
+                str(len(pairs(here, OURS, BEFORE, MEAN))),
                 *(_cell(here, BEFORE, figure) for figure in (MEAN, P99)),
                 _floor(here),
                 blind or "",
@@ -105,6 +119,7 @@ def claims_table(lines: Sequence[Line]) -> str:
         )
     heads = [
         "Situation",
+        "Seeds",
         f"mean TTFT x `{BEFORE}`",
         "p99",
         "floor",

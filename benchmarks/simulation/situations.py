@@ -28,16 +28,19 @@ from benchmarks.simulation.workload import Workload
 
 WARM_UP = 0.25
 """Share of the time whose requests are not counted."""
-COUNTED = 2000
-"""Requests that are counted at least, apart from chance."""
+COUNTED = 2200
+"""Requests to count; sessions that end early leave at least 2,000 of them."""
 TRACE_STRIDE = 800
 """Requests of the recording between the beginnings of two seeds' parts, which overlap."""
+TRACE_PARTS = 10
+"""A recording has no more of them: seeds that are as far apart play the same part."""
 LONGEST_PROMPT = 32_768
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "chats": partial(Chats, Pause(20.0)),
     "chats, slow": partial(Chats, Pause(60.0, 1.0)),
     "documents": Questions,
+    "documents, many": partial(Questions, documents=960),
     "agents": Agents,
     "mixed": partial(ChatsBesideScans, Pause(30.0)),
     "one prompt": OneSystemPrompt,
@@ -107,18 +110,20 @@ class Situation:
 
     def _recorded(self, seed: int, trace: Path) -> Workload:
         options = TraceOptions(
-            round(self.requests / (1 - WARM_UP)), LONGEST_PROMPT, skipped=seed * TRACE_STRIDE
+            round(self.requests / (1 - WARM_UP)),
+            LONGEST_PROMPT,
+            skipped=seed % TRACE_PARTS * TRACE_STRIDE,
         )
         rows = read_trace(trace, options)
         mean = sum(row["input_length"] for row in rows) / len(rows)
         return RecordedTrace(rows, options, self._per_s(mean))
 
 
-_CHATS = Situation("chats", 80_000, 1.2)
-_SLOW = Situation("chats, slow", 80_000, 0.6)
+_CHATS = Situation("chats", 80_000, 1.2, requests=2500)
+_SLOW = Situation("chats, slow", 80_000, 0.6, requests=2600)
 _DOCUMENTS = Situation("documents", 100_000, 1.0)
 _AGENTS = Situation("agents", 300_000, 2.5, requests=3400)
-_MIXED = Situation("mixed", 60_000, 0.8)
+_MIXED = Situation("mixed", 60_000, 0.8, requests=2900)
 _TRACE = Situation(TRACE, 300_000, 0.6, requests=3000)
 
 SITUATIONS: dict[str, Situation] = {
@@ -143,9 +148,23 @@ SITUATIONS: dict[str, Situation] = {
     "documents, mamba-hybrid": replace(_DOCUMENTS, layout="mamba-hybrid"),
     "chats, Poisson": replace(_CHATS, variation=1.0),
     "chats, bursts": replace(_CHATS, variation=4.0),
+    "chats, early events": replace(_CHATS, event_delay_s=0.001),
     "chats, late events": replace(_CHATS, event_delay_s=0.05),
     "chats, 4 replicas": replace(_CHATS, replicas=4),
     "chats, 64 replicas": replace(_CHATS, replicas=64, requests=12_000),
+    "documents, 64 replicas": replace(
+        _DOCUMENTS, workload="documents, many", replicas=64, requests=12_000
+    ),
     "chats, memory tier": replace(_CHATS, memory_tier=3.0),
     "chats, two routers": replace(_CHATS, routers=2),
 }
+
+TRAFFIC: dict[str, tuple[str, ...]] = {
+    "Chats": ("chats", "chats, slow", "chats, starved", "chats, large caches"),
+    "Documents": ("documents", "documents, busy"),
+    "Agents": ("agents", "agents, small caches"),
+    "Mixed": ("mixed",),
+    "One prompt": ("one prompt",),
+    "Trace": ("trace", "trace, small caches"),
+}
+"""The main situations by what is asked; the others vary one thing in one of them."""

@@ -6,10 +6,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.simulation.comparison import Ratio, pooled, ratio
+from benchmarks.simulation.opponents import OPPONENTS
 from benchmarks.simulation.results import Line
+from benchmarks.simulation.situations import TRAFFIC
 
 OURS, BEFORE = "least_delay", "prefix"
 BLIND = ("group_blind", "group_blind_any_copy", "group_0")
+PUBLISHED = tuple(OPPONENTS)
 MEAN, P99, AVOIDABLE = "ttft_mean_ms", "ttft_p99_ms", "avoidable_mean_ms"
 
 
@@ -101,6 +104,7 @@ def pooled_table(lines: Sequence[Line], ours: str = OURS, others: Sequence[str] 
 def situation_table(lines: Sequence[Line]) -> str:
     """All policies in one situation, with the ratio of their mean TTFT to our policy's."""
     columns: list[tuple[str, Callable[[Line], str]]] = [
+        ("Counted", lambda line: f"{line['requests']:,.0f}"),
         ("Reused", lambda line: f"{line['hit_rate']:.1%}"),
         ("TTFT mean", lambda line: f"{line[MEAN]:,.0f}"),
         ("p50", lambda line: f"{line['ttft_p50_ms']:,.0f}"),
@@ -136,13 +140,82 @@ def _mean(lines: Sequence[Line], policy: str) -> Line:
     return {**means, "seeds": len(own)}
 
 
-def best_blind(lines: Sequence[Line]) -> str | None:
-    """The blind index with the lowest mean TTFT in a situation, over the seeds that all blind
-    indexes have; where they share none, the one with the most seeds."""
+def gain_table(lines: Sequence[Line], figure: str = MEAN) -> str:
+    """Our policy relative to what one would use else, by traffic.
+
+    Args:
+        lines: Of all situations.
+        figure: What is compared.
+    """
+    others: list[tuple[str, Sequence[str]]] = [
+        (f"`{BEFORE}`", [BEFORE]),
+        ("the best index without groups", BLIND),
+        ("the best rule of another router", PUBLISHED),
+        ("sessions", ["session"]),
+        ("round robin", ["round_robin"]),
+    ]
+    every = tuple(name for names in TRAFFIC.values() for name in names)
+    rows = [
+        [traffic, *(_cell(against_best(lines, names, among, figure)) for _, among in others)]
+        for traffic, names in [*TRAFFIC.items(), ("All of these", every)]
+    ]
+    return markdown([f"`{OURS}` relative to", *(name for name, _ in others)], rows)
+
+
+def opponents_table(lines: Sequence[Line], figure: str = MEAN) -> str:
+    """Our policy relative to each other, by traffic.
+
+    Args:
+        lines: Of all situations.
+        figure: What is compared.
+    """
+    every = tuple(name for names in TRAFFIC.values() for name in names)
+    found = {
+        other: [against_best(lines, names, [other], figure) for names in (*TRAFFIC.values(), every)]
+        for other in policies(lines)
+        if other != OURS
+    }
+    rows = [
+        [other, *(f"{each.mean:.2f}" if each else "" for each in cells[:-1]), _cell(cells[-1])]
+        for other, cells in sorted(found.items(), key=lambda item: _order(item[1][-1]))
+        if cells[-1]
+    ]
+    return markdown([f"`{OURS}` relative to", *TRAFFIC, "All of these"], rows)
+
+
+def against_best(
+    lines: Sequence[Line], names: Sequence[str], among: Sequence[str], figure: str
+) -> Ratio | None:
+    """Our policy relative to the one that did best in each situation, over those that have both;
+    None if none has.
+
+    Args:
+        lines: Of any situations.
+        names: The situations.
+        among: The policies, of which the best one is taken.
+        figure: What is compared.
+    """
+    groups = []
+    for name in names:
+        here = within(lines, name)
+        other = best(here, among)
+        groups.append(pairs(here, OURS, other, figure) if other else [])
+    found = [group for group in groups if group]
+    return pooled(found) if found else None
+
+
+def best(lines: Sequence[Line], among: Sequence[str]) -> str | None:
+    """The policy with the lowest mean TTFT in a situation, over the seeds that all of these
+    policies have; where they share none, the one with the most seeds.
+
+    Args:
+        lines: Of the situation.
+        among: The policies.
+    """
     seeds = {
         policy: {line["seed"] for line in lines if line["policy"] == policy}
         for policy in policies(lines)
-        if policy in BLIND
+        if policy in among
     }
     if not seeds:
         return None
@@ -151,6 +224,14 @@ def best_blind(lines: Sequence[Line]) -> str | None:
         return max(seeds, key=lambda policy: len(seeds[policy]))
     shared = [line for line in lines if line["seed"] in common]
     return min(seeds, key=lambda policy: float(_mean(shared, policy)[MEAN]))
+
+
+def _cell(found: Ratio | None) -> str:
+    return shown(found) if found else ""
+
+
+def _order(found: Ratio | None) -> float:
+    return -found.mean if found else 0.0
 
 
 def shown(found: Ratio) -> str:

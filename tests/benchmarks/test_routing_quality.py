@@ -16,9 +16,17 @@ from benchmarks.simulation.comparison import pooled, quantile, ratio
 from benchmarks.simulation.misjudging import Misjudgment, misjudged_names
 from benchmarks.simulation.results import Results, latest
 from benchmarks.simulation.routing import LEAST_DELAY
-from benchmarks.simulation.situations import SITUATIONS
+from benchmarks.simulation.situations import (
+    SITUATIONS,
+    TRACE_PARTS,
+    TRACE_STRIDE,
+    TRAFFIC,
+    WARM_UP,
+)
 from router.scoring import Candidate, PolicySettings, RouteRequest, Weights, make_policy
 
+MOONCAKE_REQUESTS = 11_203
+"""In the conversation trace, with prompts that are not left out for their length."""
 ARGUMENTS = [
     "--situation",
     "documents",
@@ -179,8 +187,47 @@ def test_the_best_blind_index_is_that_of_the_seeds_that_all_have(
         for policy, by_seed in means.items()
         for seed, mean in by_seed.items()
     ]
-    found = tables.best_blind(lines)
+    found = tables.best(lines, tables.BLIND)
     assert found == (best and f"group_blind_{best}")
+
+
+def test_a_gain_is_told_by_traffic_against_what_did_best_there() -> None:
+    """A reader asks what there is to gain for traffic like theirs; a weak opponent is no answer."""
+    means = {
+        "chats": {"least_delay": 8.0, "prefix": 10.0, "dynamo": 16.0, "sglang": 80.0},
+        "chats, slow": {"least_delay": 8.0, "prefix": 10.0, "dynamo": 80.0, "sglang": 16.0},
+        "documents": {"least_delay": 9.0, "prefix": 9.0},
+        "chats, gemma": {"least_delay": 90.0, "prefix": 9.0},
+    }
+    lines = [
+        {"situation": situation, "policy": policy, "seed": seed, "ttft_mean_ms": mean}
+        for situation, by_policy in means.items()
+        for policy, mean in by_policy.items()
+        for seed in (1, 2)
+    ]
+    chats, documents, *_, every = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in tables.gain_table(lines).splitlines()[2:]
+    ]
+    assert chats == ["Chats", "0.80 (0.80-0.80)", "", "0.50 (0.50-0.50)", "", ""]
+    assert documents[:4] == ["Documents", "1.00 (1.00-1.00)", "", ""]
+    assert every[1] == "0.86 (0.86-0.86)"  # the variations of chats do not count
+    rows = tables.opponents_table(lines).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["prefix", "dynamo", "sglang"]
+    assert rows[1].split("|")[2].strip() == "0.22"  # of 0.5 and 0.1, each as much
+
+
+def test_every_main_situation_exists_and_stands_in_one_row() -> None:
+    """A situation in two rows would count twice."""
+    names = [name for row in TRAFFIC.values() for name in row]
+    assert len(set(names)) == len(names)
+    assert set(names) <= SITUATIONS.keys()
+
+
+def test_seeds_play_parts_of_the_recording_that_exist() -> None:
+    """Held-out seeds are larger than the number of parts that a recording has."""
+    played = SITUATIONS["trace"].requests / (1 - WARM_UP)
+    assert (TRACE_PARTS - 1) * TRACE_STRIDE + played <= MOONCAKE_REQUESTS
 
 
 def test_a_run_with_newer_code_replaces_the_older_one(tmp_path: Path) -> None:
