@@ -15,7 +15,7 @@ from datetime import datetime
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 
-_BACKLOG = 4096
+BACKLOG = 4096
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MIN_OPEN_FILES = 64
 """Below that not even one replica and a few clients have their sockets."""
@@ -123,7 +123,7 @@ def listen(host: str, port: int) -> socket.socket:
         ConfigError: It cannot be listened on.
     """
     listener = bind(host, port)
-    listener.listen(_BACKLOG)
+    listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
 

@@ -47,6 +47,7 @@ from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
 from router.process import (
+    BACKLOG,
     allow_open_files,
     announce,
     give_up_unwritten_log,
@@ -83,7 +84,7 @@ few cycles behind, and Python's own 700 would look through all that are under wa
 a second: 8 % of the router's time."""
 _MAX_RESERVED_FILES = 64
 _FIRST_WAIT_S = 5.0
-"""How long the first start of several workers waits for the replicas before it listens: nobody else
+"""How long a worker waits for the replicas before it listens, where no other one does: nobody
 answers probes meanwhile."""
 _METRICS = "metrics"
 """What workers ask each other for."""
@@ -173,15 +174,18 @@ def _lifespan(
     """
     if member is None:
         return service.lifespan
-    wait_s = service.config.health.ready_wait_s
-    if not member.start.restarts:
+    has_time, wait_s = member.others_listen, service.config.health.ready_wait_s
+    if not has_time:
         wait_s = min(wait_s, _FIRST_WAIT_S)
+
+    def may_wait() -> bool:
+        return not has_time or member.others_listen
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with service.lifespan(app):
             await member.begin()
-            await service.readiness.until_known(wait_s)
+            await service.readiness.until_known(wait_s, may_wait)
             yield
 
     return lifespan
@@ -327,10 +331,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
     _heed(loop, server, member)
-    port = config.server.port if member is None else member.start.port
-    # A worker listens only once its application has begun: see `_lifespan`.
-    address = config.server.host, port
-    with contextlib.closing(listen(*address) if member is None else share(*address)) as listener:
+    with contextlib.closing(_listener(config, member)) as listener:
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
         scheme = "http" if certificate is None else "https"
@@ -343,6 +344,14 @@ async def serve(
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
     logger.info("stopped")
+
+
+def _listener(config: RouterConfig, member: Member | None) -> socket.socket:
+    """Raises `ConfigError` where the address cannot be had."""
+    if member is None:
+        return listen(config.server.host, config.server.port)
+    # It listens only once its application has begun: see `_lifespan`.
+    return share(config.server.host, member.start.port)
 
 
 def _shared_with(config: RouterConfig, member: Member | None) -> SharedWith | None:
@@ -462,6 +471,7 @@ def _uvicorn_config(
         app,
         http=protocol,
         interface="asgi3",
+        backlog=BACKLOG,
         ws="none",
         proxy_headers=False,
         lifespan="on",

@@ -65,11 +65,16 @@ class Readiness:
         self._has_been_ready |= reason is None
         return reason
 
-    async def until_known(self, within_s: float) -> None:
+    async def until_known(self, within_s: float, may_wait: Callable[[], bool]) -> None:
         """Wait until every replica there is has been checked, and those that passed are known as
-        far as they can be: but no longer than *within_s*, nor once the router is to stop."""
+        far as they can be; not once the router is to stop.
+
+        Args:
+            within_s: The longest wait.
+            may_wait: Whether there is still time for it.
+        """
         by = self._clock() + within_s
-        while self._clock() < by and not self._admission.is_shutting_down:
+        while self._clock() < by and may_wait() and not self._admission.is_shutting_down:
             if not self._unknown() and all(map(self._is_known, self._registry.replicas())):
                 return
             await asyncio.sleep(_LOOK_EVERY_S)

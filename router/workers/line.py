@@ -39,12 +39,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """What others were asked that has changed something: the kind, a zero, the question."""
     restarts: int
     """How often this worker was started again."""
+    others_listen: bool
+    """Then there is time to read the caches first."""
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True):
     """To a worker: the configuration has changed, perhaps to one that is refused."""
 
     config: str
+
+
+class Hurry(msgspec.Struct, frozen=True, tag=True):
+    """To a worker that starts: nobody else listens any more."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +87,7 @@ class WorkerReplies(msgspec.Struct, frozen=True, tag=True):
     missing: list[int]
 
 
-Message: TypeAlias = Start | Reload | Stop | Ready | Ask | WorkerReply | WorkerReplies
+Message: TypeAlias = Start | Reload | Hurry | Stop | Ready | Ask | WorkerReply | WorkerReplies
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

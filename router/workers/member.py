@@ -14,6 +14,7 @@ from router.board import SharedMemoryBoard
 from router.config import Overrides, RouterConfig
 from router.workers.line import (
     Ask,
+    Hurry,
     LineError,
     Ready,
     Reload,
@@ -50,6 +51,8 @@ class Member:
         os.close(start.board)
         self.on_stop: Callable[[], None] = lambda: None
         self.on_reload: Callable[[], None] = lambda: None
+        self.others_listen = start.others_listen
+        """While others do, one that starts may take its time."""
         self.answers: dict[str, Answer] = {}
         """By kind of question."""
         self._config = start.config
@@ -98,6 +101,8 @@ class Member:
         while (message := await line.receive()) is not None:
             if isinstance(message, Stop):
                 self.on_stop()
+            elif isinstance(message, Hurry):
+                self.others_listen = False
             elif isinstance(message, Reload):
                 self._config = message.config
                 self.on_reload()
@@ -108,6 +113,9 @@ class Member:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
         logger.error("the supervisor is gone: shutting down")
+        for waiting in self._asked.values():
+            if not waiting.done():
+                waiting.set_result(WorkerReplies(0, {}, []))
         self.on_stop()
 
     async def ask(self, what: str, body: bytes = b"", key: str = "") -> dict[int, bytes]:

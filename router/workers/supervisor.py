@@ -18,6 +18,7 @@ from typing import Any
 
 from async_timeout import timeout
 
+from kvevents.pacing import Backoff
 from router.board.memory import create_memory
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
@@ -25,6 +26,7 @@ from router.files import Stamp, stamp_of
 from router.process import announce, bind, give_up_unwritten_log, in_url, set_up_logging
 from router.workers.line import (
     Ask,
+    Hurry,
     Ready,
     Reload,
     Start,
@@ -40,7 +42,7 @@ REPLY_S = 2.0
 """For all workers to reply to a question."""
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
-"""Before a worker is started again; doubles each time until it has lived this long."""
+"""Before a worker is started again; doubles each time until one has lived this long."""
 MAX_CHANGES = 16_384
 _COMMAND = (sys.executable, "-m", "router.cli.main", "serve", "--worker-line")
 
@@ -167,7 +169,7 @@ class Supervisor:
 
     async def _keep(self, worker: _WorkerProcess) -> None:
         """Keep a worker running, until all are to stop."""
-        delay_s = FIRST_DELAY_S
+        retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         loop = asyncio.get_running_loop()
         while not self._is_stopping:
             began = loop.time()
@@ -179,16 +181,13 @@ class Supervisor:
                 self.stop()
                 break
             if loop.time() - began > MAX_DELAY_S:
-                delay_s = FIRST_DELAY_S
+                retry.reset()
             worker.restarts += 1
+            delay_s, how = retry.next_delay(), _how(code)
             logger.error(
-                "worker %d ended (%s); started again in %g s",
-                worker.number,
-                _how(code),
-                delay_s,
+                "worker %d ended (%s); started again in %.2g s", worker.number, how, delay_s
             )
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _live(self, worker: _WorkerProcess) -> int:
         """One worker's life; returns how it ended."""
@@ -212,8 +211,16 @@ class Supervisor:
         finally:
             worker.line, worker.is_ready = None, False
             line.close()
+            self._hurry_the_rest()
             self._give_up_on(worker.number)
         return await worker.process.wait()
+
+    def _hurry_the_rest(self) -> None:
+        """If nobody listens any more, those that start must, whatever they know."""
+        if not any(worker.is_ready for worker in self._workers):
+            for worker in self._workers:
+                if worker.line is not None:
+                    worker.line.send(Hurry())
 
     def _start_of(self, worker: _WorkerProcess) -> Start:
         return Start(
@@ -227,6 +234,7 @@ class Supervisor:
             self._plan.overrides,
             list(self._changes.values()),
             worker.restarts,
+            any(other.is_ready for other in self._workers),
         )
 
     async def _hear(self, worker: _WorkerProcess, line: WorkerLine) -> None:

@@ -6,12 +6,17 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+from kvevents.codec import encode
+from kvevents.events import EventBatch
+from tests.support.blocks import FULL, Prefix
 from tests.support.engine_stub import EngineStub, Exchange, after, unique
 from tests.support.http_client import DEADLINE_S, Answer, eventually
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.vllm_publisher import Reply, VllmPublisher
 
 WORKERS = 2
 CONFIG = {"server": {"workers": WORKERS}, "health": QUICK_HEALTH}
@@ -138,3 +143,66 @@ async def _stop_together(router: RouterProcess) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 0)
             raise AssertionError(f"worker {pid} is left behind")
+
+
+PROMPT = list(range(1, 130))
+
+
+async def routes(router: RouterProcess, stub: EngineStub, count: int) -> list[tuple[int, bool]]:
+    """What is predicted for a prompt, each time over a connection of its own."""
+    body = {"model": stub.model, "token_ids": PROMPT}
+    answers = [(await router.post("/route", body)).json for _ in range(count)]
+    hits = [answer.get("hit", {"cached_tokens": 0, "suspect": True}) for answer in answers]
+    return [(hit["cached_tokens"], hit["suspect"]) for hit in hits]
+
+
+async def until_all_know(router: RouterProcess, stub: EngineStub) -> None:
+    while set(await routes(router, stub, 20)) != {(128, False)}:
+        pass
+
+
+async def until_listening(router: RouterProcess) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        with contextlib.suppress(ConnectionError):
+            await router.get("/healthz")
+            return
+        assert asyncio.get_running_loop().time() < deadline, "nobody listens"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_is_started_again_takes_no_request_before_it_knows_the_caches() -> None:
+    """The others know them: a request there is routed rightly, and here it would be by load. But
+    when the last of the others dies, it must listen at once."""
+    released, asked = threading.Event(), threading.Event()
+
+    def held(publisher: VllmPublisher, first: int) -> list[Reply]:
+        if publisher.subscribers == WORKERS:
+            asked.set()
+            released.wait(60)
+        return publisher.replies(first)
+
+    async with EngineStub(unique("held")) as stub:
+        with VllmPublisher() as publisher:
+            source = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+            replica = {"url": stub.url, "id": stub.name, "kv_events": [source]}
+            late = {"events": {"replay_timeout_s": 60.0}, "replicas": [replica]}
+            try:
+                publisher.publish(encode(EventBatch(1.0, [Prefix(PROMPT).stored(0, FULL)], 0)))
+                with router_process({**CONFIG, **late}) as router:
+                    await until_all_know(router, stub)
+                    killed, other = worker_processes(router)
+                    os.kill(killed, signal.SIGKILL)
+                    await eventually(lambda: publisher.subscribers < WORKERS, "it is gone")
+                    publisher.answer = held
+                    await eventually(asked.is_set, "its successor asks for what it missed")
+                    assert set(await routes(router, stub, 30)) == {(128, False)}
+                    os.kill(other, signal.SIGKILL)
+                    await until_listening(router)
+                    assert (await router.replica(stub.name))["sources"][0]["feed"][
+                        "state"
+                    ] != "live"
+                    released.set()
+                    await until_all_know(router, stub)
+            finally:
+                released.set()
