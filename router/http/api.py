@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -238,14 +238,18 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         explains = _flag(request, "explain")
         headers = dict(request.headers.raw)
         session = request.headers.get(parts.config.policy.session_header)
-        with parts.admission.buffer() as buffer:
+        key: Key | None = request.state.key
+        usage = None if key is None else key.usage
+        counted = nullcontext() if usage is None else usage.counted()
+        with counted, parts.admission.buffer() as buffer:
             content = await _body(
                 request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
             )
             decision = await parts.dispatcher.dispatch(
                 *(Endpoint.ROUTE, content, session, encoding_of(headers)),
-                salt=tenant_salt(request.state.key, "/route"),
+                salt=tenant_salt(key, "/route"),
                 headers=headers,
+                check_model=None if usage is None else usage.check_model,
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()

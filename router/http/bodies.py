@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,10 +22,11 @@ _SEARCH_STEP_BYTES = 1024 * 1024
 """Of a form, at a time: other threads get their turn in between."""
 
 _BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
-_FIELD_NAME = re.compile(
-    rb"""^content-disposition\s*:[^\r\n]*?;\s*name\s*=\s*(?:"([^"\r\n]*)"|([^\s;"]+))""",
-    re.IGNORECASE | re.MULTILINE,
+_DISPOSITION = re.compile(rb"^content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
+_PARAMETER = re.compile(
+    rb""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|([^\s;"]*))\s*(?=;|\Z)"""
 )
+"""Of a header (RFC 9110, 5.6.6)."""
 
 
 class ClientLeft(Exception):
@@ -154,15 +155,83 @@ def _field_span(content_type: bytes, body: bytes, name: bytes) -> tuple[int, int
         if at < 0:
             return None
         start = at + len(delimiter)
+        if body.startswith(b"--", start):
+            return None  # what follows the last boundary is not of the form
         head_end = body.find(b"\r\n\r\n", start, start + _MAX_PART_HEAD_BYTES)
         if head_end < 0:
             return None
-        disposition = _FIELD_NAME.search(body[start:head_end])
+        disposition = _DISPOSITION.search(body, start, head_end)
         at = _find(body, b"\r\n" + delimiter, head_end + 2)
-        if disposition is not None and (disposition[1] or disposition[2]) == name and at >= 0:
+        if disposition is not None and at >= 0 and name in _values(disposition[1], b"name"):
             return head_end + 4, at
         at += 2 if at >= 0 else 0
     return None
+
+
+def check_form(content_type: bytes, body: bytes, name: bytes) -> None:
+    """Check that everybody who reads a form finds the same value of one field, or none.
+
+    Args:
+        content_type: As for `form_field`.
+        body: The whole form.
+        name: The field.
+    Raises:
+        BadRequest: Of two values, or of two ways to read it, an engine may take the other one.
+    """
+    boundaries = _values(content_type, b"boundary")
+    if len(boundaries) != 1:
+        raise _ambiguous("content-type", content_type, "must name one boundary")
+    names = [found for head in _part_heads(b"--" + boundaries[0], body) for found in _names(head)]
+    if names.count(name) > 1:
+        place = f"form field {name.decode()}"
+        raise BadRequest(place, f"{names.count(name)} times", "with this key, it may appear once")
+
+
+def _part_heads(delimiter: bytes, body: bytes) -> Iterator[bytes]:
+    """The head of every part of a form that keeps to RFC 2046 and RFC 7578 by the letter."""
+    start = 2 * body.startswith(b"\r\n")  # some clients begin with a line end
+    at = start + len(delimiter) if body.startswith(delimiter, start) else -1
+    for _ in range(MAX_FORM_PARTS):
+        if at >= 0 and body.startswith(b"--", at):
+            return
+        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES) if at >= 0 else -1
+        if head_end < 0 or not body.startswith(b"\r\n", at):
+            break
+        yield body[at + 2 : head_end]
+        at = _find(body, b"\r\n" + delimiter, head_end + 2)
+        at += 2 + len(delimiter) if at >= 0 else 0
+    rule = f"with this key, a form must have its boundaries and at most {MAX_FORM_PARTS} parts"
+    raise BadRequest("$", f"{len(body)} bytes", rule)
+
+
+def _names(head: bytes) -> Sequence[bytes]:
+    """The name of a part."""
+    lines = head.split(b"\r\n")
+    values = [line.partition(b":")[2] for line in lines if _DISPOSITION.match(line)]
+    names = _values(values[0], b"name") if len(values) == 1 else ()
+    if len(names) != 1 or any(set(line) & set(b"\r\n") or line[:1].isspace() for line in lines):
+        raise _ambiguous("content-disposition", head, "must have one name, and be plain")
+    return names
+
+
+def _values(header: bytes, parameter: bytes) -> Sequence[bytes]:
+    """The values of a parameter; none where the header is not of the form that RFC 9110 gives it,
+    or has the parameter in another encoding as well (RFC 8187)."""
+    _, _, rest = header.strip(b" \t;").partition(b";")
+    rest, at = b";" + rest, 0
+    found: list[bytes] = []
+    while at < len(rest):
+        match = _PARAMETER.match(rest, at)
+        if match is None or match[1].lower().startswith(parameter + b"*"):
+            return ()
+        if match[1].lower() == parameter:
+            found.append(match[3] if match[2] is None else match[2])
+        at = match.end()
+    return () if any(b"\\" in value for value in found) else found
+
+
+def _ambiguous(place: str, found: bytes, rule: str) -> BadRequest:
+    return BadRequest(place, f"{len(found)} bytes", f"with this key, it {rule}")
 
 
 def _find(body: bytes, needle: bytes, start: int) -> int:

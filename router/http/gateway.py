@@ -14,7 +14,14 @@ from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
 from router.http.access_log import AccessLine
-from router.http.bodies import announced_bytes, form_field, is_form, is_object, with_form_field
+from router.http.bodies import (
+    announced_bytes,
+    check_form,
+    form_field,
+    is_form,
+    is_object,
+    with_form_field,
+)
 from router.http.networks import Networks
 from router.http.proxied_paths import (
     ProxiedPath,
@@ -28,7 +35,7 @@ from router.observability.request_observer import RequestObserver, RequestObserv
 from router.overload import Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
-from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
+from router.routing.dispatcher import RANK_HEADER, CheckModel, Decision, Dispatcher, TenantSalt
 from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts
 
@@ -117,6 +124,7 @@ class Gateway:
         headers: dict[bytes, bytes],
         body: bytes,
         salt: TenantSalt | None,
+        usage: KeyUsage | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine where something has to be waited
         for.
@@ -126,11 +134,15 @@ class Gateway:
             headers: The request's, names in lower case.
             body: The request's.
             salt: Of the client's key.
+            usage: What that key may use, if it is limited.
         Raises:
             RequestError: It is refused.
         """
+        check_model = None if usage is None else usage.check_model
         if path.endpoint is None:
-            return self._decide_by_load(path, headers, body, salt)
+            if salt is not None or (usage is not None and not usage.is_for_all_models):
+                return self._decide_for_key(path, headers, body, salt, check_model)
+            return self._decide_by_load(path, headers, body, salt, check_model)
         session = headers.get(self._session_header)
         return self.dispatcher.dispatch_now(
             path.endpoint,
@@ -139,7 +151,26 @@ class Gateway:
             dp_rank=_rank(headers) if self.server.trust_client_rank else None,
             salt=salt,
             headers=headers,
+            check_model=check_model,
         )
+
+    async def _decide_for_key(
+        self,
+        path: ProxiedPath,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        salt: TenantSalt | None,
+        check_model: CheckModel | None,
+    ) -> Decision:
+        """The same for a key that keeps its holder from something: an engine must read in the body
+        what the router reads there, and nothing else."""
+        content_type = headers.get(b"content-type", b"")
+        if is_form(content_type) and body.strip():
+            await asyncio.to_thread(check_form, content_type, body, b"model")
+        elif path.routed_by is RoutedBy.ANY and body.strip() and not is_object(body):
+            # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
+            raise BadRequest("$", f"{len(body)} bytes", "with this key, it must be a JSON object")
+        return await self._decide_by_load(path, headers, body, salt, check_model)
 
     async def _decide_by_load(
         self,
@@ -147,16 +178,13 @@ class Gateway:
         headers: dict[bytes, bytes],
         body: bytes,
         salt: TenantSalt | None,
+        check_model: CheckModel | None,
     ) -> Decision:
         if path.routed_by is RoutedBy.RESPONSE:
-            return await self.dispatcher.dispatch_to_holder(path.response_id, body)
+            return await self.dispatcher.dispatch_to_holder(path.response_id, body, check_model)
         content_type = headers.get(b"content-type", b"")
         needs_model = path.routed_by is RoutedBy.LOAD
         if is_form(content_type):
-            if salt is not None and not body.lstrip().startswith(b"--") and body.strip():
-                # An engine that looks at another header, or at none, might find a prompt in it.
-                rule = "with this key, a form must begin with its boundary: no salt is added to it"
-                raise BadRequest("$", f"{len(body)} bytes", rule)
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             return self.dispatcher.dispatch_by_load(
                 model,
@@ -164,15 +192,18 @@ class Gateway:
                 needs_model=needs_model,
                 headers=headers,
                 rename=functools.partial(with_form_field, content_type, b"model"),
+                check_model=check_model,
             )
         if path.routed_by is RoutedBy.ANY and not is_object(body):
-            if salt is not None and body.strip():
-                # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
-                rule = "with this key, it must be a JSON object: a salt is added to it"
-                raise BadRequest("$", f"{len(body)} bytes", rule)
-            return self.dispatcher.dispatch_by_load(None, body, needs_model=False)
+            return self.dispatcher.dispatch_by_load(
+                None, body, needs_model=False, check_model=check_model
+            )
         return await self.dispatcher.dispatch(
-            None, body, needs_model=needs_model, salt=salt, headers=headers
+            *(None, body),
+            needs_model=needs_model,
+            salt=salt,
+            headers=headers,
+            check_model=check_model,
         )
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
@@ -355,10 +386,19 @@ class Passage:
             if key.usage is not None:
                 key.usage.enter()
                 self._usage = key.usage
+            self._check_content_type()
         max_bytes = self._gateway.server.max_body_bytes
         if self._exchange.more_body and announced_bytes(self._headers) > max_bytes:
             raise BodyTooLarge(max_bytes)
         self._stage = _Stage.READING
+
+    def _check_content_type(self) -> None:
+        """Refuse two of them where the key keeps its holder from something: an engine may go by the
+        first, and the router goes by the last."""
+        if self._salt is not None or self._usage is not None:
+            count = sum(name == b"content-type" for name, _ in self._exchange.headers)
+            if count > 1:
+                raise BadRequest("content-type", f"{count} times", "must appear once")
 
     def _enter(self) -> Key | None:
         """Check that there is room, and who asks; return the client's key."""
@@ -404,7 +444,8 @@ class Passage:
             self._task.add_done_callback(self._decided)
 
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        return self._gateway.decide(self._path, self._headers, body, self._salt)
+        usage, headers = self._usage, self._headers
+        return self._gateway.decide(self._path, headers, body, self._salt, usage)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:
@@ -421,7 +462,7 @@ class Passage:
             if trace is not None:
                 trace.decided(decision.tokenization_s, decision.routing_s)
             if self._usage is not None:
-                _spend(self._usage, decision)
+                self._usage.spend(decision.tokens)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return
         observer = self._observer = self._observe(decision)
@@ -545,13 +586,6 @@ class Passage:
             entrance = self._gateway.entrance
             assert entrance is not None
             entrance.room.over(waiter, tokens)
-
-
-def _spend(usage: KeyUsage, decision: Decision) -> None:
-    """Count a request for the holder of its key; raises `KeyLimitReached`, `ModelNotAllowed`."""
-    if decision.model is None and not decision.body:
-        return  # such as `GET /version`: it is about no model
-    usage.spend(decision.named or decision.model_name, decision.tokens)
 
 
 def _dropped_headers(server: ServerConfig, guard: Guard) -> frozenset[bytes]:

@@ -92,6 +92,7 @@ class RouteQuestion(Passage):
             encoding=self._encoding,
             salt=self._salt,
             headers=self._headers,
+            check_model=None if self._usage is None else self._usage.check_model,
         )
 
     @override

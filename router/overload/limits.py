@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -132,19 +133,25 @@ class KeyUsage:
         self.total_requests += 1
         self._in_flight += 1
 
-    def spend(self, model: str, prompt_tokens: int) -> None:
-        """The request is known: its model, and the prompt.
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a request that is over when the block is left, and costs no tokens."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
-        Args:
-            model: As the client names it.
-            prompt_tokens: Of its prompt.
-        Raises:
-            ModelNotAllowed: The key is not for this model.
-            KeyLimitReached: It would be more tokens than it may have in a minute.
-        """
+    def check_model(self, model: str) -> None:
+        """Check that the key is for a model or adapter, as the client names it; raises
+        `ModelNotAllowed`."""
         if not self.allows(model):
             self.refusals["model"] += 1
             raise ModelNotAllowed(model)
+
+    def spend(self, prompt_tokens: int) -> None:
+        """The prompt is known; raises `KeyLimitReached` where it has more tokens than the holder
+        may have in a minute."""
         now, limit = self._clock(), self._config.tokens_per_minute
         if limit is not None:
             self._check("tokens", self._tokens, self.elsewhere.tokens, prompt_tokens, limit, now)
@@ -158,6 +165,11 @@ class KeyUsage:
         """
         self._in_flight -= 1
         self._count_tokens(response_tokens, self._clock())
+
+    @property
+    def is_for_all_models(self) -> bool:
+        """Whether there is no model to keep its holder from."""
+        return self._config.models is None
 
     def allows(self, model: str) -> bool:
         """Whether the key is for a model or adapter."""

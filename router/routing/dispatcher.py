@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -40,6 +40,8 @@ from router.upstream import Header
 
 _Result = TypeVar("_Result")
 
+CheckModel: TypeAlias = Callable[[str], object]
+"""Called with a model or adapter, as the client names it; raises where its key is not for it."""
 NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
@@ -326,6 +328,7 @@ class Dispatcher:
         dp_rank: int | None = None,
         salt: TenantSalt | None = None,
         headers: Mapping[bytes, bytes] = NO_HEADERS,
+        check_model: CheckModel | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -339,8 +342,10 @@ class Dispatcher:
             dp_rank: The data-parallel rank that the client asks for, where clients may.
             salt: Of the client's key; put into the body, and into the question to the index.
             headers: The request's, names in lower case; one may choose the model's version.
+            check_model: Whether the client's key is for the model, before anything is done for it.
         Raises:
             BadRequest: The body breaks a rule.
+            ModelNotAllowed: *check_model* says so.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
@@ -348,10 +353,13 @@ class Dispatcher:
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
             model, body = await self._model_in(body, salt)
-            return self.dispatch_by_load(model, body, needs_model=needs_model, headers=headers)
+            return self.dispatch_by_load(
+                model, body, needs_model=needs_model, headers=headers, check_model=check_model
+            )
         tenant_salt = None if salt is None else salt.secret
         spec, body = await self._parse(endpoint, body, encoding, tenant_salt)
-        return await self._decide_later(self._asked(spec, body, session, dp_rank, headers))
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model)
+        return await self._decide_later(asked)
 
     def dispatch_now(
         self,
@@ -363,6 +371,7 @@ class Dispatcher:
         dp_rank: int | None = None,
         salt: TenantSalt | None = None,
         headers: Mapping[bytes, bytes] = NO_HEADERS,
+        check_model: CheckModel | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -375,17 +384,22 @@ class Dispatcher:
             dp_rank: Where the client asks for it.
             salt: Of the client's key.
             headers: The request's.
+            check_model: Of the client's key.
         Raises:
             RequestError: As `dispatch`.
         """
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
             return self.dispatch(
-                *(endpoint, body, session, encoding), dp_rank=dp_rank, salt=salt, headers=headers
+                *(endpoint, body, session, encoding),
+                dp_rank=dp_rank,
+                salt=salt,
+                headers=headers,
+                check_model=check_model,
             )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
-        asked = self._asked(spec, body, session, dp_rank, headers)
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model)
         started = time.perf_counter()
         tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
         tokenized_at = time.perf_counter()
@@ -430,12 +444,17 @@ class Dispatcher:
         session: str | None,
         dp_rank: int | None,
         headers: Mapping[bytes, bytes],
+        check_model: CheckModel | None,
     ) -> Asked:
         session, named = session or spec.session, spec.model
+        if named and check_model is not None:
+            check_model(named)
         target = self._models.versions.choose(named, headers, session, self._is_served)
         if target is not None:
             spec = replace(spec, model=target)
         model, lora_name = self._resolve(spec.model)
+        if not named and check_model is not None:
+            check_model(model.name)
         return Asked(spec, body, model, lora_name, session, dp_rank, named, target)
 
     def _is_served(self, name: str) -> bool:
@@ -539,6 +558,7 @@ class Dispatcher:
         needs_model: bool = True,
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         rename: Callable[[bytes, str], bytes] = with_model,
+        check_model: CheckModel | None = None,
     ) -> Decision:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
@@ -548,26 +568,41 @@ class Dispatcher:
             needs_model: Whether it must name one where there are several; else any replica will do.
             headers: The request's, names in lower case; one may choose the model's version.
             rename: Puts another model's name into the body.
+            check_model: Whether the client's key is for the model. Where there is neither a model
+                nor a body, such as in `GET /version`, there is nothing to check.
         Raises:
+            ModelNotAllowed: *check_model* says so.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
-        if not name and not needs_model and len(self._models) != 1:
+        is_of_any = not name and not needs_model and len(self._models) != 1
+        if check_model is not None and (name or (is_of_any and body)):
+            check_model(name or ANY_MODEL)
+        if is_of_any:
             return self._by_load(None, self._all_replicas(), body)
         target = self._models.versions.choose(name, headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
+        if not name and check_model is not None:
+            check_model(model.name)
         decision = self._by_load(model, self._serving(model, lora_name), body, name)
         return replace(decision, target=target, rename=rename) if name else decision
 
-    async def dispatch_to_holder(self, response_id: str, body: bytes) -> Decision:
+    async def dispatch_to_holder(
+        self, response_id: str, body: bytes, check_model: CheckModel | None = None
+    ) -> Decision:
         """Decide where a request goes that is about a stored response.
 
         Args:
             response_id: The response.
             body: As the client sent it.
+            check_model: Whether the client's key is for the model of the replica that has it.
+        Raises:
+            ModelNotAllowed: *check_model* says so.
         """
         replicas = await self._holder(response_id, self._all_replicas())
         served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
+        if check_model is not None and served:
+            check_model(served[0])
         return self._by_load(self._models.get(served[0]) if served else None, replicas, body)
 
     def _by_load(

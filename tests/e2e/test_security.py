@@ -605,6 +605,69 @@ async def test_json_that_is_called_a_form_does_not_pass_without_a_salt(
         assert (await telling.post("/pooling", b"\r\n--x--\r\n", form)).status == 200
 
 
+@pytest.fixture(scope="module")
+def limited() -> Iterator[RouterProcess]:
+    """A key for one model of an engine that has another one as well."""
+    keys = [{"name": "a", "key": CLIENT_KEY, "models": ["m"], "requests_per_minute": 1000}]
+    server = {"client_api_keys": keys, "clients_see_hits": True, "extra_paths": ["/pooling"]}
+    models = [{"name": "m", "lora_adapters": ["other"]}]
+    with router_process({"server": server, "models": models}) as it:
+        yield it
+
+
+def form_naming(*models: str) -> bytes:
+    head = '--x\r\ncontent-disposition: form-data; name="model"\r\n\r\n'
+    return "".join([*(f"{head}{model}\r\n" for model in models), "--x--\r\n"]).encode()
+
+
+FORM = "multipart/form-data; boundary=x"
+OTHER = {"model": "other", "prompt": "p"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "content_type"),
+    [
+        ("/v1/completions", OTHER, "application/json"),
+        ("/v1/completions", b'{"model": "m", "prompt": "p", "mod\\u0065l": "other"}', "x/y"),
+        ("/route", OTHER, "application/json"),
+        ("/route", msgspec.msgpack.encode(OTHER), "application/msgpack"),
+        ("/route?explain=true", OTHER, "application/json"),
+        ("/tokenize", OTHER, "application/json"),
+        ("/v1/rerank", b'{"model": "other"}', FORM),
+        ("/pooling", OTHER, "application/json"),
+        ("/pooling", '{"model": "other"}'.encode("utf-16"), "application/json"),
+        ("/pooling", b'[{"model": "other"}]', "application/json"),
+        ("/v1/audio/transcriptions", form_naming("other"), FORM),
+        ("/v1/audio/transcriptions", form_naming("m", "other"), FORM),
+        ("/v1/audio/transcriptions", form_naming("m"), f"{FORM}; boundary=y"),
+        ("/v1/audio/transcriptions", form_naming("m"), f"{FORM}\r\ncontent-type: {FORM}"),
+    ],
+)
+async def test_a_key_gets_nothing_done_for_a_model_that_it_is_not_for(
+    limited: RouterProcess, path: str, body: object, content_type: str
+) -> None:
+    """Not by a body that the engine may read in another way than the router, nor by asking where it
+    would go; nothing of it reaches a replica, where prompts are tokenised."""
+    async with engines(1) as (stub,), limited.serving(stub, models=["m", "other"]):
+        for known in (path, "/tokenize"):
+            stub.paths[known] = always(b"{}")
+        refused = await limited.post(path, body, {**CLIENT, "content-type": content_type})
+        assert refused.status in (400, 403), refused
+        assert stub.requests == []
+
+
+async def test_questions_count_as_requests_of_a_key(limited: RouterProcess) -> None:
+    """Explained or not, they cost the router as much."""
+    async with engines(1) as (stub,), limited.serving(stub, models=["m"]):
+        body = {"model": "m", "prompt": [1]}
+        before = (await limited.metrics()).sum("kvroute_key_requests_total", key="a")
+        for path in ("/route", "/route?explain=true"):
+            assert (await limited.post(path, body, CLIENT)).status == 200
+        now = await limited.metrics()
+        assert now.sum("kvroute_key_requests_total", key="a") - before == 2
+        assert now.sum("kvroute_key_in_flight", key="a") == 0
+
+
 @pytest.mark.parametrize(
     ("body", "own"),
     [

@@ -104,7 +104,7 @@ async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, P
     """Else a client would have it as often as there are workers."""
     here, there = parties
     there.keys.usages["a"].enter()
-    there.keys.usages["a"].spend("m", 500)
+    there.keys.usages["a"].spend(500)
     here.hear(there=there)
     usage = here.keys.usages["a"]
     assert usage.elsewhere == KeyCounts(1, 500, 1)
