@@ -170,7 +170,9 @@ class Feed:
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> _SourceFeed:
         index = self._index_of(model)
-        return _SourceFeed(source, model, index, self._complain, self.taps, self.suspects, stream)
+        return _SourceFeed(
+            source, model, index, self._complain, self._tidy, self.taps, self.suspects, stream
+        )
 
     def _options_of(
         self, allows: Callable[[str], bool] | None, server_key: str | None
@@ -191,7 +193,9 @@ class Feed:
         """Drop what was restored and nobody has named since."""
         for source, saved in self._saved.items():
             with contextlib.suppress(KeyError):  # no replica serves its model
-                self._index_of(saved.model).drop(source)
+                index = self._index_of(saved.model)
+                index.drop(source)
+                self._tidy(index)
         self._saved.clear()
 
     def save(self, source: SourceId) -> tuple[SavedSource, list[bytes]] | None:
@@ -217,6 +221,7 @@ class Feed:
         self.taps.end(source, "the replica was removed")
         # Before the await: once its task has ended, the source may have been added again.
         feed.index.drop(source)
+        self._tidy(feed.index)
         await feed.ended()
         if not any(other.replica == source.replica for other in self._sources):
             self._complained.discard(source.replica)
@@ -277,6 +282,16 @@ class Feed:
         """Of every source that is followed."""
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
+    def _tidy(self, index: PrefixIndex) -> None:
+        """Take away what was dropped, a little in each pass of the event loop."""
+
+        def work(_: float) -> bool:
+            self._tidy(index)
+            return True
+
+        if index.tidy():
+            self._pacer.call_in_turn(work)
+
     def _complain(self, source: SourceId, problem: KVEventsError) -> None:
         """Log the first problem of a replica; the statistics count all of them."""
         if source.replica not in self._complained:
@@ -298,6 +313,7 @@ class _SourceFeed:
         model: str,
         index: PrefixIndex,
         complain: Callable[[SourceId, KVEventsError], None],
+        tidy: Callable[[PrefixIndex], None],
         taps: Taps,
         suspects: set[SourceId],
         stream: str = "",
@@ -312,6 +328,7 @@ class _SourceFeed:
         self._stream = stream
         self.shares_stores = False
         self._complain = complain
+        self._tidy = tidy
         self._applied = AppliedEvents()
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
@@ -410,6 +427,7 @@ class _SourceFeed:
         self._applied.cleared += 1
         self._taps.end(self._source, f"the stream starts from nothing: {reason}")
         self.index.clear(self._source)
+        self._tidy(self.index)
 
     def change(self, state: SourceState) -> None:
         is_news = state is SourceState.SUSPECT and not self._is_known_suspect

@@ -275,6 +275,11 @@ class PrefixIndex(Protocol):
     def drop(self, source: SourceId) -> None:
         """Forget a source altogether; an unknown one is ignored."""
 
+    def tidy(self) -> bool:
+        """Take away, for a millisecond, what is left of sources that were dropped or cleared;
+        returns whether to call again. Nobody finds it any more, but it takes memory."""
+        return False
+
     # --- asking ---
 
     def prepare(

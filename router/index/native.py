@@ -25,7 +25,9 @@ from kvevents.errors import MalformedBatch
 from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
+from kvevents.sealing import held_key
 from router.index._core import Core, EngineHashes, HitMap, Prompt, StateError
+from router.index._core import block_hashes as _block_hashes
 from router.index._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
     NO_HIT,
@@ -197,6 +199,9 @@ class NativePrompt(PromptKeys):
         extra_keys: Sequence[ExtraKeys],
     ) -> EngineHashes | list[BlockHash]:
         if chain.key_id is not None:
+            sealed = self._sealed(chain, step, lookahead, extra_keys)
+            if sealed is not None:
+                return sealed
             return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
         in_core = self._core.engine_hashes(
             self.hashed,
@@ -210,6 +215,22 @@ class NativePrompt(PromptKeys):
         if in_core is not None:
             return in_core
         return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
+
+    def _sealed(
+        self, chain: HashChain, step: int, lookahead: int, extra_keys: Sequence[ExtraKeys]
+    ) -> list[BlockHash] | None:
+        """Hashes under a key: the chain of the core, sealed here. None where that has no such
+        chain, or nobody gave us the key."""
+        key = held_key(chain.key_id or "")
+        written = written_extra_keys(chain.algorithm, extra_keys)
+        digests = _block_hashes(
+            self.hashed, chain.algorithm, chain.none_hash, step, lookahead, written
+        )
+        count = max(0, len(self.hashed) - lookahead) // step
+        if key is None or digests is None or not count:
+            return None
+        size = len(digests) // count
+        return [key.seal(digests[at : at + size]) for at in range(0, len(digests), size)]
 
 
 class NativeIndex(PrefixIndex):
@@ -235,6 +256,8 @@ class NativeIndex(PrefixIndex):
         """Of every source; replaced by another when one comes or goes, since a match keeps it."""
         self._searching: dict[SourceId, _NativeSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
+        self._has_leftovers = False
+        """Of sources that were dropped; nobody finds these."""
 
     def _new_core(self) -> Core:
         limits, (point, fold) = self.limits, self._secrets
@@ -431,7 +454,12 @@ class NativeIndex(PrefixIndex):
             return
         self._searching.pop(source, None)
         self._slots = {each: slot for each, slot in self._slots.items() if each != source}
-        self.core.drop(known.slot)
+        self._has_leftovers = self.core.drop(known.slot)
+
+    @override
+    def tidy(self) -> bool:
+        self._has_leftovers = self._has_leftovers and self.core.tidy()
+        return self._has_leftovers
 
     # --- asking -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from typing_extensions import override
 
 from kvevents.codec import encode
 from kvevents.errors import EndpointError
@@ -171,6 +172,38 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         follow(feed, A, publisher)
         await until_live(feed, A, 0)
         assert models.hit(A) == Hit(64, 64)
+
+
+class SlowlyTidied(ReferenceIndex):
+    """What is dropped takes three steps to go."""
+
+    left = 0
+
+    @override
+    def drop(self, source: SourceId) -> None:
+        super().drop(source)
+        self.left = 3
+
+    @override
+    def tidy(self) -> bool:
+        self.left = max(0, self.left - 1)
+        return self.left > 0
+
+
+async def test_what_a_removed_source_held_goes_a_step_in_each_pass_of_the_loop(
+    feed: Feed, models: Models
+) -> None:
+    """All of a million blocks at once would hold up every stream for a third of a second."""
+    index = models.indexes["one"] = SlowlyTidied()
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        removing = asyncio.get_running_loop().create_task(feed.remove(A))
+        await asyncio.sleep(0)
+        assert index.left == 2
+        await removing
+        await until(lambda: index.left == 0, "the last step")
 
 
 async def test_a_source_that_is_removed_and_added_at_once_is_followed(

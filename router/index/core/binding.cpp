@@ -27,6 +27,8 @@ using namespace kvroute;
 
 namespace {
 
+constexpr u64 kGivenBackAfter = 10'000;  // blocks that went with their sources
+constexpr std::int64_t kAtATime = 1 << 15;  // see `Index::work_off`
 constexpr std::size_t kLargePayload = 1 << 16;
 constexpr std::size_t kLongPrompt = 1 << 14;
 
@@ -310,17 +312,21 @@ public:
         return slot;
     }
 
-    void drop(u32 slot) {
+    // Nobody finds the source any more. True where it held so much that `tidy` is to be called.
+    bool drop(u32 slot) {
         ReleasedIf released(true);
         Locked locked(mutex_, false);
         check(slot);
-        const bool is_large = index_.source(slot).entries > 10'000;
+        dropped_ += index_.source(slot).entries;
         index_.drop_source(slot);
-#ifdef __GLIBC__
-        if (is_large) malloc_trim(0);
-#else
-        (void)is_large;
-#endif
+        return work_off();
+    }
+
+    // Takes away some of what dropped sources held, for about a millisecond; true where more is left.
+    bool tidy() {
+        ReleasedIf released(true);
+        Locked locked(mutex_, false);
+        return work_off();
     }
 
     void set_layout(u32 slot, const std::vector<GroupTuple>& groups, u64 hash_block_size,
@@ -556,16 +562,31 @@ public:
 
     std::vector<std::string> contradictions() {
         Locked locked(mutex_);
+        index_.work_off();
         return Inspector(index_).contradictions();
     }
 
     nb::tuple sizes() {
         Locked locked(mutex_);
+        index_.work_off();
         return nb::make_tuple(index_.nodes().size(), index_.memory());
     }
 
 
 private:
+    bool work_off() {
+        index_.work_off(kAtATime);
+        const bool has_more = index_.has_work_left();
+        // Small sources leave holes as large ones do, but to return the memory of each costs more.
+        if (!has_more && dropped_ >= kGivenBackAfter) {
+            dropped_ = 0;
+#ifdef __GLIBC__
+            malloc_trim(0);
+#endif
+        }
+        return has_more;
+    }
+
     void check(u32 slot) const {
         if (!index_.has_source(slot)) throw nb::index_error("no such source");
     }
@@ -645,6 +666,7 @@ private:
     Index index_;
     Matcher matcher_;
     Hits hits_;
+    u64 dropped_ = 0;  // blocks since memory was given back last
 };
 
 nb::object pack_token_ids(nb::handle text) {
@@ -661,7 +683,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 7;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 8;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 
@@ -703,6 +725,7 @@ NB_MODULE(_core, module) {
         .def(nb::init<u64, u64, const std::vector<u64>&, nb::object, nb::object>())
         .def("add", &Core::add)
         .def("drop", &Core::drop)
+        .def("tidy", &Core::tidy)
         .def("set_layout", &Core::set_layout)
         .def("unset_layout", &Core::unset_layout)
         .def("apply", &Core::apply)

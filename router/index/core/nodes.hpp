@@ -276,6 +276,25 @@ public:
         }
     }
 
+    u32 end() const { return static_cast<u32>(pages_.size()) << kPageBits; }
+
+    // Calls `visit(id, node)` for every node from `id` on, and takes what it returns from `budget`,
+    // until that is used up; returns where to go on.
+    template <class Visit>
+    u32 visit_from(u32 id, std::int64_t& budget, Visit&& visit) {
+        while (id < end() && budget > 0) {
+            Page* page = pages_[id >> kPageBits].get();
+            if (page == nullptr) {
+                id = ((id >> kPageBits) + 1) << kPageBits;
+                continue;
+            }
+            Node& node = page->nodes[id & (kPageNodes - 1)];
+            budget -= node.is_used() ? visit(id, node) : 1;
+            ++id;
+        }
+        return id;
+    }
+
     std::size_t memory() const {
         return (pages_.size() - holes_.size()) * sizeof(Page) +
                pages_.capacity() * sizeof(pages_[0]);

@@ -246,6 +246,29 @@ def test_a_source_that_is_not_known_holds_nothing(index: PrefixIndex) -> None:
     assert index.match_source(index.prepare(tokens(161)), SOURCE) == Hit(0, 0)
 
 
+def test_of_a_large_source_that_was_dropped_nothing_is_left_for_others(
+    implementation: Implementation,
+) -> None:
+    """Its blocks go in small steps, while the index serves: nobody may see what is still there."""
+    index = index_with(implementation)
+    other, late = SourceId("replica-b"), SourceId("replica-c")
+    large = Prefix(tokens(16 * 6000))
+    apply(index, large.stored(0, FULL))
+    index.apply(other, EventBatch(0.0, [large.stored(0, FULL, 0, 160)]))
+    index.drop(SOURCE)
+    index.add(late)
+    index.add(SOURCE)
+    assert index.match(large.tokens) == {other: Hit(160, 160), late: NO_HIT, SOURCE: NO_HIT}
+    index.apply(late, EventBatch(0.0, [large.stored(0, FULL, 0, 320)]))
+    index.clear(late)
+    apply(index, large.stored(0, FULL, 0, 48))
+    assert index.match(large.tokens) == {other: Hit(160, 160), late: NO_HIT, SOURCE: Hit(48, 48)}
+    implementation.expect_sound(index)
+    for source in (SOURCE, other, late):
+        index.drop(source)
+    implementation.expect_empty(index)
+
+
 # --- copies ---------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from kvevents.events import (
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
+from kvevents.sealing import HashKey, hold_key, sealed
 from router.index import (
     REFERENCE,
     LayoutHints,
@@ -478,3 +479,35 @@ def test_a_clear_of_no_tier_is_unreadable_to_both(event: object) -> None:
     pair = Pair(0, ROOMY, 1)
     pair.apply(pair.sources[0], msgspec.msgpack.encode([0.0, [event], None]))
     assert all(found.is_incomplete for found in pair.native.statistics().values())
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_blocks_under_a_key_are_found_by_both(algorithm: str, salt: str | None) -> None:
+    """The chain comes from the core, and is sealed outside; without the key there are no hits."""
+    key, unknown = HashKey(b"n" * 32), HashKey(b"u" * 32)
+    hold_key(key)
+    chain = HashChain.from_seed(algorithm, "7")
+    prompt = [at * 7 % 1000 for at in range(161)]
+    extra = [(salt,)] if salt else ()
+    digests = list(chain.block_hashes(prompt, 16, extra))
+    for used, hit in ((key, 80), (unknown, 0)):
+        batch = [
+            CacheLayout(
+                "p",
+                [GroupSpec("full_attention", 16)],
+                16,
+                16,
+                algorithm,
+                chain.none_hash,
+                hash_key_id=used.key_id,
+            ),
+            sealed(BlockStored(list(digests[:5]), None, [], "GPU", 0), used),
+        ]
+        for index in (ReferenceIndex(), _NATIVE.create(None)):
+            index.add(SourceId("a"))
+            index.apply(SourceId("a"), encode(EventBatch(0.0, batch)))
+            for length in (2, 16, 17, 81, 160, 161):
+                found = index.match(prompt[:length], None, salt)[SourceId("a")].cached_tokens
+                assert found == min(hit, (length - 1) // 16 * 16)
+            assert index.match(prompt, None, "other")[SourceId("a")].cached_tokens == 0

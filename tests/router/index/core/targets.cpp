@@ -226,6 +226,7 @@ private:
             look_up();
         } else if (choice == 12) {
             index_.drop_source(slot);
+            index_.work_off(in_.byte() / 8);  // the rest goes with the next, or stays for long
             add_source();
         } else if (choice == 13) {
             set_layout(slot, in_.byte());
@@ -245,8 +246,10 @@ private:
 
     u32 slot_of(u8 choice) const {
         static constexpr u32 kSlots[] = {0, 1, 2, 63, 64, 66};
-        const u32 slot = kSlots[choice % 6];
-        return index_.has_source(slot) ? slot : slot % 3;
+        u32 slot = kSlots[choice % 6];
+        // The slot of one that was dropped stays empty for a while.
+        while (!index_.has_source(slot)) slot = (slot + 1) % 80;
+        return slot;
     }
 
     void add_source() {

@@ -67,6 +67,7 @@ def main(path: Path) -> None:
         apply_all(core, [payload for payload, _ in batches])
         if number % 10 == 9:
             core.drop(SOURCES - 1)
+            core.tidy()
             add_source(core)
     is_done.set()
     for thread in threads:
