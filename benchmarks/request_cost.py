@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import pstats
+import signal
 import subprocess
 import sys
 import tempfile
@@ -283,7 +284,7 @@ async def _one(
     costs.sort()
     figures: dict[str, Any] = {"median_us": round(costs[len(costs) // 2], 1)}
     if options.calls:
-        await _print_calls(client, request)
+        await _print_calls(client, request, costs[0])
     report("request_cost", of=form, kilobytes=kilobytes, us=round(costs[0], 1), **figures)
 
 
@@ -297,27 +298,46 @@ async def _batch(client: _Client, request: Callable[[], bytes], count: int) -> f
     return (time.thread_time() - started) / count * 1e6
 
 
-async def _print_calls(client: _Client, request: Callable[[], bytes]) -> None:
-    count = 1000
-    requests = [request() for _ in range(count)]
+async def _print_calls(client: _Client, request: Callable[[], bytes], us: float) -> None:
+    """Calls by module from a profile; times from samples of the CPU's clock, C among its caller."""
+    requests = [request() for _ in range(1000)]
     profile = cProfile.Profile()
     profile.enable()
     for each in requests:
         await client.ask(each)
     profile.disable()
     calls: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    functions = []
-    for (file, _, name), (_, number, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        module = file.rsplit("/router/")[-1] if "/router/" in file else Path(file).name
-        calls[module] += number
-        times[module] += own
-        functions.append((own / count * 1e6, number / count, module, name))
-    print(f"{sum(calls.values()) / count:.0f} calls per request, those of C included")
-    for module, own in times.most_common(40):
-        print(f"{own / count * 1e6:8.1f} us {calls[module] / count:7.1f} calls  {module}")
-    for own, number, module, name in sorted(functions, reverse=True)[:400]:
-        print(f"{own:8.2f} us {number:7.1f} x  {module}:{name}")
+    for (file, _, _), (_, number, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        calls[_module(file)] += number
+    samples: Counter[tuple[str, str]] = Counter()
+
+    def sample(_signal: int, frame: Any) -> None:
+        code = frame.f_code
+        samples[_module(code.co_filename), code.co_name] += 1
+
+    signal.signal(signal.SIGPROF, sample)
+    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+    for _ in range(40):
+        for each in requests:
+            await client.ask(each)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    share = us / max(sum(samples.values()), 1)
+    modules: Counter[str] = Counter()
+    for (module, _), number in samples.items():
+        modules[module] += number
+    print(
+        f"{sum(calls.values()) / 1000:.0f} calls per request, {calls['C'] / 1000:.0f} of them of C"
+    )
+    for module, number in modules.most_common(45):
+        print(f"{number * share:8.1f} us {calls[module] / 1000:7.1f} calls  {module}")
+    for (module, name), number in samples.most_common(60):
+        print(f"{number * share:8.2f} us  {module}:{name}")
+
+
+def _module(file: str) -> str:
+    if "/router/" in file:
+        return file.rsplit("/router/")[-1]
+    return "C" if file == "~" else Path(file).name
 
 
 def _bodies(form: str, kilobytes: int) -> tuple[bytes, Iterator[bytes]]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
 from typing import Any
 
+from msgspec.structs import replace
+
 from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
@@ -472,7 +474,7 @@ class Passage:
         request = gateway.request(self._exchange, decision, self._request_id, trace_headers)
         if self._usage is not None:
             told = request.response_headers + self._usage.headers()
-            request = request._replace(response_headers=told)
+            request = replace(request, response_headers=told)
         attempts = decision.attempts(gateway.guard.clients_see_hits)
         relay = gateway.proxy.start(
             attempts if trace is None else trace.plan(attempts),

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
 from router.index import SourceId
 
 WINDOW = 16
@@ -232,7 +234,7 @@ class _Requests:
     ended_at: float = -math.inf
 
 
-class Moment(NamedTuple):
+class Moment(msgspec.Struct, frozen=True):
     """A request at a replica."""
 
     replica_id: str

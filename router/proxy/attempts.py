@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+
+import msgspec
 
 from router.upstream import Header, Origin
 
 
-class Attempt(NamedTuple):
+class Attempt(msgspec.Struct, frozen=True):
     """One candidate: where a request may be sent, and the headers that depend on it."""
 
     replica_id: str

@@ -85,15 +85,13 @@ def client_headers(
         request: The client's.
     """
     added = attempt.response_headers + request.response_headers
-    dropped = _hop_by_hop_and(tuple([name for name, _ in added]))
+    dropped = _hop_by_hop_and(tuple(dict(added)))
     if response.status in _WITHOUT_BODY:
         # A 304 may carry the length of the body it leaves out; uvicorn, which counts the bytes
         # sent, would find it wrong.
         dropped |= {b"content-length"}
     # What a router behind this one says of its caches may not be for this router's clients.
-    kept = [
-        header for header in _end_to_end(response.headers, dropped) if header[0][:5] != OUR_PREFIX
-    ]
+    kept = _end_to_end(response.headers, dropped, OUR_PREFIX)
     kept += added
     return kept
 
@@ -123,13 +121,17 @@ def retry_after_of(headers: Iterable[Header]) -> int | None:
     return int(found) if found.isdigit() and len(found) <= _MAX_SECONDS_DIGITS else None
 
 
-def _end_to_end(headers: Iterable[Header], dropped: frozenset[bytes]) -> list[Header]:
+def _end_to_end(
+    headers: Iterable[Header], dropped: frozenset[bytes], prefix: bytes | None = None
+) -> list[Header]:
+    """Those that are neither *dropped*, nor about the connection, nor begin with *prefix*."""
     kept = []
     options = b""
     for header in headers:
         name = header[0]
         if name not in dropped:
-            kept.append(header)
+            if prefix is None or not name.startswith(prefix):
+                kept.append(header)
         elif name == b"connection":
             options += b"," + header[1].lower()
     if options not in _COMMON_OPTIONS:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from router.proxy.attempts import Attempt, Failure, RetryLimits, Unretried
 from router.upstream import Header, Timeouts
@@ -36,7 +38,7 @@ class End(Enum):
     ABANDONED = "abandoned"
 
 
-class ProxyRequest(NamedTuple):
+class ProxyRequest(msgspec.Struct, frozen=True):
     """A client's request whose body was read, and bounded, already."""
 
     method: bytes

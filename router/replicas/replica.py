@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from router.config import ReplicaConfig, key_bytes
 from router.index import SourceId
@@ -247,7 +249,7 @@ class Replica:
         )
 
 
-class States(NamedTuple):
+class States(msgspec.Struct, frozen=True):
     """Replicas as scoring sees them; item i of each list is about the same one."""
 
     replicas: list[Replica]

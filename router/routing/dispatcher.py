@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -20,7 +20,14 @@ from router.overload import PASSING
 from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
-from router.routing.planner import RankChoice, RoutePlanner, prepare, source_of
+from router.routing.planner import (
+    ANY_RANK,
+    UNREAD_RANK,
+    RankChoice,
+    RoutePlanner,
+    prepare,
+    source_of,
+)
 from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked, RouteRequest, empty_reason
 from router.tokenize import (
@@ -71,7 +78,7 @@ class TenantSalt:
     """The fields of the body that engines read a salt from."""
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True):
     """What a body asks for, and of whom."""
 
     spec: PromptSpec
@@ -482,7 +489,7 @@ class Dispatcher:
             return asked
         model, lora_name = self._resolve(target)
         spec = replace(asked.spec, model=target)
-        return asked._replace(spec=spec, model=model, lora_name=lora_name, target=target)
+        return replace(asked, spec=spec, model=model, lora_name=lora_name, target=target)
 
     async def _decide_later(self, asked: Asked) -> Decision:
         if asked.target is not None and asked.spec.stored_response is not None:
@@ -511,7 +518,9 @@ class Dispatcher:
     ) -> Decision:
         spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
         request = RouteRequest(model=model.name, prompt_tokens=count, session=asked.session)
-        choice = RankChoice(spec.endpoint not in RANK_IGNORED, asked.dp_rank)
+        choice = UNREAD_RANK if spec.endpoint in RANK_IGNORED else ANY_RANK
+        if asked.dp_rank is not None:
+            choice = RankChoice(choice.is_read, asked.dp_rank)
         ranking, excluded = self._planner.rank(
             request, model.index, prompts, replicas.values(), choice
         )

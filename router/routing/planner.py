@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
@@ -59,7 +60,7 @@ ANY_RANK = RankChoice()
 UNREAD_RANK = RankChoice(is_read=False)
 
 
-class _Found(NamedTuple):
+class _Found(msgspec.Struct, frozen=True):
     """What is known of a request's prompts, by cache."""
 
     hits: Mapping[SourceId, Hit]
@@ -303,7 +304,7 @@ class RoutePlanner:
             self._suspects,
         )
         ranking = self._ranker.rank(request, self._standings(able, found, request, choice))
-        return ranking, self._excluded(unable, found, request, choice) if unable[0] else ()
+        return ranking, self._excluded(unable, found, request, choice) if unable.replicas else ()
 
     def _excluded(
         self, unable: States, found: _Found, request: RouteRequest, choice: RankChoice

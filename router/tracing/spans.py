@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from router.observability.request_log import RoutedRequest
@@ -160,7 +161,7 @@ class RequestTrace:
         for attempt in attempts:
             self._next_id = _new_id(16)
             parent = (TRACEPARENT, self.parent(self._next_id))
-            yield attempt._replace(request_headers=(*attempt.request_headers, parent))
+            yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
     def observing(self, observer: RequestObserver) -> ProxyObserver:
         """What notes the attempts besides *observer*; itself where nothing is recorded."""

@@ -539,7 +539,7 @@ def request_head(
     lines = [
         b"%b %b%b HTTP/1.1\r\nhost: %b" % (method, origin.target_prefix, target, origin.host_header)
     ]
-    lines += [b"%b: %b" % (name, value) for name, value in headers]
+    lines += [b"%b: %b" % header for header in headers]
     if body_bytes or method in _WITH_CONTENT:
         lines.append(b"content-length: %d" % body_bytes)
     lines.append(b"\r\n")

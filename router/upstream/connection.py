@@ -113,7 +113,8 @@ class HttpConnection(asyncio.Protocol):
         """
         assert self._transport is not None
         assert self._response is None
-        response.sent(self)
+        if response.source is not self:
+            response.sent(self)
         if self.closed:
             response.fail(self._closed_early("closed before the request was sent"))
             return
@@ -220,7 +221,13 @@ class HttpConnection(asyncio.Protocol):
     def _parse(self, response: UpstreamResponse, data: bytes) -> None:
         response.received = True
         self._unframed_bytes += len(data)
-        self._feed(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._violation = "an upgrade that was not requested"
+        except httptools.HttpParserError:
+            # Its text may quote the response; the kind of fault is enough.
+            self._violation = "not a well-formed HTTP/1.1 response"
         # Digits of a size may have been parsed behind a chunk; then this does not end a line.
         self._between_chunks = not self._is_in_chunk and data.endswith(b"\r\n")
         if response.complete:
@@ -303,20 +310,12 @@ class HttpConnection(asyncio.Protocol):
         self._is_in_chunk = True
         self._unframed_bytes = 0
 
-    def _feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._violation = "an upgrade that was not requested"
-        except httptools.HttpParserError:
-            # Its text may quote the response; the kind of fault is enough.
-            self._violation = "not a well-formed HTTP/1.1 response"
-
     def _finish(self, response: UpstreamResponse) -> None:
         self._response = None
         self._pool.exchange_ended(response)
         if self._keep_alive and not self._violation:
-            self.resume()
+            if self._paused:
+                self.resume()
             self._is_kept = True
             self._pool.recycle(self)
         else:

@@ -266,7 +266,7 @@ class UpstreamResponse:
     def wake(self) -> None:
         """Wake the reader if there is something for it."""
         waiter = self._waiter
-        if waiter is not None and self.is_ready:
+        if waiter is not None and (self._chunks or self.complete or self.error is not None):
             # Now: the timer that checks deadlines may run before the reader does.
             self._waiter = None
             self.deadline = math.inf

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from router.http.uvicorn_protocol import JoiningTransport
 from router.proxy import Attempt, Dialect, End, Failure, Proxy, ProxyRequest, ProxySettings
@@ -264,7 +265,7 @@ async def test_host_length_and_authorization_are_the_replicas_own() -> None:
             await connection.send(answer())
 
     def rewrite(request: ProxyRequest) -> ProxyRequest:
-        return request._replace(body=request.body + b" and more")
+        return structs.replace(request, body=request.body + b" and more")
 
     async with raw_server(handle) as replica:
         override = ((b"authorization", b"Bearer engine"), (b"cookie", None), (b"x-new", b"1"))
@@ -290,7 +291,7 @@ async def test_the_callers_headers_are_added_once_also_to_errors() -> None:
     way."""
 
     def rewrite(request: ProxyRequest) -> ProxyRequest:
-        return request._replace(response_headers=((b"x-request-id", b"abc"),))
+        return structs.replace(request, response_headers=((b"x-request-id", b"abc"),))
 
     async with raw_server(
         answering(answer(b"{}", "200 OK", "X-Request-Id: other", "x-kv-replica: other"))
@@ -466,7 +467,7 @@ async def test_when_every_candidate_fails_the_client_gets_an_error_it_can_read(
             ([], 503),
         ]
         for plan, status in plans:
-            rewrite = lambda request: request._replace(dialect=dialect)  # noqa: E731
+            rewrite = lambda request: structs.replace(request, dialect=dialect)  # noqa: E731
             async with (
                 proxy_server(plan, rewrite=rewrite) as proxy,
                 raw_client(proxy.port) as client,
@@ -572,7 +573,7 @@ async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
 
 async def test_an_anthropic_stream_ends_with_an_error_event_of_that_form() -> None:
     """Those SDKs go by the event's name and would take anything else for a regular end."""
-    rewrite = lambda request: request._replace(dialect=Dialect.ANTHROPIC)  # noqa: E731
+    rewrite = lambda request: structs.replace(request, dialect=Dialect.ANTHROPIC)  # noqa: E731
     async with one_replica(
         streaming(b"event: ping\ndata: {}\n\n", then="close"), rewrite=rewrite
     ) as (_, client, _):

@@ -961,7 +961,7 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
         load = here.load.load_of("r")
-        _, (_, _, (state,)) = sort_out([replica], {"r": load}, now + 5, 5, ())
+        (state,) = sort_out([replica], {"r": load}, now + 5, 5, ())[1].states
         assert state == ("r", None, 2.0, False, 300, 3, 0, 0, 4, 2)
         assert replica.obstacle(load) == "at its limit of requests", "healthy, but three of three"
         ours.pop().ended()
@@ -976,7 +976,7 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.engine_load)
-        (_, _, (state,)), _ = sort_out([replica], {}, replica.engine_load_at + 5.1, 5, ())
+        (state,) = sort_out([replica], {}, replica.engine_load_at + 5.1, 5, ())[0].states
         *_, foreign, waiting = state
         assert (foreign, waiting) == (0, 0)
         engine.respond("/metrics", b"", status=404)
