@@ -28,6 +28,7 @@ from router.mirror.mirror import (
     MirrorStatistics,
     Prefilling,
     Visit,
+    are_equal,
 )
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "MirrorStatistics",
     "Prefilling",
     "Visit",
+    "are_equal",
 ]

@@ -446,11 +446,13 @@ class Mirror:
         reuse = 0.0 if age is None else model.reuse_probability(age)
         return age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now)
 
-    def in_prefill(self, keys: Sequence[int]) -> dict[SourceId, int]:
+    def in_prefill(self, keys: Sequence[int], tokens: int = 0) -> dict[SourceId, int]:
         """How many leading tokens of a prompt each cache is computing for another one now.
 
         Args:
             keys: The prompt's, every `STEP` tokens.
+            tokens: Its length; 0 if it is unknown, so that what is behind the last key never
+                counts.
         """
         self._forget_computed(self._clock())
         found: dict[SourceId, int] = {}
@@ -458,15 +460,15 @@ class Mirror:
         for visit, cache in visits.items() if visits else ():
             if self._caches.get(cache.source) is not cache:
                 continue  # its replica has failed since
-            tokens = _tokens_shared(keys, visit, cache.layout, found.get(cache.source, 0))
-            if tokens:
-                found[cache.source] = tokens
+            known = found.get(cache.source, 0)
+            if shared := _tokens_shared(keys, tokens, visit, cache.layout, known):
+                found[cache.source] = shared
         for other in self._heard.get(keys[0], ()) if self._heard and keys else ():
             near = self._caches.get(other.source)
             layout = _UNKNOWN if near is None else near.layout
-            tokens = _tokens_shared(keys, other, layout, found.get(other.source, 0))
-            if tokens:
-                found[other.source] = tokens
+            known = found.get(other.source, 0)
+            if shared := _tokens_shared(keys, tokens, other, layout, known):
+                found[other.source] = shared
         return found
 
     def expected(
@@ -495,7 +497,7 @@ class Mirror:
             # A window that has moved on within a prompt is the first to go.
             is_kept = not cache.layout.has_gaps or ahead < self._evictable(cache)
             if is_kept and visit.keys and visit.keys[0] == keys[0]:
-                shared = _tokens_shared(keys, visit, cache.layout, shared)
+                shared = _tokens_shared(keys, prompt_tokens, visit, cache.layout, shared)
         unit = cache.layout.hit_tokens
         return max(left, min(shared, prompt_tokens - 1) // unit * unit)
 
@@ -636,12 +638,26 @@ def _layout_of(index: PrefixIndex, source: SourceId) -> _Layout:
     )
 
 
+def are_equal(keys: Sequence[int], tokens: int, other: Visit | Prefilling) -> bool:
+    """Whether two prompts are taken for the same: as long, and equal up to the last key.
+
+    Args:
+        keys: Of the one; there are some.
+        tokens: Its length.
+        other: The other.
+    """
+    theirs = other.keys
+    return tokens == other.tokens and len(keys) == len(theirs) and keys[-1] == theirs[-1]
+
+
 def _tokens_shared(
-    keys: Sequence[int], visit: Visit | Prefilling, layout: _Layout, known: int
+    keys: Sequence[int], tokens: int, visit: Visit | Prefilling, layout: _Layout, known: int
 ) -> int:
     """How many leading tokens of a prompt a visit computes; at least as many as are *known*."""
     theirs, low = visit.keys, known // STEP
     most = min(len(keys), len(theirs))
+    if not layout.has_states and are_equal(keys, tokens, visit):  # all but its last token
+        return max((tokens - 1) // layout.hit_tokens * layout.hit_tokens, known)
     if low >= most or keys[low] != theirs[low]:
         return known
     if not layout.has_states:

@@ -151,7 +151,8 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        return self._rank(request, self._find(index, prompts), replicas, choice)
+        found = self._find(index, prompts, request.prompt_tokens)
+        return self._rank(request, found, replicas, choice)
 
     def rank_by_load(
         self, request: RouteRequest, replicas: Iterable[Replica]
@@ -295,6 +296,7 @@ class RoutePlanner:
                 prompt_tokens=request.prompt_tokens,
                 session=request.session,
                 prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
+                keys=found.keys[0] if len(found.keys) == 1 else (),
             )
         able, unable = sort_out(
             replicas,
@@ -389,28 +391,31 @@ class RoutePlanner:
                 candidate = replace(candidate, eviction_age_s=age, reuse_probability=reuse)
             standings.put(number, candidate)
 
-    def _find(self, index: PrefixIndex, prompts: Sequence[HashedPrompt]) -> _Found:
+    def _find(
+        self, index: PrefixIndex, prompts: Sequence[HashedPrompt], prompt_tokens: int
+    ) -> _Found:
         if self._catch_up is not None:
             self._catch_up()
         now = self._clock()
         recent: dict[SourceId, int] = {}
         is_remembered = False
         all_keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
+        tokens = prompt_tokens if len(prompts) == 1 else 0
         for keys in all_keys:
             is_remembered |= len(keys) > 0
             if self._lots is not None and keys:
                 self._lots.seed(keys[0])
-            for source, tokens in self._expected(keys, now).items():
-                recent[source] = recent.get(source, 0) + tokens
+            for source, count in self._expected(keys, tokens, now).items():
+                recent[source] = recent.get(source, 0) + count
         matches = [index.match_prompt(prompt) for prompt in prompts]
         hits = matches[0] if len(matches) == 1 else _sum(matches)
         return _Found(hits, recent, now, is_remembered, all_keys)
 
-    def _expected(self, keys: Sequence[int], now: float) -> Mapping[SourceId, int]:
+    def _expected(self, keys: Sequence[int], tokens: int, now: float) -> Mapping[SourceId, int]:
         """How many leading tokens each cache will have, though no event says so yet."""
         if self._recent is not None:
             return self._recent.match(keys, RECENT_STEP, now)
-        return {} if self._mirror is None else self._mirror.in_prefill(keys)
+        return {} if self._mirror is None else self._mirror.in_prefill(keys, tokens)
 
     def _best_rank(
         self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice

@@ -3,11 +3,12 @@ a cache what it evicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from typing_extensions import override
 
@@ -18,10 +19,19 @@ from router.scoring.standings import (
     fewest_requests,
     share_that_counts,
 )
-from router.scoring.types import Candidate, RouteRequest, Weights
+from router.scoring.types import KEY_TOKENS, Candidate, RouteRequest, Weights
 
 MOST_BUSY = 0.9
 """Queues have no length in the mean when a server is always busy: at most this share counts."""
+
+
+WORK = 0.2
+"""What computing a token costs beside the time that it takes: the machine is busy with it, even
+where rates of the past say that nobody will wait. It decides between replicas that would respond
+about as soon, and keeps equal prompts together."""
+EQUAL = 64.0
+"""Costs that differ by no more are taken for equal where a prompt has a home: that is less than an
+engine's step takes."""
 
 
 class Delays(NamedTuple):
@@ -31,6 +41,8 @@ class Delays(NamedTuple):
     """What has to be done before this prompt's prefill."""
     own: float
     """This prompt's uncached tokens."""
+    work: float
+    """That the machine is busy with them."""
     behind: float
     """What later requests wait longer there."""
     evicted: float
@@ -43,11 +55,12 @@ class LeastDelayPolicy(RanksByOrder):
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
     computed per second, and the share b of the time is busy:
 
-        cost = u + x + 2 * k * u * x + sqrt(k * m) * x**2 + (x + m * x**2) * S
+        cost = u + x + w * x + 2 * k * u * x + sqrt(k * m) * x**2 + (x + m * x**2) * S
 
         k = r / (2 * R * (1 - b))
 
-    The third and fourth part are what this prompt adds to the waiting of those that arrive before
+    The share w is `WORK`: of two replicas that would respond as soon, the one that has to compute
+    less. The parts with k are what this prompt adds to the waiting of those that arrive before
     the queue is empty again (of an M/G/1 queue; one step of policy iteration). For k, r and b are
     those of the replica, so that a prefix that everybody asks for gets a second home before its
     first one is overrun; for m they are those of the mean replica. What is cold brings its own
@@ -56,7 +69,9 @@ class LeastDelayPolicy(RanksByOrder):
     which drive out what they do not; with m alone nothing gets a second home in time. S is the
     probability that what is evicted will be used again: then it will be computed again, wherever
     that may be, and delay others there. Nothing in it is a tuned weight.
-    Among equals the one with the fewest requests, then at random.
+    Among equals the home of what is cached nowhere: prompts that begin alike have the same one, so
+    that they meet before events tell of the first, also when different routers get them. Prompts
+    too short for that go to the one with the fewest requests, then anywhere.
     """
 
     needs_outlook = True
@@ -69,11 +84,32 @@ class LeastDelayPolicy(RanksByOrder):
     def order(self, request: RouteRequest, standings: Standings) -> Order:
         weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
         mean = _mean_congestion(standings, speed)
-        return Order(
-            _costs(tokens, standings, speed, weights, mean),
-            fewest_requests(standings, self._random),
-            partial(_reason, tokens, speed, weights, mean),
-        )
+        costs = _costs(tokens, standings, speed, weights, mean)
+        home = _home(request.keys, standings)
+        if home is None:
+            tie: Callable[[int], Any] = fewest_requests(standings, self._random)
+        else:
+            least, tie = min(costs), home
+            costs = [least if cost <= least + EQUAL else cost for cost in costs]
+        return Order(costs, tie, partial(_reason, tokens, speed, weights, mean))
+
+
+def _home(keys: Sequence[int], standings: Standings) -> Callable[[int], Any] | None:
+    """Draws a number for each candidate from the first key that none of them has (rendezvous
+    hashing); None where there is no such key."""
+    known = max(max(standings.cached_tokens), max(standings.recent_tokens)) // KEY_TOKENS
+    if known >= len(keys):
+        return None
+    key, states = keys[known], standings.states
+
+    def draw(number: int) -> tuple[int, str]:
+        name = states[number][0]
+        return (crc32(name.encode()) ^ key) * _ODD & _MASK, name
+
+    return draw
+
+
+_ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 def delays_of(
@@ -115,6 +151,7 @@ def _costs(
     columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
     tokens, almost_all = float(prompt_tokens), float(max(prompt_tokens - 1, 0))
     found: list[float] = []
+    work = WORK
     gpu: float
     total: float
     for state, outlook, progress, gpu, total, recent in zip(
@@ -146,9 +183,9 @@ def _costs(
             k = arrivals_per_s / (2.0 * rate * (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY)))
         behind = own * (2.0 * k * ahead + sqrt(k * mean) * own)
         evicted = reuse * (new + mean * new * new)
-        found.append(ahead + own + behind + evicted)
+        found.append(ahead + own + work * own + behind + evicted)
         if parts is not None:
-            parts.append(Delays(ahead, own, behind, evicted))
+            parts.append(Delays(ahead, own, work * own, behind, evicted))
     return found
 
 
@@ -212,6 +249,7 @@ def _reason(
 _TERMS = (
     "ahead of it",
     "to compute",
+    "for the machine's time",
     "for those behind it",
     "for what it evicts",
 )

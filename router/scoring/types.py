@@ -14,6 +14,9 @@ Cost = Annotated[float, Field(strict=True, ge=0, le=1_000_000, allow_inf_nan=Fal
 TierName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(str.upper)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
+KEY_TOKENS = 64
+"""From one key of a prompt to the next."""
+
 _TIER_TOKENS = {"STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
 
 
@@ -103,6 +106,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the client says its conversation is; None if it says nothing."""
     prefill_tokens_per_s: float = 10_000.0
     """Of a replica at speed 1, as it was learned."""
+    keys: Sequence[int] = ()
+    """Of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal prefixes.
+    Empty for a batch."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.

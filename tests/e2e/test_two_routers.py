@@ -95,8 +95,6 @@ async def fleet() -> AsyncIterator[tuple[ValkeyServer, list[RouterProcess], Any]
                 "health": QUICK_HEALTH,
                 "replicas": [{"url": stub.url, "id": stub.name} for stub in stubs],
                 "board": {"url": server.url, "secret": "shared-by-both"},
-                # least_delay would use idle replicas, which compute it as soon.
-                "policy": {"name": "prefix"},
             }
             routers = [stack.enter_context(router_process(config)) for _ in range(2)]
             for router in routers:

@@ -151,13 +151,13 @@ async def test_a_prompt_that_two_sent_there_at_once_waits_there_once(
         (party.load.started("r0", len(IDS), len(IDS)), party.begin()) for party in (here, there)
     ]
     here.hear(there=there)
-    assert here.load.look_at("r0") == ReplicaLoad(2, 1000 + 40), "each computes its own last tokens"
+    assert here.load.look_at("r0") == ReplicaLoad(2, 1000 + 1), "each computes its last token"
     other = there.load.started("r0", 500, 500), there.begin(range(7000, 7500))
     here.hear(there=there)
-    assert here.load.look_at("r0") == ReplicaLoad(3, 1000 + 40 + 500), "nothing is shared"
+    assert here.load.look_at("r0") == ReplicaLoad(3, 1000 + 1 + 500), "nothing is shared"
     longer = there.load.started("r0", 440, 1400), there.begin([*IDS, *range(400)], cached=960)
     here.hear(there=there)
-    assert here.load.look_at("r0") == ReplicaLoad(4, 1000 + 40 + 500 + 440), (
+    assert here.load.look_at("r0") == ReplicaLoad(4, 1000 + 1 + 500 + 440), (
         "it counted on the first"
     )
     for flight, visit in (*both, other, longer):

@@ -70,6 +70,16 @@ def test_what_is_in_prefill_counts_where_it_is(mirrored: Mirrored) -> None:
     assert mirrored.in_prefill(list(range(5000, 6000))) == {}
 
 
+def test_an_equal_prompt_counts_up_to_its_last_token(mirrored: Mirrored) -> None:
+    """No whole number of keys: the rest would look like work, and a burst of them like a queue."""
+    mirrored.begin(IDS)
+    keys = mirrored.prompt(IDS).prefix_keys(STEP)
+    assert mirrored.mirror.in_prefill(keys, len(IDS)) == {R0: 999}
+    assert mirrored.mirror.in_prefill(keys, len(IDS) + 1) == {R0: 960}
+    shorter = mirrored.prompt(IDS[:960]).prefix_keys(STEP)
+    assert mirrored.mirror.in_prefill(shorter, 960) == {R0: 960}
+
+
 def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrored) -> None:
     """Afterwards the index knows better: it may have been evicted again."""
     visit = mirrored.begin(IDS)

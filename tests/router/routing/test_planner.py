@@ -30,7 +30,7 @@ from router.routing.planner import (
     uncached_tokens,
 )
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Ranked, RouteRequest, make_policy
+from router.scoring import LEAST_DELAY, Candidate, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
 
 IDS = list(range(1, 257))
@@ -48,7 +48,7 @@ class Planning:
         self.planner = RoutePlanner(
             make_policy(policy),
             self.load,
-            RecentPrefixes(ttl_s=5),
+            None if policy == LEAST_DELAY else RecentPrefixes(ttl_s=5),
             self.suspects,
             clock=lambda: 0.0,
             random=Random(4),
@@ -93,6 +93,17 @@ class Planning:
         ranking, excluded = self.planner.rank(request, self.index, prompts, replicas, choice)
         assert not excluded
         return ranking
+
+    def send(
+        self, prompts: Sequence[HashedPrompt], tokens: int, replicas: Sequence[Replica]
+    ) -> str:
+        """Where a request goes; it stays in prefill."""
+        chosen = self.rank(prompts, *replicas, tokens=tokens)[0].candidate
+        source = SourceId(chosen.replica_id)
+        visit = self.planner.visit("m", self.index, prompts, source, tokens, chosen)
+        uncached = uncached_tokens(tokens, chosen)
+        self.load.started(chosen.replica_id, uncached, tokens, visit=visit)
+        return chosen.replica_id
 
     def only(
         self, prompts: Sequence[HashedPrompt], found: Replica, choice: RankChoice = ANY_RANK
@@ -279,6 +290,37 @@ def test_what_a_replica_was_computing_is_forgotten_with_it_in_the_mirror_too() -
     assert planning.planner.expected([*prompts, *prompts], R0, 2 * len(IDS), 16) == 16
     planning.planner.forget("r0")
     assert planning.planner.expected(prompts, R0, len(IDS), 0) == 0
+
+
+@pytest.mark.parametrize("tokens", [130, 300, 700, 1000, 8000])
+def test_a_burst_of_equal_prompts_is_computed_at_most_twice(tokens: int) -> None:
+    """Idle replicas would compute it as soon, and again: machines' time for nothing. That its end
+    is no whole number of keys must not make a queue of it."""
+    planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+    prompts, fleet = planning.prompts(range(tokens)), [replica(f"r{n}") for n in range(4)]
+    assert len({planning.send(prompts, tokens, fleet) for _ in range(16)}) <= 2
+
+
+def test_prompts_that_begin_alike_have_one_home() -> None:
+    """Routers that know nothing of each other, and get them before any event, send them to one
+    replica; what begins otherwise goes to any."""
+    fleet = [replica(f"r{n}") for n in range(4)]
+
+    index = create_index()  # routers have equal keys if they share the board's secret
+
+    def home(ids: Sequence[int]) -> str:
+        planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+        planning.index = index
+        return planning.send(planning.prompts(ids), len(ids), fleet)
+
+    alike = [[*range(200), *range(1000 * number, 1100 * number)] for number in range(1, 20)]
+    assert len({home(ids) for ids in alike}) == 1
+    assert {home(range(start, start + 200)) for start in range(1000, 50_000, 1000)} == {
+        "r0",
+        "r1",
+        "r2",
+        "r3",
+    }
 
 
 def test_the_prompts_of_a_request_are_remembered_where_it_goes(planning: Planning) -> None:
