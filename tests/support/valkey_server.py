@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,26 +13,49 @@ from tests.support.vllm_publisher import free_port
 
 
 class ValkeyServer:
-    """Runs until it is closed; skips the test where no such server is installed."""
+    """Runs until it is closed; skips the test where no such server is installed.
 
-    def __init__(self, password: str | None = None) -> None:
+    Args:
+        password: Of its default user. tls: Files of its certificate and key, and of the authority
+        whose certificate a client must show; then it speaks nothing but TLS. users: Lines of its
+        ACL.
+    """
+
+    def __init__(
+        self,
+        password: str | None = None,
+        tls: tuple[Path, Path, Path | None] | None = None,
+        users: Sequence[str] = (),
+    ) -> None:
         found = shutil.which("valkey-server") or shutil.which("redis-server")
         if found is None:
             pytest.skip("neither valkey-server nor redis-server is installed")
         self._command = found
-        self._password = password
+        self._options: list[str] = []
+        if password is not None:
+            self._options += ["--requirepass", password]
+        for user in users:
+            self._options += ["--user", *user.split()]
+        self._tls = tls
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        scheme = "redis" if self._tls is None else "rediss"
+        return f"{scheme}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"]
-        if self._password is not None:
-            options += ["--requirepass", self._password]
+        options = ["--bind", "127.0.0.1", "--save", "", "--dir", "/tmp", *self._options]
+        if self._tls is None:
+            options += ["--port", str(self.port)]
+        else:
+            certificate, key, authority = self._tls
+            options += ["--port", "0", "--tls-port", str(self.port)]
+            options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+            options += ["--tls-auth-clients", "no" if authority is None else "yes"]
+            options += ["--tls-ca-cert-file", str(authority or certificate)]
         self._process = subprocess.Popen(
             [self._command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
