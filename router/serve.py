@@ -46,6 +46,7 @@ from router.http.proxied_paths import ProxiedPaths
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
+from router.observability.request_log import LogPlace
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -86,7 +87,7 @@ _MAX_RESERVED_FILES = 64
 _FIRST_WAIT_S = 5.0
 """How long a worker waits for the replicas before it listens, where no other one does: nobody
 answers probes meanwhile."""
-_METRICS = "metrics"
+_METRICS, _EXEMPLARS = "metrics", "metrics with exemplars"
 """What workers ask each other for."""
 _EXIT_REFUSED = 2
 """As for every refused command line."""
@@ -199,27 +200,29 @@ def _fleet_changes(service: RouterService, member: Member | None) -> FleetChange
 def _exemplars(
     service: RouterService, member: Member | None
 ) -> Callable[[], Awaitable[bytes]] | None:
-    if member is not None or service.tracing is None:
+    if service.tracing is None:
         return None
-    return functools.partial(service.render_metrics, True)
+    return _metrics_of_all(service, member, has_exemplars=True)
 
 
 def _metrics_of_all(
-    service: RouterService, member: Member | None
+    service: RouterService, member: Member | None, has_exemplars: bool = False
 ) -> Callable[[], Awaitable[bytes]]:
     """Renders those of this process, and of all other workers if there are any."""
+    render = functools.partial(service.render_metrics, has_exemplars)
     if member is None:
-        return service.render_metrics
+        return render
+    what = _EXEMPLARS if has_exemplars else _METRICS
 
     async def own(_: bytes) -> bytes:
-        return await service.render_metrics()
+        return await render()
 
     async def of_all() -> bytes:
-        here, others = await asyncio.gather(service.render_metrics(), member.ask(_METRICS))
+        here, others = await asyncio.gather(render(), member.ask(what))
         texts = {member.start.number: here, **others}
         return await asyncio.to_thread(joined, {who: text for who, text in texts.items() if text})
 
-    member.answers[_METRICS] = own
+    member.answers[what] = own
     return of_all
 
 
@@ -365,7 +368,8 @@ def _shared_with(config: RouterConfig, member: Member | None) -> SharedWith | No
     if member is None:
         return None if key is None else SharedWith(boards, key_secret=secret)
     start = member.start
-    return SharedWith(boards, start.workers, start.number, start.restarts, secret)
+    place = LogPlace(start.number, start.workers, start.started_at)
+    return SharedWith(boards, start.workers, start.number, start.restarts, secret, place)
 
 
 def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Member | None) -> None:

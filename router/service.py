@@ -36,7 +36,7 @@ from router.observability.collector import CollectedParts, collect
 from router.observability.history import BlockCounts, History
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
-from router.observability.request_log import RequestLog
+from router.observability.request_log import LogPlace, RequestLog
 from router.observability.request_observer import RequestObservers
 from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
@@ -108,6 +108,8 @@ class SharedWith(NamedTuple):
     """Of this worker; None where there is one process."""
     key_secret: bytes | None = None
     """Of all who share; None: keys of prefixes are understood by nobody else."""
+    log_place: LogPlace | None = None
+    """Of this worker's log of requests; None where there is one process."""
 
 
 class RouterService:
@@ -145,7 +147,7 @@ class RouterService:
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.tracing = _make_tracing(config, self.metrics)
-        self.request_log = RequestLog()
+        self.request_log = RequestLog(place=self._shared.log_place)
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
         self._mirror = Mirror(config.policy.mirror_max_keys)

@@ -15,6 +15,7 @@ The files; each imports only what is listed above it:
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them
+    insight.py            what pages show of requests, of all workers
     questions.py          `/route` in short, without ASGI
     api.py                the router's own endpoints, on FastAPI
 """

@@ -38,6 +38,7 @@ from router.http.access import Key
 from router.http.access_log import note_refused
 from router.http.bodies import ClientLeft, decode_json, read_body
 from router.http.gateway import tenant_salt
+from router.http.insight import Insight
 from router.http.live_page import add_page
 from router.http.networks import Networks
 from router.http.openapi import (
@@ -64,12 +65,9 @@ from router.http.request_bodies import (
 )
 from router.http.responses import (
     ApiParts,
-    history_view,
     model_entry,
     model_list,
-    overview,
     replica_details,
-    requests_view,
     route_view,
 )
 from router.http.views import (
@@ -126,8 +124,9 @@ def create_api(
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
-    _add_insight(app, parts, operator)
-    _add_history(app, parts, operator)
+    insight = Insight(parts)
+    _add_insight(app, parts, operator, insight)
+    _add_history(app, operator, insight)
     _add_recording(app, parts, operator)
     _add_snapshot(app, parts)
     add_page(app)
@@ -369,7 +368,7 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 # --- insight --------------------------------------------------------------------------------------
 
 
-def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+def _add_insight(app: FastAPI, parts: ApiParts, operator: Access, insight: Insight) -> None:
     describe = functools.partial(described, "operation", access=operator)
 
     @app.get(
@@ -380,11 +379,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def overview_of_all() -> Response:
-        names = parts.config.policy.name, parts.models.index_implementation
-        under_way, short = parts.admission.under_way, parts.shortages.present()
-        tokenizers = parts.models.tokenizers()
-        view = overview(parts.fleet(), parts.request_log, *names, under_way, short, tokenizers)
-        return _json(view)
+        return _json(await insight.overview())
 
     @app.get(
         "/requests",
@@ -403,7 +398,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def requests(request: Request) -> Response:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
-        return _json(requests_view(parts.request_log, after, limit))
+        return _json(await insight.requests(after, limit))
 
     @app.get(
         "/config",
@@ -425,7 +420,7 @@ _REPLICAS_ASKED_FOR = {
 }
 
 
-def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+def _add_history(app: FastAPI, operator: Access, insight: Insight) -> None:
     rule = f"at most {_MAX_HISTORIES} at a time"
 
     @app.get(
@@ -443,7 +438,7 @@ def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ids = request.query_params.getlist("replica")
         if len(ids) > _MAX_HISTORIES:
             raise BadRequest("replica", f"{len(ids)} times", rule)
-        return _json(history_view(parts.history, ids))
+        return _json(await insight.history(ids))
 
 
 _RECORDING = "application/x-ndjson"

@@ -53,7 +53,7 @@ from router.observability.labels import (
 from router.observability.metrics import RouterMetrics
 from router.observability.problems import Level, problems_of, summarize_source
 from router.observability.readiness import Readiness
-from router.observability.request_log import RequestLog, RollingTotals, RoutedRequest
+from router.observability.request_log import RequestLog, RoutedRequest, Totals
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
 from router.replicas import Replica, ReplicaRegistry, ReplicaView
@@ -116,8 +116,7 @@ class ApiParts:
     shortages: Shortages
     render_metrics: Callable[[], Awaitable[bytes]]
     render_exemplars: Callable[[], Awaitable[bytes]] | None
-    """The same in OpenMetrics' format; None where no exemplars are kept, or those of several
-    processes would have to be joined."""
+    """The same in OpenMetrics' format; None where no exemplars are kept."""
 
     def fleet(self) -> Fleet:
         """All replicas and their caches, now."""
@@ -445,7 +444,7 @@ def overview(
         under_way=under_way,
         headline=_headline(replicas, shortages),
         shortages=list(shortages),
-        minute=_minute(log.totals),
+        minute=minute_view(log.totals.total(), log.totals.seconds),
         models=sorted({model for replica in fleet.replicas for model in replica.models})[
             :MAX_MODELS
         ],
@@ -457,21 +456,13 @@ def overview(
     )
 
 
-def history_view(history: History, replica_ids: Sequence[str]) -> HistoryView:
-    """The last hour of the router, and of some replicas.
-
-    Args:
-        history: Keeps it.
-        replica_ids: Which; those that are not followed are left out.
-    """
-    whole = history.hour()
-    assert whole is not None
-    hours = {name: history.hour(name) for name in replica_ids}
+def history_view(hours: Mapping[str | None, Hour]) -> HistoryView:
+    """The last hour: of the router, under None, and of some replicas."""
     return HistoryView(
         now=round(time.time(), 3),
         step_s=STEP_S,
-        router=_hour(whole),
-        replicas={name: _hour(hour) for name, hour in hours.items() if hour is not None},
+        router=_hour(hours[None]),
+        replicas={name: _hour(hour) for name, hour in hours.items() if name is not None},
     )
 
 
@@ -527,13 +518,23 @@ def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> H
     return Headline(level=replicas[0].level, text=text)
 
 
-def _minute(totals: RollingTotals) -> LastMinute:
-    total = totals.total()
+def with_headline(view: Overview) -> Overview:
+    """The same, with the headline that its replicas and shortages make."""
+    return msgspec.structs.replace(view, headline=_headline(view.replicas, view.shortages))
+
+
+def minute_view(total: Totals, seconds: float) -> LastMinute:
+    """The last minute.
+
+    Args:
+        total: What happened in it.
+        seconds: How much time that is.
+    """
     wrong, judged = total.over + total.under, total.compared - total.estimated
     compared, routed = total.compared_tokens, total.routed_tokens
     return LastMinute(
         **msgspec.structs.asdict(total),
-        seconds=round(totals.seconds, 1),
+        seconds=round(seconds, 1),
         cached_share=share(total.actual_tokens, compared) if compared else None,
         predicted_share=share(total.predicted_tokens, compared) if compared else None,
         promised_share=share(total.promised_tokens, routed) if routed else None,

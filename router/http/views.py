@@ -171,7 +171,7 @@ class RequestView(View, frozen=True, kw_only=True):
     """One request, as far as it is known by now."""
 
     number: int
-    """Counts the requests of this process."""
+    """The larger, the later; of all workers together."""
     change: int
     """Of all changes in the log, the one that touched this request last."""
     arrived_at: float

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+
+import msgspec
 
 from router.observability.metrics import RouterMetrics
 
 STEPS = 120
 STEP_S = 30.0
+_LEAST_STEP_S = 1.0
 MAX_REPLICAS = 1024
 """Followed at a time; of more, those that come later have no history."""
 QUANTILE = 0.9
@@ -37,17 +40,32 @@ class Hour:
     """That a cache has lost within this time, copies included."""
 
 
+class RawHour(msgspec.Struct, frozen=True):
+    """The same before it is made readable, so that those of several processes can be summed up:
+    every process of a machine ends its steps at the same moments."""
+
+    steps: list[list[float]]
+    """Of each step the blocks held, the requests a second, and what was counted."""
+    removed: float
+
+
+class RawHours(msgspec.Struct, frozen=True):
+    """Of the router, and of replicas."""
+
+    whole: RawHour
+    replicas: dict[str, RawHour]
+
+
 class _Ring:
     """What is kept of one replica."""
 
     def __init__(self) -> None:
-        self.values = {name: array("d") for name in VALUES}
+        self.steps: list[array[float]] = []
         self.removed = array("d")
 
-    def add(self, step: Mapping[str, float], removed: float) -> None:
-        for name, values in self.values.items():
-            values.append(step[name])
-            del values[:-STEPS]
+    def add(self, step: array[float], removed: float) -> None:
+        self.steps.append(step)
+        del self.steps[:-STEPS]
         self.removed.append(removed)
         del self.removed[:-STEPS]
 
@@ -76,7 +94,7 @@ class History:
             clock: A monotonic clock, in seconds.
         """
         self._metrics = metrics
-        self._bounds = metrics.first_byte.buckets
+        self.bounds = metrics.first_byte.buckets
         self._caches = caches
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +106,11 @@ class History:
 
     def start(self) -> None:
         """Keep a step every half minute from now on."""
-        self._timer = asyncio.get_running_loop().call_later(STEP_S, self._tick)
+        # All processes of a machine end their steps together, so that these can be summed up.
+        left_s = STEP_S - self._clock() % STEP_S
+        # A timer may be early by a moment: that is no step.
+        left_s += STEP_S if left_s < _LEAST_STEP_S else 0
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
 
     def stop(self) -> None:
         """Keep no more."""
@@ -111,9 +133,9 @@ class History:
             if name in caches and (ring := self._ring(name)) is not None:
                 removed = self._lost(name, caches[name])
                 removed_of_all += removed
-                ring.add(self._step(difference, seconds, caches[name].gpu_blocks), removed)
+                ring.add(_step(difference, seconds, caches[name].gpu_blocks), removed)
         held = sum(found.gpu_blocks for found in caches.values())
-        self._of_all.add(self._step(whole, seconds, held), removed_of_all)
+        self._of_all.add(_step(whole, seconds, held), removed_of_all)
         self._at, self._counts = now, counts
         self._removed = {name: found.removed_blocks for name, found in caches.items()}
 
@@ -125,28 +147,33 @@ class History:
         Returns:
             None for a replica that is not followed.
         """
+        named = () if replica_id is None else (replica_id,)
+        return summed_hours([self.raw(named)], self.bounds).get(replica_id)
+
+    def raw(self, replica_ids: Iterable[str]) -> RawHours:
+        """The same of all together, and of those of the replicas that are followed."""
         caches = self._caches()
         differences = self._since(self._read())
         seconds = max(self._clock() - self._at, 1e-3)
-        if replica_id is None:
-            whole = [sum(column) for column in zip(*differences.values(), strict=True)]
-            held = sum(found.gpu_blocks for found in caches.values())
-            removed = sum(self._lost(name, found) for name, found in caches.items())
-            return self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
-        found = caches.get(replica_id)
-        ring = None if found is None else self._ring(replica_id)
-        if found is None or ring is None:
-            return None
-        difference = differences.get(replica_id, [0.0] * self._width)
-        removed = self._lost(replica_id, found)
-        return self._with(ring, difference, seconds, found.gpu_blocks, removed)
+        whole = [sum(column) for column in zip(*differences.values(), strict=True)]
+        held = sum(found.gpu_blocks for found in caches.values())
+        removed = sum(self._lost(name, found) for name, found in caches.items())
+        of_all = self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
+        replicas = {}
+        for name in replica_ids:
+            found = caches.get(name)
+            ring = None if found is None else self._ring(name)
+            if found is not None and ring is not None:
+                difference = differences.get(name, [0.0] * self._width)
+                lost = self._lost(name, found)
+                replicas[name] = self._with(ring, difference, seconds, found.gpu_blocks, lost)
+        return RawHours(of_all, replicas)
 
     def _with(
         self, ring: _Ring, difference: list[float], seconds: float, held: int, removed: float
-    ) -> Hour:
-        step = self._step(difference, seconds, held)
-        values = {name: array("d", [*ring.values[name], step[name]]) for name in VALUES}
-        return Hour(values, int(sum(ring.removed) + removed))
+    ) -> RawHour:
+        steps = [*ring.steps, _step(difference, seconds, held)]
+        return RawHour([list(step) for step in steps], sum(ring.removed) + removed)
 
     def _ring(self, name: str) -> _Ring | None:
         ring = self._replicas.get(name)
@@ -168,7 +195,7 @@ class History:
 
     @property
     def _width(self) -> int:
-        return _COUNTS + len(self._bounds) + 1
+        return _COUNTS + len(self.bounds) + 1
 
     def _read(self) -> dict[str, list[float]]:
         """The counters of every replica, and of none, by the label `replica`."""
@@ -192,14 +219,38 @@ class History:
                 row[_COUNTS + index] += count
         return found
 
-    def _step(self, difference: list[float], seconds: float, held: int) -> dict[str, float]:
-        return {
-            "requests_per_s": difference[_REQUESTS] / seconds,
-            "reused_share": _share(difference[_CACHED], difference[_PROMPT]),
-            "first_byte_s": quantile(QUANTILE, self._bounds, difference[_COUNTS:]),
-            "mispredicted_share": _share(difference[_WRONG], difference[_COMPARED]),
-            "gpu_blocks": float(held),
-        }
+
+def _step(difference: list[float], seconds: float, held: int) -> array[float]:
+    return array("d", [held, difference[_REQUESTS] / seconds, *difference[1:]])
+
+
+def summed_hours(hours: Sequence[RawHours], bounds: Sequence[float]) -> dict[str | None, Hour]:
+    """What several processes counted, as one: None stands for all replicas together.
+
+    Args:
+        hours: Of each process, which all follow the same caches; those of the first are shown.
+        bounds: Of the buckets of the time to first byte.
+    """
+    found: dict[str | None, Hour] = {None: _readable([each.whole for each in hours], bounds)}
+    for name in hours[0].replicas:
+        of_one = [each.replicas[name] for each in hours if name in each.replicas]
+        found[name] = _readable(of_one, bounds)
+    return found
+
+
+def _readable(hours: Sequence[RawHour], bounds: Sequence[float]) -> Hour:
+    values = {name: array("d") for name in VALUES}
+    longest = max(len(hour.steps) for hour in hours)
+    for place in range(-longest, 0):
+        steps = [hour.steps[place] for hour in hours if len(hour.steps) >= -place]
+        step = [sum(column) for column in zip(*steps, strict=True)]
+        counts = step[1:]
+        values["requests_per_s"].append(counts[_REQUESTS])
+        values["reused_share"].append(_share(counts[_CACHED], counts[_PROMPT]))
+        values["first_byte_s"].append(quantile(QUANTILE, bounds, counts[_COUNTS:]))
+        values["mispredicted_share"].append(_share(counts[_WRONG], counts[_COMPARED]))
+        values["gpu_blocks"].append(max(each[0] for each in steps))
+    return Hour(values, int(max(hour.removed for hour in hours)))
 
 
 def _share(part: float, whole: float) -> float:

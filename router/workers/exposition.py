@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_END = b"# EOF\n"
+"""Of a text in OpenMetrics' format."""
+
 
 def joined(texts: Mapping[int, bytes]) -> bytes:
-    """One text of Prometheus' format from several.
+    """One text of Prometheus' format, or of OpenMetrics', from several.
 
     Args:
         texts: By number of the worker; each with a line of help before every metric.
     """
+    is_ended = any(text.endswith(_END) for text in texts.values())
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for number, text in sorted(texts.items()):
         label = b'worker="%d"' % number
         name = b""
-        for line in text.splitlines():
+        for line in text.removesuffix(_END).splitlines():
             if line.startswith(b"# HELP "):
                 name = line.split(b" ", 3)[2]
                 is_new = name not in heads
@@ -30,7 +34,7 @@ def joined(texts: Mapping[int, bytes]) -> bytes:
             elif is_new:
                 heads[name].append(line)
     lines = [line for name in heads for line in (*heads[name], *samples.get(name, ()))]
-    return b"\n".join(lines) + b"\n"
+    return b"\n".join(lines) + b"\n" + (_END if is_ended else b"")
 
 
 def _labelled(line: bytes, label: bytes) -> bytes:

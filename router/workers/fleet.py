@@ -41,7 +41,7 @@ class FleetChanges:
     ) -> None:
         self._registry = registry
         self._allows = allows
-        self._member = member
+        self.member = member
         if member is not None:
             member.answers[WHAT] = self._hear
 
@@ -73,11 +73,11 @@ class FleetChanges:
         return replica
 
     async def _tell(self, change: FleetChange) -> None:
-        if self._member is not None:
+        if self.member is not None:
             # Whether it is there, and whether it drains: of each the last change counts.
             kind = "presence" if change.action in ("add", "remove") else "draining"
             body = msgspec.msgpack.encode(change)
-            await self._member.ask(WHAT, body, f"{kind} {change.replica_id}")
+            await self.member.ask(WHAT, body, f"{kind} {change.replica_id}")
 
     async def _hear(self, body: bytes) -> bytes:
         change = msgspec.msgpack.decode(body, type=FleetChange)

@@ -39,6 +39,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """What others were asked that has changed something: the kind, a zero, the question."""
     restarts: int
     """How often this worker was started again."""
+    started_at: float
+    """Unix time, the same for all workers."""
     others_listen: bool
     """Then there is time to read the caches first."""
 

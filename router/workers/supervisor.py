@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ class Supervisor:
         self._plan = plan
         self._text = plan.read_text()
         self._workers = [_WorkerProcess(number) for number in range(config.server.workers)]
+        self._started_at = time.time()
         self._secret = secrets.token_bytes(32)
         self._board = create_memory(len(self._workers))
         self._port = 0
@@ -234,6 +236,7 @@ class Supervisor:
             self._plan.overrides,
             list(self._changes.values()),
             worker.restarts,
+            self._started_at,
             any(other.is_ready for other in self._workers),
         )
 

@@ -82,6 +82,34 @@ async def _count_apart(router: RouterProcess, stub: EngineStub) -> None:
     assert sum(requests.values()) == 41
     assert all(requests[str(number)] for number in range(WORKERS)), "the kernel deals them out"
     assert metrics.sum("kvroute_board_writers", worker="0") == WORKERS - 1
+    await _shown_as_one(router, stub)
+
+
+async def _shown_as_one(router: RouterProcess, stub: EngineStub) -> None:
+    """Whichever worker responds, it shows the requests of all."""
+    change, started = 0, set()
+    for _ in range(8):  # connections are dealt to both
+        found = (await router.get("/requests")).json
+        assert len({request["request_id"] for request in found["requests"]}) == 41
+        assert len({request["number"] for request in found["requests"]}) == 41
+        changes = [request["change"] for request in found["requests"]]
+        assert changes == sorted(changes, reverse=True)
+        arrivals = {request["number"]: request["arrived_at"] for request in found["requests"]}
+        assert list(dict(sorted(arrivals.items())).values()) == sorted(arrivals.values())
+        assert len((await router.get("/requests?limit=7")).json["requests"]) == 7
+        change = found["change"]
+        overview = (await router.get("/overview")).json
+        assert overview["minute"]["requests"] == 41
+        started |= {found["started_at"], overview["started_at"]}
+        hours = (await router.get(f"/history?replica={stub.name}")).json
+        for hour in (hours["router"], hours["replicas"][stub.name]):
+            rates = [rate for rate in hour["requests_per_s"] if rate]
+            assert rates, "what both workers served"
+    assert len(started) == 1, "the page would begin anew with every response of another worker"
+    assert (await complete(router, stub)).status == 200
+    for _ in range(8):
+        found = (await router.get(f"/requests?after={change}")).json
+        assert len(found["requests"]) == 1, "what changed since, wherever it was"
 
 
 async def _come_back(router: RouterProcess, stub: EngineStub) -> None:

@@ -7,7 +7,15 @@ from math import isnan
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.observability.history import STEP_S, STEPS, BlockCounts, History, Hour, quantile
+from router.observability.history import (
+    STEP_S,
+    STEPS,
+    BlockCounts,
+    History,
+    Hour,
+    quantile,
+    summed_hours,
+)
 from router.observability.metrics import RouterMetrics
 
 
@@ -69,6 +77,28 @@ def test_what_caches_lose_is_summed_over_the_hour(watched: Watched) -> None:
     watched.caches["a"] = BlockCounts(100, 5)
     assert watched.hour("a").removed_blocks == 7 + 3 + 0 + 4 + 1
     assert watched.hour("b").removed_blocks == 0
+
+
+def test_hours_of_several_processes_are_summed() -> None:
+    """Shares by what they are shares of; blocks are held once, whoever follows them."""
+    one, other = Watched(), Watched()
+    one.serve("a", 60, cached=0)
+    one.step()
+    for each in (one, other):
+        each.caches["a"] = BlockCounts(70, 9)
+    one.serve("a", 30, cached=100)
+    other.serve("a", 90, cached=20)
+    for each in (one, other):
+        each.step()
+    hours = [each.history.raw(["a", "z"]) for each in (one, other)]
+    summed = summed_hours(hours, one.history.bounds)
+    assert summed.keys() == {None, "a"}
+    values = summed["a"].values
+    assert list(values["requests_per_s"]) == [2.0, 4.0, 0.0], "the other began later"
+    assert list(values["reused_share"])[:2] == [0.0, (30 * 100 + 90 * 20) / (120 * 100)]
+    assert list(values["gpu_blocks"]) == [100, 70, 70]
+    assert summed["a"].removed_blocks == 9
+    assert summed[None].values["requests_per_s"] == values["requests_per_s"]
 
 
 def test_an_hour_is_kept_and_no_more(watched: Watched) -> None:
