@@ -23,6 +23,8 @@ _SEARCH_STEP_BYTES = 1024 * 1024
 
 _BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
+_FIELD = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]*[ \t]*:[^\r\n]*")
+"""A line of a head, not folded, and no boundary."""
 _PARAMETER = re.compile(
     rb""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|([^\s;"]*))\s*(?=;|\Z)"""
 )
@@ -192,14 +194,16 @@ def _part_heads(delimiter: bytes, body: bytes) -> Iterator[bytes]:
     start = 2 * body.startswith(b"\r\n")  # some clients begin with a line end
     at = start + len(delimiter) if body.startswith(delimiter, start) else -1
     for _ in range(MAX_FORM_PARTS):
-        if at >= 0 and body.startswith(b"--", at):
+        is_last = at + 2 == len(body) and body.endswith(b"--")
+        if at >= 0 and (is_last or body.startswith(b"--\r\n", at)):
             return
         head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES) if at >= 0 else -1
         if head_end < 0 or not body.startswith(b"\r\n", at):
             break
         yield body[at + 2 : head_end]
-        at = _find(body, b"\r\n" + delimiter, head_end + 2)
-        at += 2 + len(delimiter) if at >= 0 else 0
+        at = _find(body, delimiter, head_end + 2)
+        # Nowhere else: some readers also take a boundary behind a line feed alone.
+        at = at + len(delimiter) if at >= 2 and body.startswith(b"\r\n", at - 2) else -1
     rule = f"with this key, a form must have its boundaries and at most {MAX_FORM_PARTS} parts"
     raise BadRequest("$", f"{len(body)} bytes", rule)
 
@@ -208,8 +212,9 @@ def _names(head: bytes) -> Sequence[bytes]:
     """The name of a part."""
     lines = head.split(b"\r\n")
     values = [line.partition(b":")[2] for line in lines if _DISPOSITION.match(line)]
-    names = _values(values[0], b"name") if len(values) == 1 else ()
-    if len(names) != 1 or any(set(line) & set(b"\r\n") or line[:1].isspace() for line in lines):
+    kinds = [value.partition(b";")[0].strip().lower() for value in values]
+    names = _values(values[0], b"name") if kinds == [b"form-data"] else ()
+    if len(names) != 1 or not all(map(_FIELD.fullmatch, lines)):
         raise _ambiguous("content-disposition", head, "must have one name, and be plain")
     return names
 

@@ -67,7 +67,7 @@ def test_no_form_makes_the_reader_fail(pieces: list[bytes]) -> None:
         FILE + END,
         part(b'Content-Disposition: form-data; name="file"; filename="a;b name=\\".wav"', b"x")
         + END,
-        MODEL + part(b"x: y\r\ncontent-disposition: form-data; name=y", b"a --XyZ\r\n") + END,
+        MODEL + part(b"x: y\r\ncontent-disposition: form-data; name=y", b"a --Xy\r\n") + END,
         MODEL + END + b"epilogue",
     ],
 )
@@ -96,6 +96,9 @@ def disguised(disposition: bytes) -> bytes:
         (TYPE, MODEL.replace(b"\r\n", b"\n") + END),
         (TYPE, MODEL.replace(b"XyZ", b"XyZ ") + END),
         (TYPE, MODEL),
+        (TYPE, part(b"content-disposition: form-data; name=x", b"a\n" + MODEL) + END),
+        (TYPE, part(b"--XyZ\r\ncontent-disposition: form-data; name=x", b"") + END),
+        (TYPE, MODEL + b"--XyZ--" + MODEL + END),
         (TYPE, b'{"model": "other"}'),
         (TYPE + b"; boundary=abc", MODEL + END),
         (TYPE + b"; boundary*=utf-8''abc", MODEL + END),
