@@ -8,8 +8,6 @@ large a message. To go on, make a new one.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket as stdlib_socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvevents.curve import CurveClient
 from kvevents.endpoints import Context, Socket, ZmqEndpoint
 from kvevents.errors import EndpointError, ForeignAddress, HandshakeFailed, NoConnection
+from kvevents.lookups import addresses
 from kvevents.messages import MAX_FRAMES
 
 # Plain numbers, which pyzmq takes faster than members of its enums.
@@ -342,7 +341,7 @@ async def connectable_addresses(endpoint: str, limits: SocketLimits) -> list[str
         return [endpoint]
     host = parsed.address.strip("[]")
     timeout_s = limits.connect_timeout_s
-    found = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
+    found = await _resolve(endpoint, host, timeout_s)
     hosts = _allowed(endpoint, found, limits)
     return [
         f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}"
@@ -359,23 +358,14 @@ def _allowed(endpoint: str, hosts: list[str], limits: SocketLimits) -> list[str]
     return allowed
 
 
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
-    loop = asyncio.get_running_loop()
-    asking = loop.create_task(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM))
+    # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what it
+    # waits for.
+    asking = asyncio.get_running_loop().create_task(addresses(host))
     asking.add_done_callback(
         lambda ended: ended.cancelled() or ended.exception()
     )  # The exception is marked as seen: a cancellation may end the wait below first.
     try:
-        # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what
-        # it waits for.
         await asyncio.wait((asking,), timeout=timeout_s)
         if not asking.done():
             raise NoConnection(f"{endpoint}: the host has no address in {timeout_s:g} s")
@@ -384,5 +374,4 @@ async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
         raise NoConnection(f"{endpoint}: the host has no address") from None
     finally:
         asking.cancel()
-    in_order = sorted(found, key=lambda entry: entry[0] != stdlib_socket.AF_INET)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in in_order))
+    return sorted(found, key=lambda address: ":" in address)

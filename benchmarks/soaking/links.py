@@ -31,7 +31,7 @@ class _End(asyncio.Protocol):
         self.other: _End | None = None
         self.transport: asyncio.Transport | None = None
         self._early = bytearray()
-        self._ended = False
+        self.has_ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -42,8 +42,6 @@ class _End(asyncio.Protocol):
         self.other = other
         if self._early and other.transport is not None:
             other.transport.write(bytes(self._early))
-        if self._ended:
-            other.close()
 
     def data_received(self, data: bytes) -> None:
         if self.other is None or self.other.transport is None:
@@ -60,7 +58,7 @@ class _End(asyncio.Protocol):
             self.other.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended = True
+        self.has_ended = True
         self._link.closed(self)
         if self.other is not None:
             self.other.close() if error is None else self.other.abort()
@@ -121,6 +119,10 @@ class Link:
             far = await self._far(end)
         except OSError:
             end.abort()
+            return
+        if end.has_ended or far.has_ended:
+            end.abort()
+            far.abort()
             return
         far.join(end)
         end.join(far)

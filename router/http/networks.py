@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import socket
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from async_timeout import timeout
 
 from kvevents.endpoints import ZmqEndpoint
+from kvevents.lookups import addresses
 from router.config import ReplicaConfig
 from router.errors import BadRequest
 from router.replicas.discovery import reachable
@@ -42,8 +42,8 @@ class Networks:
     async def check_replica(self, config: ReplicaConfig) -> None:
         """Check that a replica and its event streams lie in them, so that no operator's key can be
         used to reach what only this machine reaches. Raises BadRequest as `check`."""
-        host, port = config.origin.host, config.origin.port
-        await self.check("$.url", host, port)
+        host = config.origin.host
+        await self.check("$.url", host)
         for index, source in enumerate(config.kv_events or ()):
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
                 if (given := getattr(source, name)) is None:
@@ -51,28 +51,23 @@ class Networks:
                 address = ZmqEndpoint.parse(name, reachable(given, host))
                 is_tcp = address.scheme == "tcp"
                 place = f"$.kv_events[{index}].{name}"
-                await self.check(
-                    place, address.address.strip("[]") if is_tcp else "127.0.0.1", port
-                )
+                await self.check(place, address.address.strip("[]") if is_tcp else "127.0.0.1")
 
-    async def check(self, place: str, host: str, port: int) -> None:
+    async def check(self, place: str, host: str) -> None:
         """Check that every address of a host lies in them.
 
         Args:
             place: Where the host was given.
             host: Its name or address.
-            port: Any of its ports.
         Raises:
             BadRequest: One does not, or the name has none.
         """
         try:
             async with timeout(_RESOLVE_S):
-                found = await asyncio.get_running_loop().getaddrinfo(
-                    host, port, type=socket.SOCK_STREAM
-                )
+                found = await addresses(host)
         except (OSError, UnicodeError, asyncio.TimeoutError):
             raise BadRequest(place, repr(host), "must resolve to an address") from None
-        for *_, address in found:
-            if str(address[0]) not in self:
+        for address in found:
+            if address not in self:
                 rule = "must lie in server.replica_networks"
-                raise BadRequest(place, f"the address {address[0]}", rule)
+                raise BadRequest(place, f"the address {address}", rule)

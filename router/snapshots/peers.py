@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import random
-import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from async_timeout import timeout
 
+from kvevents.lookups import addresses
 from kvevents.pacing import Backoff
 from router.errors import RouterError
 from router.snapshots.records import IndexSnapshot, SnapshotError
@@ -135,11 +135,8 @@ class Peers:
 async def _addresses(origin: Origin) -> list[tuple[str, Origin]]:
     """Every address behind a name, with the URL that leads there alone."""
     try:
-        entries = await asyncio.get_running_loop().getaddrinfo(
-            origin.host, origin.port, type=socket.SOCK_STREAM
-        )
+        found = await addresses(origin.host)
     except OSError as error:
         logger.info("no snapshot of the index from %s: %s", origin, error.strerror or error)
         return []
-    found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))[:MAX_ADDRESSES]
-    return [(address, replace(origin, allows=address.__eq__)) for address in found]
+    return [(each, replace(origin, allows=each.__eq__)) for each in found[:MAX_ADDRESSES]]

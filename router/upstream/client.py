@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from async_timeout import timeout
 
+from kvevents.lookups import addresses
 from router.upstream.connection import HttpConnection
 from router.upstream.errors import (
     ClosedBeforeResponse,
@@ -435,19 +436,18 @@ class UpstreamClient:
             ssl=self._tls() if origin.tls else None,
             server_hostname=origin.host if origin.tls else None,
         )
-        *others, last = [origin.host] if origin.allows is None else await self._allowed(origin)
+        *others, last = await self._addresses(origin)
         for host in others:
             with contextlib.suppress(OSError):
                 await connect(host=host)
                 return
         await connect(host=last)
 
-    async def _allowed(self, origin: Origin) -> list[str]:
-        """The addresses of a server that may be connected to."""
-        assert self._loop is not None
-        assert origin.allows is not None
-        entries = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-        hosts = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    async def _addresses(self, origin: Origin) -> list[str]:
+        """Those of a server that may be connected to."""
+        hosts = await addresses(origin.host)
+        if origin.allows is None:
+            return hosts
         allowed = [host for host in hosts if origin.allows(host)]
         if not allowed:
             raise ConnectFailed(

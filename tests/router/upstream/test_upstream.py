@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -632,7 +633,7 @@ async def test_whatever_stops_an_attempt_to_connect_is_the_responses_error_at_on
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.get_running_loop(), "create_connection", fail)
         with pytest.raises(expected) as caught:
-            await client.send(Origin.parse("http://x"), b"POST", b"/", [], b"", PATIENT)
+            await client.send(Origin.parse("http://127.0.0.1"), b"POST", b"/", [], b"", PATIENT)
     assert type(caught.value) is expected
     assert noted == ([] if resource is None else [resource])
     assert client.statistics().active == 0
@@ -696,6 +697,27 @@ async def test_a_name_that_comes_to_stand_for_a_foreign_address_is_not_connected
             with pytest.raises(BlockingIOError):
                 foreign.accept()
             await client.close()
+
+
+async def test_a_name_that_is_looked_up_already_is_not_looked_up_again(
+    client: UpstreamClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where DNS is silent, lookups that were given up piled up, and kept a router from ending."""
+    may_answer, asked = threading.Event(), []
+
+    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        may_answer.wait()
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        for _ in range(3):
+            with pytest.raises(ConnectTimeout):
+                await post(client, Origin.parse("http://silent.test:8000"), timeouts=HASTY)
+    finally:
+        may_answer.set()
+    assert asked == ["silent.test"]
 
 
 async def test_a_connection_that_does_not_come_about_is_given_up(client: UpstreamClient) -> None:

@@ -1,0 +1,70 @@
+"""Names of hosts to addresses, without a queue that nobody asks for any more.
+
+A lookup cannot be interrupted: where DNS is silent, each takes ten seconds and more. An event
+loop's own pool has four threads for them, so lookups that were given up would pile up behind each
+other, and a process that is to end would wait for them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from contextlib import suppress
+
+_Key = tuple[asyncio.AbstractEventLoop, str]
+_under_way: dict[_Key, asyncio.Future[list[str]]] = {}
+
+
+def _is_numeric(host: str) -> bool:
+    """Whether it is an address already."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def addresses(host: str) -> list[str]:
+    """Look *host* up, unless it is an address itself; those who ask meanwhile get the same answer.
+    Whoever is cancelled leaves the lookup to the others.
+
+    Raises:
+        OSError: It has no address.
+        UnicodeError: It cannot be a name.
+    """
+    if _is_numeric(host):
+        return [host]
+    loop = asyncio.get_running_loop()
+    key = loop, host
+    answer = _under_way.get(key)
+    if answer is None:
+        answer = loop.create_future()
+        # A daemon: Python does not wait for it at its end.
+        threading.Thread(target=_look_up, args=(loop, host, answer), daemon=True).start()
+        _under_way[key] = answer
+        answer.add_done_callback(lambda _: _under_way.pop(key, None))
+        # The exception is marked as seen: all who asked may have left.
+        answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return await asyncio.shield(answer)
+
+
+def _look_up(loop: asyncio.AbstractEventLoop, host: str, answer: asyncio.Future[list[str]]) -> None:
+    found: list[str] | Exception
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    except (OSError, UnicodeError, MemoryError, RuntimeError) as error:
+        found = error
+    with suppress(RuntimeError):  # the event loop has been closed
+        loop.call_soon_threadsafe(_tell, answer, found)
+
+
+def _tell(answer: asyncio.Future[list[str]], found: list[str] | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(found, Exception):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
