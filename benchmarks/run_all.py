@@ -36,6 +36,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.stalls", "--megabytes", "4", "--repeats", "3"),
     ("benchmarks.text_path", "--requests", "6000", "--slices", "3"),
+    ("benchmarks.request_cost", "--batches", "20"),
     ("benchmarks.workers", "--rounds", "2"),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )

@@ -263,9 +263,10 @@ class Tokenization:
     def _result(
         self, outcome: _Outcome, lora_name: str | None, cache_salt: str | None
     ) -> TokenizedPrompt:
-        ids, coverage, reason = array("I"), Coverage.UNKNOWN, None
+        ids: TokenIds
+        reason: str | None
         if isinstance(outcome, UntokenizableError):
-            reason = outcome.reason
+            ids, coverage, reason = array("I"), Coverage.UNKNOWN, outcome.reason
         else:
             ids, coverage = outcome
             reason = "media" if coverage is Coverage.PREFIX else None
