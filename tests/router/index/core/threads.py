@@ -66,14 +66,19 @@ def main(path: Path) -> None:
     for number in range(ROUNDS):
         apply_all(core, [payload for payload, _ in batches])
         if number % 10 == 9:
-            core.drop(SOURCES - 1)
-            core.tidy()
-            add_source(core)
+            replace_last(core)
     is_done.set()
     for thread in threads:
         thread.join()
     assert not failures, failures
     print("done")
+
+
+def replace_last(core: Any) -> None:
+    core.drop(SOURCES - 1)
+    while core.tidy():  # until then its slot is taken
+        pass
+    add_source(core)
 
 
 def add_source(core: Any) -> None:
