@@ -43,8 +43,8 @@ from benchmarks.simulation.tables import (
     within,
 )
 
-SHOWN = (BEFORE, "group_blind", "group_blind_any_copy", "lmetric", "round_robin")
-"""The policies that plots compare ours with."""
+SHOWN = (BEFORE, "group_blind_any_copy", "preble", "sglang", "mooncake")
+"""The policies that plots compare ours with: those that come nearest."""
 COLOURS = ("#1b6ca8", "#d1495b", "#edae49", "#66a182", "#8d96a3")
 
 
