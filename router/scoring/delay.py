@@ -146,12 +146,11 @@ def _costs(
 ) -> list[float]:
     """The sum of the `Delays` at each candidate, and these, where they are asked for. One loop with
     nothing called in it: this is most of what a decision takes."""
-    decode, context_token = weights.decode_request, weights.decode_context_token
+    decode, context_token, work = weights.decode_request, weights.decode_context_token, WORK
     foreign_one, waiting_one = weights.foreign_request, weights.waiting_request
     columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
     tokens, almost_all = float(prompt_tokens), float(max(prompt_tokens - 1, 0))
     found: list[float] = []
-    work = WORK
     gpu: float
     total: float
     for state, outlook, progress, gpu, total, recent in zip(
