@@ -174,7 +174,12 @@ async def test_the_readme_leads_to_a_first_response_without_a_gpu() -> None:
     """It is the first thing a reader without an engine tries."""
     block = next(text for text in fences("README.md", "sh") if "--simulate" in text)
     port = str(free_port())  # in place of the router's default
-    for number, other in (("8001", free_port()), ("5557", free_port()), ("8000", port)):
+    for number, other in (
+        ("8001", free_port()),
+        ("5557", free_port()),
+        ("6557", free_port()),
+        ("8000", port),
+    ):
         block = block.replace(number, str(other))
     engine, router, (_, *arguments) = map(shell_words, complete_lines(block))
     assert (engine[:2], router[:2]) == (["kvroute", "engine"], ["kvroute", "serve"])

@@ -4,6 +4,7 @@ wrong values are refused."""
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from router.config import RouterConfig
-from tests.deploy.files import DEPLOY, KEYS, PROMETHEUS, load, run, succeeds, tool, version
+from tests.deploy.files import DEPLOY, KEYS, PROMETHEUS, ROOT, load, run, succeeds, tool, version
 
 CHART = DEPLOY / "chart"
 BASIC: dict[str, Any] = {"keys": {"client": "a", "operator": "b"}}
@@ -197,3 +198,17 @@ def test_the_chart_carries_this_version() -> None:
     build."""
     chart = load(CHART / "Chart.yaml")
     assert chart["appVersion"] == chart["version"] == version()
+
+
+@pytest.mark.parametrize("name", ["index.md", "deployment.md"])
+def test_the_commands_of_the_documents_install_it(name: str) -> None:
+    """It is the first command that an operator with a cluster tries: the quick start's was
+    refused."""
+    text = (ROOT / "docs" / name).read_text().replace("\\\n", " ")
+    found = re.findall(r"^helm install (.*)$", text, re.MULTILINE)
+    assert found
+    for arguments in found:
+        # What a shell would make of it.
+        filled = re.sub(r'"\$\(openssl rand -hex 32\)"', "a" * 64, arguments)
+        words = shlex.split(filled.replace("deploy/chart", str(CHART)))
+        succeeds(helm(), "template", *words)
