@@ -368,8 +368,22 @@ def _shared_with(config: RouterConfig, member: Member | None) -> SharedWith | No
     if member is None:
         return None if key is None else SharedWith(boards, key_secret=secret)
     start = member.start
-    place = LogPlace(start.number, start.workers, start.started_at)
-    return SharedWith(boards, start.workers, start.number, start.restarts, secret, place)
+    return SharedWith(
+        boards,
+        start.workers,
+        start.number,
+        start.restarts,
+        secret,
+        _own_url(config, start.port) if start.restarts else None,
+        LogPlace(start.number, start.workers, start.started_at),
+    )
+
+
+def _own_url(config: RouterConfig, port: int) -> str:
+    """Where this machine reaches the other workers."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
+    scheme = "http" if config.server.tls.certificate is None else "https"
+    return f"{scheme}://{in_url(host)}:{port}"
 
 
 def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Member | None) -> None:

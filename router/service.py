@@ -26,7 +26,7 @@ from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.board import Board, BoardExchange
-from router.config import RouterConfig, StateConfig
+from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
@@ -79,7 +79,7 @@ from router.snapshots import (
     peer_key,
     read_file,
 )
-from router.tls import PEERS, Certificate, replica_certificate
+from router.tls import PEERS, replica_certificate, unverified
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
@@ -108,6 +108,8 @@ class SharedWith(NamedTuple):
     """Of this worker; None where there is one process."""
     key_secret: bytes | None = None
     """Of all who share; None: keys of prefixes are understood by nobody else."""
+    own_url: str | None = None
+    """Of a worker that was started again, where the others listen and it does not yet."""
     log_place: LogPlace | None = None
     """Of this worker's log of requests; None where there is one process."""
 
@@ -315,16 +317,24 @@ class RouterService:
         """What was known of caches before the start, and what keeps it over the next one."""
         state, secret = self.config.state, self._shared.key_secret
         self.snapshots: SnapshotKeeper | None = None
-        self.peers: Peers | None = None
+        self.peers: list[Peers] = []
+        """Asked at the start: the workers beside this one, and other routers."""
         self.sender: Sender | None = None
         self.peer_key: str | None = None
         self._saving: asyncio.Task[None] | None = None
-        places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = []
-        if state.peers and secret is not None:
+        if secret is not None and (state.peers or self._shared.workers > 1):
             self.sender = Sender(self.feed, secret, state.peer_max_bytes, state.peer_timeout_s)
-            self.peers = _peers(state, secret, self.peer_certificate)
             self.peer_key = peer_key(secret)
-            places.append(self.peers.fetch)
+            limits = PeerLimits(state.peer_timeout_s, state.peer_max_bytes, state.max_age_s)
+            if self._shared.own_url is not None:
+                # Only processes of this user can listen there, and what they send is sealed.
+                self.peers.append(Peers([self._shared.own_url], secret, limits, unverified()))
+            if state.peers:
+                trusted = self.peer_certificate and self.peer_certificate.context
+                self.peers.append(Peers(state.peers, secret, limits, trusted))
+        places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = [
+            each.fetch for each in self.peers
+        ]
         if state.directory is not None:
             directory = Path(state.directory)
             if self._shared.number == 0:  # all workers know the same
@@ -662,11 +672,6 @@ class _ReplicaResponses:
         except UpstreamError:
             return False
         return status == 200
-
-
-def _peers(state: StateConfig, secret: bytes, certificate: Certificate | None) -> Peers:
-    limits = PeerLimits(state.peer_timeout_s, state.peer_max_bytes, state.max_age_s)
-    return Peers(state.peers, secret, limits, certificate and certificate.context)
 
 
 def _gate_options(config: RouterConfig) -> GateOptions:

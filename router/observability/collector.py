@@ -68,7 +68,7 @@ class CollectedParts:
     foreign_prefixes: int = 0
     """Heard from others, and made with another secret."""
     snapshots: SnapshotKeeper | None = None
-    peers: Peers | None = None
+    peers: Sequence[Peers] = ()
     sender: Sender | None = None
     """None: the index is not kept over a restart."""
     worker_restarts: int | None = None
@@ -668,9 +668,9 @@ def _snapshot_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ("saved", "Snapshots of the index that were written.", kept.saved if kept else 0),
         ("failed", "Snapshots that could not be written.", kept.failures if kept else 0),
         ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
-        ("sent", "Snapshots sent to other routers.", sender.sent if sender else 0),
-        ("taken", "Snapshots taken from other routers.", peers.taken if peers else 0),
-        ("refused", "Answers of peers that were of no use.", peers.refused if peers else 0),
+        ("sent", "Snapshots sent to others.", sender.sent if sender else 0),
+        ("taken", "Snapshots taken from others.", sum(each.taken for each in peers)),
+        ("refused", "Answers of no use.", sum(each.refused for each in peers)),
     ):
         yield CounterMetricFamily(f"kvroute_snapshots_{name}", text, value=value)
     yield _single(

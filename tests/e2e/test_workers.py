@@ -189,6 +189,38 @@ async def until_all_know(router: RouterProcess, stub: EngineStub) -> None:
         pass
 
 
+async def until_all_are_live(router: RouterProcess, stub: EngineStub) -> None:
+    in_a_row = 0
+    while in_a_row < 20:
+        sources = (await router.replica(stub.name))["sources"]
+        is_live = sources and sources[0]["feed"] and sources[0]["feed"]["state"] == "live"
+        in_a_row = in_a_row + 1 if is_live else 0
+
+
+async def test_a_worker_that_is_started_again_takes_the_caches_from_another() -> None:
+    """Its engines may have forgotten what they said first: it would stay in doubt for good."""
+    async with EngineStub(unique("forgetful")) as stub:
+        with VllmPublisher(ring=2) as publisher:
+            source = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+            replica = {"url": stub.url, "id": stub.name, "kv_events": [source]}
+            publisher.publish(encode(EventBatch(1.0, [], 0)))
+            with router_process({**CONFIG, "replicas": [replica]}) as router:
+                await everywhere(router, stub.name, state="healthy", models=[stub.model])
+                await until_all_are_live(router, stub)
+                for start in range(0, 128, 16):
+                    events = [Prefix(PROMPT).stored(0, FULL, start, start + 16)]
+                    publisher.publish(encode(EventBatch(1.0, events, 0)))
+                await until_all_know(router, stub)
+                killed, _ = worker_processes(router)
+                os.kill(killed, signal.SIGKILL)
+                await eventually(lambda: killed not in worker_processes(router), "it is gone")
+                await router.until(
+                    lambda now: now.sum("kvroute_worker_restarts_total") == 1, "it listens"
+                )
+                await until_all_know(router, stub)
+                assert (await router.metrics()).sum("kvroute_snapshots_taken_total") == 1
+
+
 async def until_listening(router: RouterProcess) -> None:
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
     while True:
