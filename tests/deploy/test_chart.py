@@ -27,7 +27,7 @@ FULL: dict[str, Any] = {
     "tls": {"secret": "router-tls", "clientCA": "clients"},
     "ingress": {"enabled": True, "host": "llm.example", "className": "nginx", "tlsSecret": "t"},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
-    "networkPolicy": {"guardEngines": True},
+    "networkPolicy": {"guardEngines": True, "extraEgress": [{"ports": [{"port": 6379}]}]},
     "monitoring": {
         "podMonitor": True,
         "serviceMonitor": True,
@@ -152,6 +152,14 @@ def test_nothing_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
     (policy,) = [each for each in objects if each["kind"] == "NetworkPolicy"]
     router = one(objects, "Deployment")["spec"]["selector"]["matchLabels"]
     assert policy["spec"]["podSelector"]["matchLabels"] == router
+
+
+def test_the_policy_lets_through_what_the_user_names(tmp_path: Path) -> None:
+    """A router with a board whose server it cannot reach knows less than it could."""
+    policies = [each for each in rendered(tmp_path, FULL) if each["kind"] == "NetworkPolicy"]
+    (own,) = [each["spec"] for each in policies if "egress" in each["spec"]]
+    assert own["egress"][-1] == {"ports": [{"port": 6379}]}
+    assert len(own["egress"]) == 4
 
 
 def test_the_engines_are_scaled_as_in_the_example(tmp_path: Path) -> None:

@@ -42,13 +42,23 @@ def test_hadolint_finds_nothing() -> None:
     succeeds(tool("hadolint", "none; make test-deploy"), str(DOCKERFILE))
 
 
-def test_every_base_is_a_stage_or_a_pinned_image() -> None:
-    """`latest` may be another image tomorrow."""
+def test_every_base_is_a_stage_or_an_image_pinned_by_digest() -> None:
+    """A tag may be another image tomorrow."""
     found = stages(DOCKERFILE)
+    pinned = re.compile(r"[a-z]+:\d+\.\d+\.\d+-[a-z-]+@sha256:[0-9a-f]{64}")
     for stage in found.values():
-        assert stage.base in found or re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-[a-z-]+", stage.base), (
-            stage.base
-        )
+        assert stage.base in found or pinned.fullmatch(stage.base), stage.base
+
+
+def test_the_image_has_what_the_board_and_traces_need() -> None:
+    """Without the extras a router with either of them does not start."""
+    text = (ROOT / "pyproject.toml").read_text()
+    locked = set(re.findall(r"^([\w.-]+)==", (DEPLOY / "requirements.lock").read_text(), re.M))
+    for extra in ("otel", "valkey"):
+        found = re.search(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)
+        assert found is not None
+        named = {Requirement(each).name for each in re.findall(r'"(.*?)"', found[1])}
+        assert named <= locked, extra
 
 
 def test_the_router_is_what_a_build_without_a_target_makes() -> None:
