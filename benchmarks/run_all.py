@@ -10,6 +10,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.index_apply",),
     ("benchmarks.index_match", "--repeats", "3", "--max-blocks", "600000"),
     ("benchmarks.index_memory",),
+    ("benchmarks.start",),
     ("benchmarks.publish", "--batches", "2000"),
     ("benchmarks.peer_cache_manager", "--tokens", "1024", "32768", "--seconds", "0.1"),
     ("benchmarks.retention", "--conversations", "30"),
