@@ -30,8 +30,8 @@ WORK = 0.2
 where rates of the past say that nobody will wait. It decides between replicas that would respond
 about as soon, and keeps equal prompts together."""
 EQUAL = 64.0
-"""Costs that differ by no more are taken for equal where a prompt has a home: that is less than an
-engine's step takes."""
+"""Costs that differ by no more, for another reason than the hit, are taken for equal where a prompt
+has a home: that is less than an engine's step takes."""
 
 
 class Delays(NamedTuple):
@@ -89,9 +89,19 @@ class LeastDelayPolicy(RanksByOrder):
         if home is None:
             tie: Callable[[int], Any] = fewest_requests(standings, self._random)
         else:
-            least, tie = min(costs), home
-            costs = [least if cost <= least + EQUAL else cost for cost in costs]
+            costs, tie = _equalized(costs, standings), home
         return Order(costs, tie, partial(_reason, tokens, speed, weights, mean))
+
+
+def _equalized(costs: list[float], standings: Standings) -> list[float]:
+    """The costs, of which those that are nearly the least, with no less in the cache, are it."""
+    least = min(costs)
+    held = list(map(max, standings.cached_tokens, standings.recent_tokens))
+    most = held[costs.index(least)]
+    return [
+        least if cost <= least + EQUAL and tokens >= most else cost
+        for cost, tokens in zip(costs, held, strict=True)
+    ]
 
 
 def _home(keys: Sequence[int], standings: Standings) -> Callable[[int], Any] | None:

@@ -201,6 +201,20 @@ def test_the_reason_says_where_the_hit_is_and_how_far_it_is_trusted() -> None:
     )
 
 
+def test_a_home_wins_over_a_little_load_and_never_over_a_hit() -> None:
+    """Whatever is drawn: what is cached, be it little, need not be computed again."""
+    policy, names = LeastDelayPolicy(Weights(), Random(1)), [f"r{number}" for number in range(8)]
+    request = RouteRequest(model="m", prompt_tokens=70, keys=[7])
+    for name in names:
+        fleet = [candidate(each, 32 if each == name else 0) for each in names]
+        assert policy.rank(request, fleet)[0].candidate.replica_id == name
+    cold = [candidate(name) for name in names]
+    home = policy.rank(request, cold)[0].candidate.replica_id
+    busy = {"decoding_requests": 2}
+    cold = [candidate(name, load=busy if name == home else {}) for name in names]
+    assert policy.rank(request, cold)[0].candidate.replica_id == home
+
+
 def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
     """Foreign ones included, at no cost here."""
     policy = LeastDelayPolicy(Weights(foreign_request=0.0), Random(1))
