@@ -234,12 +234,13 @@ async def until_listening(router: RouterProcess) -> None:
 async def test_a_worker_that_is_started_again_takes_no_request_before_it_knows_the_caches() -> None:
     """The others know them: a request there is routed rightly, and here it would be by load. But
     when the last of the others dies, it must listen at once."""
-    released, asked = threading.Event(), threading.Event()
+    released, subscribed = threading.Event(), threading.Event()
 
     def held(publisher: VllmPublisher, first: int) -> list[Reply]:
-        if publisher.subscribers == WORKERS:
-            asked.set()
-            released.wait(60)
+        while not released.wait(0.01):
+            publisher.count_subscribers()
+            if publisher.subscribers == WORKERS:
+                subscribed.set()
         return publisher.replies(first)
 
     async with EngineStub(unique("held")) as stub:
@@ -255,7 +256,7 @@ async def test_a_worker_that_is_started_again_takes_no_request_before_it_knows_t
                     os.kill(killed, signal.SIGKILL)
                     await eventually(lambda: publisher.subscribers < WORKERS, "it is gone")
                     publisher.answer = held
-                    await eventually(asked.is_set, "its successor asks for what it missed")
+                    await eventually(subscribed.is_set, "its successor waits for what it missed")
                     assert set(await routes(router, stub, 30)) == {(128, False)}
                     os.kill(other, signal.SIGKILL)
                     await until_listening(router)

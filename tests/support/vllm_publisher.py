@@ -123,6 +123,11 @@ class VllmPublisher:
         """Send a batch of the ring during a replay, before its replies."""
         self._pub.send_multipart([self.topic, seq_frame(seq), dict(self.ring)[seq]])
 
+    def count_subscribers(self) -> None:
+        """Bring `subscribers` up to date; for an `Answer` that takes long."""
+        while self._pub.poll(0):
+            self.subscribers += 1 if self._pub.recv().startswith(b"\x01") else -1
+
     def flush(self) -> None:
         """Wait until everything is on the wire, so that later subscribers have missed it."""
         self._queue.join()
@@ -145,8 +150,7 @@ class VllmPublisher:
 
     def _run(self) -> None:
         while not self._is_closing:
-            while self._pub.poll(0):
-                self.subscribers += 1 if self._pub.recv().startswith(b"\x01") else -1
+            self.count_subscribers()
             while not self._queue.empty():
                 self._pub.send_multipart(self._queue.get())
                 self._queue.task_done()
