@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
@@ -57,6 +59,11 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
             sink.write(data)
             await sink.drain()
     sink.close()
+
+
+def refuses(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -200,6 +207,7 @@ async def _one_is_killed_under_load(
         await eventually(
             lambda: sum(stub.active for stub in stubs) == 4, "those of the dead one end"
         )
+        await eventually(lambda: refuses(dying.port), "nothing of it listens any more")
         async with under_way(1, balancer.port, stubs[0], 400_000) as (later,):
             release.set()
             ended = await asyncio.gather(*asked, return_exceptions=True)
