@@ -455,14 +455,20 @@ class Mirror:
                 counts.
         """
         self._forget_computed(self._clock())
-        found: dict[SourceId, int] = {}
-        visits = self._by_root.get(keys[0]) if keys else None
+        best: dict[_Cache, int] = {}
+        visits, count = self._by_root.get(keys[0]) if keys else None, len(keys)
         for visit, cache in visits.items() if visits else ():
-            if self._caches.get(cache.source) is not cache:
-                continue  # its replica has failed since
-            known = found.get(cache.source, 0)
+            known, theirs = best.get(cache, 0), visit.keys
+            low = known // STEP
+            if low < count and (low >= len(theirs) or theirs[low] != keys[low]):
+                continue  # most of those that begin alike: they share no more than is known
             if shared := _tokens_shared(keys, tokens, visit, cache.layout, known):
-                found[cache.source] = shared
+                best[cache] = shared
+        found = {
+            cache.source: shared
+            for cache, shared in best.items()
+            if self._caches.get(cache.source) is cache  # else its replica has failed since
+        }
         for other in self._heard.get(keys[0], ()) if self._heard and keys else ():
             near = self._caches.get(other.source)
             layout = _UNKNOWN if near is None else near.layout
