@@ -37,6 +37,8 @@ _BROKEN_OFF = (
 )
 
 _NEVER_MS = 10**9
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 15, 5, 3
+"""A peer behind a cut cable says nothing; so the kernel finds out in half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,10 @@ class SocketLimits:
     """What one connection may hold and how long it may take to come up."""
 
     message_bytes: int = 64 * 2**20
-    """libzmq ends the connection of a peer that sends more in one frame."""
+    """The connection of a peer that sends more in one frame is ended."""
     queue_messages: int = 10_000
-    """Messages libzmq holds before the publisher sees back pressure, and drops."""
+    """Messages libzmq holds before the publisher sees back pressure, and drops. What is read
+    without libzmq is bounded in bytes."""
     connect_timeout_s: float = 5.0
     allows: Callable[[str], bool] | None = None
     """Whether an address may be connected to, asked with its digits whenever one is made: a name
@@ -54,6 +57,23 @@ class SocketLimits:
     address."""
     curve: CurveClient | None = None
     """The keys of both ends; None: plain text."""
+
+
+class WakeUp:
+    """Ends one wait: the one that is under way, or else the next."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.set = self._event.set
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for `set`, for *timeout_s* at most."""
+        timer = asyncio.get_running_loop().call_later(max(timeout_s, 0), self.set)
+        try:
+            await self._event.wait()
+        finally:
+            timer.cancel()
+        self._event.clear()
 
 
 class SocketConnection:
@@ -79,7 +99,7 @@ class SocketConnection:
         self._monitor: Socket | None = None
         self._is_odd = False
         """The peer has sent a message that is not three frames."""
-        self._wake = asyncio.Event()
+        self._wake = WakeUp()
         self._is_up = False
         self._failed = 0
         """Which events said that a connection went down, all together."""
@@ -180,12 +200,7 @@ class SocketConnection:
 
         libzmq signals changes, not states: call this only after `receive` returned None.
         """
-        timer = asyncio.get_running_loop().call_later(max(timeout_s, 0), self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
-        self._wake.clear()
+        await self._wake.wait(timeout_s)
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""
@@ -268,14 +283,13 @@ class SocketConnection:
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
-        # A peer behind a cut cable says nothing; the kernel finds out in half a minute.
         for option, value in (
             (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 15),
-            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
+            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
+            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
         ):
             socket.setsockopt(option, value)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
         if self._limits.curve is not None:
             self._limits.curve.protect(socket)
         if self._kind == zmq.SUB:

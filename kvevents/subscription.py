@@ -18,14 +18,25 @@ import zmq
 from kvevents.endpoints import Context, ZmqEndpoint
 from kvevents.errors import EndpointError, HandshakeFailed, NoConnection
 from kvevents.messages import Batch, read_live
-from kvevents.sockets import SocketConnection, SocketLimits, connectable_addresses
+from kvevents.sockets import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    SocketConnection,
+    SocketLimits,
+    WakeUp,
+    connectable_addresses,
+)
 from kvevents.zmtp import SubscriberEnd
 
 _READ_BYTES = 64 * 1024
 _MAX_WAITING_BYTES = 2**20
 """Received and not taken yet; the rest waits in the kernel, and then at the publisher."""
-_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""A publisher behind a cut cable says nothing; the kernel finds out in half a minute."""
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+    ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+    ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+)
 
 
 class Subscription(Protocol):
@@ -102,7 +113,7 @@ class _PlainSubscription:
         self._topic = topic
         self._wire = SubscriberEnd(topic, limits.message_bytes)
         self._socket: socket.socket | None = None
-        self._wake = asyncio.Event()
+        self._wake = WakeUp()
         self._is_reading = False
         self._failure: NoConnection | None = None
 
@@ -132,12 +143,7 @@ class _PlainSubscription:
         return self._wire.waiting_bytes > 0
 
     async def wait(self, timeout_s: float) -> None:
-        timer = asyncio.get_running_loop().call_later(max(timeout_s, 0), self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
-        self._wake.clear()
+        await self._wake.wait(timeout_s)
 
     def wake(self) -> None:
         self._wake.set()

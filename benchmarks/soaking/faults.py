@@ -70,6 +70,15 @@ class Faults:
     async def _hold(self) -> None:
         await asyncio.sleep(self._random.uniform(*self._hold_s))
 
+    async def _freeze(self, kind: str, target: str, send: Callable[[int], object]) -> None:
+        fault = self._fault(kind, target)
+        send(signal.SIGSTOP)
+        try:
+            await self._hold()
+        finally:
+            send(signal.SIGCONT)
+        fault.ended_at = time.monotonic()
+
     def _replica(self, linked: bool = False) -> Replica:
         return self._random.choice(
             [replica for replica in self._fleet.replicas if replica.links or not linked]
@@ -87,13 +96,7 @@ class Faults:
 
     async def engine_frozen(self) -> None:
         replica = self._replica()
-        fault = self._fault("engine_frozen", replica.name)
-        replica.engine.process.send_signal(signal.SIGSTOP)
-        try:
-            await self._hold()
-        finally:
-            replica.engine.process.send_signal(signal.SIGCONT)
-        fault.ended_at = time.monotonic()
+        await self._freeze("engine_frozen", replica.name, replica.engine.process.send_signal)
 
     async def events_lost(self) -> None:
         """The engine numbers batches and does not send them."""
@@ -174,13 +177,7 @@ class Faults:
         fault.ended_at = time.monotonic()
 
     async def board_frozen(self) -> None:
-        fault = self._fault("board_frozen", "board")
-        self._fleet.board.send_signal(signal.SIGSTOP)
-        try:
-            await self._hold()
-        finally:
-            self._fleet.board.send_signal(signal.SIGCONT)
-        fault.ended_at = time.monotonic()
+        await self._freeze("board_frozen", "board", self._fleet.board.send_signal)
 
     # --- excuses ----------------------------------------------------------------------------------
 

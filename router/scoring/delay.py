@@ -106,7 +106,11 @@ def _equalized(costs: list[float], standings: Standings) -> list[float]:
 
 def _home(keys: Sequence[int], standings: Standings) -> Callable[[int], Any] | None:
     """Draws a number for each candidate from the first key that none of them has (rendezvous
-    hashing); None where there is no such key."""
+    hashing); None where there is no such key.
+
+    Cheaper than the draw of sessions, and without speeds, which are in the costs: in an idle fleet
+    every candidate draws for every prompt.
+    """
     known = max(max(standings.cached_tokens), max(standings.recent_tokens)) // KEY_TOKENS
     if known >= len(keys):
         return None
