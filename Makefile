@@ -25,7 +25,7 @@ CXX ?= g++
 CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs lock audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs reference lock audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -50,6 +50,10 @@ native: $(NATIVE)
 
 demo: $(NATIVE)
 	$(BIN)/kvroute demo
+
+# The tables of options and metrics in docs/, from the configuration's models and the metrics.
+reference: $(INSTALLED)
+	$(BIN)/python docs/reference.py
 
 # The documents as a site, in ./build/site; `make docs ARGS=serve` shows it and follows changes.
 docs: $(INSTALLED)

@@ -20,7 +20,6 @@ import httpx
 import pytest
 import yaml
 from async_timeout import timeout
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic.fields import FieldInfo
 
 from router.cli import main as command_line
@@ -271,37 +270,33 @@ def sections(kind: Any = RouterConfig, path: str = "") -> Iterator[tuple[str, An
             yield from sections(inner, here)
 
 
-def defaults(section: Any) -> dict[str, Any]:
-    """Options with their defaults as in YAML; those that are mappings have tables of their own."""
-    return {
-        name: plain_default(field)
-        for name, field in fields_of(section).items()
-        if not section_in(field.annotation) or is_list(field.annotation)
-    }
+def test_the_tables_of_options_and_metrics_are_those_of_the_code() -> None:
+    """They are generated: a wrong default or a missing metric is worse than none."""
+    command = [sys.executable, "docs/reference.py", "--check"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
-def plain_default(field: FieldInfo) -> Any:
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    return list(default) if isinstance(default, tuple) else default
-
-
-def documented_defaults(path: str) -> dict[str, Any]:
-    """The table under the heading of a section: option -> default."""
+@pytest.mark.parametrize("path", [path for path, _ in sections()])
+def test_every_section_has_its_table(path: str) -> None:
+    """What is generated goes where the document asks for it."""
     text = read("docs/configuration.md")
     found = re.search(rf"^##+ `{re.escape(path)}`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, f"docs/configuration.md has no section `{path}`"
-    rows = re.findall(r"^\| `(\w+)` \| .*? \| (`.*?`|required) \|", found[1], re.MULTILINE)
-    return {name: yaml.safe_load(default.strip("`")) for name, default in rows}
+    assert f"<!-- options of {path} -->\n\n| Option |" in found[1]
 
 
 @pytest.mark.parametrize(
     ("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_option_is_documented_with_its_default(path: str, section: Any) -> None:
-    """An undocumented option might as well not exist, and a wrong default is worse than none."""
-    assert documented_defaults(path) == defaults(section)
+def test_every_option_says_what_it_is_for(path: str, section: Any) -> None:
+    """An undescribed option might as well not exist; the document takes the words from here."""
+    options = {
+        name: field.description
+        for name, field in fields_of(section).items()
+        if not section_in(field.annotation) or is_list(field.annotation)
+    }
+    assert [name for name, text in options.items() if not text] == []
 
 
 def test_the_configuration_document_has_no_other_sections() -> None:
@@ -346,31 +341,12 @@ def test_configurations_in_the_text_are_sound(name: str) -> None:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-async def rendered_metrics() -> set[str]:
-    """Every metric of a running router, by the name that operators query."""
-    service = RouterService(RouterConfig())
-    async with service.lifespan(None):
-        text = (await service.render_metrics()).decode()
-    families = [
-        family
-        for family in text_string_to_metric_families(text)
-        if not family.name.endswith("_created")
-    ]
-    return {family.name + "_total" * (family.type == "counter") for family in families}
-
-
 def documented_metrics() -> list[str]:
     return re.findall(
         r"^\| `(kvroute_\w+)` \|",
         read("docs/operations.md").partition("## All metrics")[2],
         re.MULTILINE,
     )
-
-
-async def test_every_metric_is_documented_once_and_every_documented_one_exists() -> None:
-    """Dashboards are built from this list."""
-    documented = documented_metrics()
-    assert sorted(documented) == sorted(await rendered_metrics())
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

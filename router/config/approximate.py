@@ -14,10 +14,21 @@ class ApproximateConfig(Section, frozen=True):
     """Estimates of what caches without events hold."""
 
     enabled: bool = True
-    """Whether to estimate at all. If not, replicas without events are routed by load."""
+    """Change it when replicas without events should be routed by load alone, and hits that are
+    suspect stay discounted however long."""
     after_s: Seconds = 60.0
-    """How long a stream must have been incomplete until an estimate replaces its doubtful hits."""
+    """How long a stream must have been incomplete until an estimate replaces its doubtful hits.
+
+    Change it when an event stream that is not whole should be replaced by an estimate sooner or
+    later. Until then its hits are `suspect`; once it is whole again they are exact at once."""
     cache_tokens: Annotated[int, Field(ge=1024, le=1_000_000_000), PLAIN] = 262_144
-    """Size of a replica's cache, where its metrics do not say it."""
+    """Size of a replica's cache, where its metrics do not say it.
+
+    Change it when the caches of replicas without events are of another size, and their metrics do
+    not say which. vLLM's (`vllm:cache_config_info`) and SGLang's (`sglang:max_total_num_tokens`)
+    do."""
     max_keys: Annotated[int, Field(ge=1024, le=1_000_000_000), PLAIN] = 1_048_576
-    """Bound on what is remembered of all such caches: keys, one for 64 tokens."""
+    """Bound on what is remembered of all such caches: keys, one for 64 tokens.
+
+    Change it when memory is short (lower: a key for each 64 tokens of all such caches takes some
+    200 bytes), or they hold more than 64 million tokens."""

@@ -11,29 +11,42 @@ from router.config.document import Location
 from router.config.section import Section
 from router.config.values import PLAIN, Name, PlacedPath, Secret
 
+BoardUrl = Annotated[
+    str, Field(pattern=r"^(redis|valkey)s?://[A-Za-z0-9_.:\[\]-]+(/[0-9]{1,4})?$"), PLAIN
+]
+Prefix = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$"), PLAIN]
+
 
 class BoardConfig(Section, frozen=True):
     """A Valkey or Redis server that several routers use. Workers of one router need none."""
 
-    url: (
-        Annotated[
-            str, Field(pattern=r"^(redis|valkey)s?://[A-Za-z0-9_.:\[\]-]+(/[0-9]{1,4})?$"), PLAIN
-        ]
-        | None
-    ) = None
-    """`redis://host:port/db`, or `rediss://` for TLS; `valkey` is the same. Null: none."""
+    url: BoardUrl | None = None
+    """`redis://host:port/db`, or `rediss://` for TLS; `valkey` is the same. Null: none.
+
+    Change it when several routers serve the same replicas: `rediss://valkey.internal:6379/0`; the
+    `s` is TLS."""
     username: Name | None = None
+    """Change it when the server has users (ACL): this one needs `SET`, `PUBLISH`, `SUBSCRIBE`,
+    `SCAN`, `MGET`, `PING`."""
     password: Secret | None = None
+    """Change it when the server asks for one."""
     secret: Secret | None = None
-    """The same at all routers that share: what they say is sealed with it."""
-    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$"), PLAIN] = "kvroute"
-    """Of keys and channel; routers of another one do not hear these."""
+    """Required with a `url`, the same at all routers: what they say is sealed with it, and it makes
+    their keys of prefixes the same."""
+    prefix: Prefix = "kvroute"
+    """Of keys and channel; routers of another one do not hear these.
+
+    Change it when routers of another fleet use the same server."""
     ca: PlacedPath | None = None
-    """Authorities that are trusted with TLS; null: the system's."""
+    """Authorities that are trusted with TLS; null: the system's.
+
+    Change it when the server's certificate is of an authority of your own."""
     certificate: PlacedPath | None = None
-    """Shown to a server that asks for one."""
+    """Shown to a server that asks for one.
+
+    Change it when the server asks clients for a certificate."""
     key: PlacedPath | None = None
-    """Its private key, without a password."""
+    """Always with a certificate: its private key, without a password."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Parts that are missing."""

@@ -28,7 +28,9 @@ class FileDiscovery(Section, frozen=True):
     path: PlacedPath
     """YAML or JSON: `replicas:` as in the configuration, or the list alone."""
     interval_s: Seconds = 1.0
-    """How often the file is looked at."""
+    """How often the file is looked at.
+
+    Change it when the file system is slow (raise)."""
 
     @property
     def title(self) -> str:
@@ -40,18 +42,27 @@ class DnsDiscovery(Section, frozen=True):
     """A name whose records are the replicas, asked for again when they expire."""
 
     name: DnsName
+    """Whose records are the replicas: `vllm.models.svc.cluster.local`."""
     record: Literal["address", "srv"] = "address"
-    """`address`: A and AAAA, all with *port*. `srv`: each target with its own port; of the
-    priorities only the lowest number."""
+    """Change it when SRV records name each replica with its port; of their priorities only the
+    lowest number is used."""
     port: TcpPort | None = None
-    """For `address`."""
+    """Always with `address`, never with `srv`."""
     scheme: Scheme = "http"
+    """Change it when the replicas serve TLS."""
     nameserver: NameServer | None = None
-    """`10.0.0.10` or `10.0.0.10#5353`; null: as the system is configured."""
+    """`10.0.0.10` or `10.0.0.10#5353`; null: as the system is configured.
+
+    Change it when the system's resolver does not know the name: Consul's is `127.0.0.1#8600`."""
     min_interval_s: Seconds = 2.0
-    """A record that expires sooner is asked for no sooner."""
+    """A record that expires sooner is asked for no sooner.
+
+    Change it when a record's time to live is shorter, and asking costs too much."""
     max_interval_s: Seconds = 30.0
-    """A record that expires later is asked for all the same; also after a failure."""
+    """A record that expires later is asked for all the same; also after a failure.
+
+    Change it when it is longer, and changes should be noticed sooner; also the longest wait after a
+    failure."""
     replica: ReplicaOptions = ReplicaOptions()
     """What is true of every one of them."""
 
@@ -75,27 +86,45 @@ class KubernetesDiscovery(Section, frozen=True):
     """Pods, watched through the API server. One of *selector*, *service* and *pool* says which."""
 
     selector: LabelSelector | None = None
-    """Of labels: `app=vllm`."""
+    """Change it when pods are chosen by labels: `app=vllm`. Exactly one of these three is
+    required."""
     service: KubernetesName | None = None
-    """The endpoints of a service."""
+    """Change it when the endpoints of a service are the replicas."""
     pool: KubernetesName | None = None
-    """An InferencePool of the Gateway API: its selector, and its ports where *port* is null."""
+    """An InferencePool of the Gateway API: its selector, and its ports where *port* is null.
+
+    Change it when an InferencePool of the Gateway API says which pods, and at which ports."""
     namespace: KubernetesName | None = None
-    """Null: the router's own."""
+    """Null: the router's own.
+
+    Change it when they are not in the router's own."""
     port: TcpPort | PortName | None = None
-    """A number, or the name of a port of the container or the service; null where there is but
-    one."""
+    """A number, or the name of a port of the container or the service; null where there is but one.
+
+    Change it when a pod or the service has several ports."""
     scheme: Scheme = "http"
+    """Change it when the replicas serve TLS."""
     path: UrlPath | None = None
-    """The base path of each replica's URL."""
+    """The base path of each replica's URL.
+
+    Change it when the engines serve below a base path."""
     id_prefix: IdPrefix = ""
-    """Before the pod's name, to tell namespaces or clusters apart."""
+    """Before the pod's name, to tell namespaces or clusters apart.
+
+    Change it when two namespaces or clusters have pods of the same name: a replica's id is its
+    pod's name."""
     api_server: Url | None = None
-    """Null: as the pod's environment says."""
+    """Null: as the pod's environment says.
+
+    Change it when the router runs outside the cluster."""
     token_file: PlacedPath | None = None
-    """Null: the service account's, where there is one."""
+    """Null: the service account's, where there is one.
+
+    Change it when the token is not where pods find theirs; it is read for every request."""
     ca_file: PlacedPath | None = None
-    """Null: the service account's, where there is one."""
+    """Null: the service account's, where there is one.
+
+    Change it when the certificate of the server's authority is not where pods find theirs."""
     replica: ReplicaOptions = ReplicaOptions()
     """What is true of every one of them. A pod's annotation `kvroute.io/replica` overrides it: the
     same options as a JSON object, and `port`, `scheme` and `path`."""
@@ -120,11 +149,17 @@ class DiscoveryConfig(Section, frozen=True):
     requests, and is removed a little later."""
 
     files: Items[FileDiscovery] = ()
+    """Change it when another program writes the list."""
     dns: Items[DnsDiscovery] = ()
+    """Change it when a name stands for the replicas: a headless service, Consul."""
     kubernetes: Items[KubernetesDiscovery] = ()
+    """Change it when replicas are pods."""
     linger_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False), PLAIN] = 30.0
     """How long a replica that is no longer named is kept, draining. One that comes back within this
-    time still has its index."""
+    time still has its index.
+
+    Change it when replicas that are away for longer should find their index when they return
+    (raise)."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """The same place twice."""

@@ -18,6 +18,7 @@ class OperatorKeyConfig(Section, frozen=True):
     name: KeyName
     """Of the holder; it may appear in logs."""
     key: Secret
+    """What the holder sends as `Authorization: Bearer` or `x-api-key`."""
 
 
 class ClientKeyConfig(OperatorKeyConfig, frozen=True):
@@ -25,19 +26,34 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
 
     cache_salt: Secret | None = None
     """Added to every prompt sent with this key, so that its holders share cached blocks only with
-    those of the same salt."""
+    those of the same salt.
+
+    Change it when others must not learn what the holder's prompts are: see
+    [security.md](security.md#what-caches-tell)."""
     priority: KeyName | None = None
-    """The highest priority class of its requests; null: overload.default_priority."""
+    """The highest priority class of its requests; null: overload.default_priority.
+
+    Change it when its requests should go before others, or after them, [while requests
+    wait](operations.md#when-replicas-are-full)."""
     share: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
-    """Of the replicas' time while requests wait, relative to the other keys."""
+    """Change it when its holder should get more or less of the replicas' time than others of the
+    same priority, while requests wait."""
     requests_per_minute: Count | None = None
-    """In any 60 s; null: any number."""
+    """In any 60 s; null: any number.
+
+    Change it when its holder may send so many requests in any 60 s; more get 429 with
+    `Retry-After`."""
     tokens_per_minute: TokenCount | None = None
-    """The same for tokens, of prompts and responses."""
+    """Change it when its holder may use so many tokens in any 60 s: of prompts (cached ones too)
+    and of responses, which are counted at their end. A prompt over the whole limit passes after an
+    idle minute."""
     max_in_flight: Count | None = None
-    """Requests at a time."""
+    """Change it when it may have so many requests at a time, those that wait included."""
     models: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] | None = None
-    """Models and adapters that it is for, `*` standing for any characters; null: all."""
+    """Models and adapters that it is for, `*` standing for any characters; null: all.
+
+    Change it when it is not for every model and adapter; `*` stands for any characters. Others get
+    403, and are not listed."""
 
     @property
     def is_limited(self) -> bool:

@@ -14,23 +14,41 @@ class TracingConfig(Section, frozen=True):
     """OpenTelemetry traces, over OTLP/HTTP; the standard's `OTEL_*` variables hold for the rest."""
 
     enabled: bool = False
-    """Needs the extra `otel`."""
+    """Needs the extra `otel`.
+
+    Change it when you want traces."""
     endpoint: Url | None = None
     """Base URL of the collector, as `http://collector:4318`; null: as `OTEL_EXPORTER_OTLP_ENDPOINT`
-    says."""
+    says.
+
+    Change it when `OTEL_EXPORTER_OTLP_ENDPOINT` is not set, and the collector is not at
+    `http://localhost:4318`; without `/v1/traces`."""
     sampled_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] | None = None
     """Of the requests that belong to no trace yet; those that do are recorded where their sender
-    was. Null: as `OTEL_TRACES_SAMPLER` says, else all."""
+    was. Null: as `OTEL_TRACES_SAMPLER` says, else all.
+
+    Change it when fewer requests should be recorded than all. Requests whose client sent a
+    `traceparent` are recorded if the client's was. Null: as `OTEL_TRACES_SAMPLER` says."""
 
 
 class ObservabilityConfig(Section, frozen=True):
     """What the router says about itself."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Change it when you want less: `warning` hides changes of state of event streams, which are
+    logged as `info`."""
     log_format: Literal["text", "json"] = "text"
+    """Change it when a log collector reads it: one JSON object per line; `serve --log-format`,
+    `--log-level` override both."""
     access_log: bool = False
+    """Change it when you want one line for each request: [operations.md](operations.md) has its
+    fields."""
     allow_capture: bool = False
-    """Whether operators may record prompts, as token ids, with `kvroute capture --url`."""
+    """Change it when operators may record what a replica caches, with the prompts it is sent as
+    token ids: `kvroute capture` with `--url`; on the command line `--allow-capture`."""
     metrics_need_key: bool = False
-    """Whether /metrics asks for the operator's key."""
+    """Whether /metrics asks for the operator's key.
+
+    Change it when only some may scrape: `/metrics` then requires `operator_api_key`, which must be
+    set."""
     tracing: TracingConfig = TracingConfig()

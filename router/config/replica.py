@@ -29,23 +29,31 @@ class EventSourceConfig(Section, frozen=True):
     """Where one data-parallel rank of a replica publishes its events."""
 
     endpoint: ZmqAddress
-    """`tcp://host:port`; a wildcard host means the replica's own."""
+    """`*` as host means the replica's own host."""
     replay_endpoint: ZmqAddress | None = None
+    """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
-    """Where it makes snapshots, if there is an address for these alone."""
+    """Where it makes snapshots, if there is an address for these alone.
+
+    Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on the
+    replay endpoint, as ours, needs nothing."""
     server_key: CurvePublicKey | None = None
-    """The publisher's public key, if the stream is encrypted and events.curve_server_key is another
-    one."""
+    """Change it when its stream is encrypted, and its public key is another than
+    `events.curve_server_key`."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
+    """Change it when several publishers share an address. Compared exactly; empty accepts every
+    topic."""
     dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
+    """Change it when there are several ranks; vLLM adds the rank to both ports."""
 
 
 class ReplicaAddress(Section, frozen=True):
     """Where a replica is, and what it is called."""
 
     url: Url
+    """Without user, password, query or fragment."""
     id: ReplicaId | None = None
-    """Null: host and port."""
+    """Change it when headers, metrics and paths should show a name other than host and port."""
 
     @property
     def origin(self) -> Origin:
@@ -62,15 +70,24 @@ class ReplicaOptions(Section, frozen=True):
     """What can be said of a replica besides where it is. What is not said, it is asked for."""
 
     models: Items[Name] | None = None
-    """What it serves; null asks its GET /v1/models."""
+    """What it serves; null asks its GET /v1/models.
+
+    Change it when its `GET /v1/models` is wrong or missing; it is still asked for adapters."""
     kv_events: Items[EventSourceConfig] | None = None
     """Where its events are; null asks its GET /kv_event_sources or /server_info, an empty list
-    means that it publishes none."""
+    means that it publishes none.
+
+    Change it when it has neither `GET /kv_event_sources` (vLLM 0.32) nor `kv_events` in `GET
+    /server_info` (SGLang 0.5.17); `[]` means that it publishes nothing."""
     api_key: Secret | None = None
-    """Sent to it in place of the client's key."""
+    """Sent to it in place of the client's key.
+
+    Change it when the engine requires one; it replaces the client's."""
     speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
-    """Relative to the other replicas; 2 is twice as fast."""
+    """Change it when replicas differ: 2 is twice as fast as 1."""
     max_concurrent_requests: Count | None = None
+    """Change it when it must never have more requests from this router at a time; when all replicas
+    are full, clients get 503."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Ranks that appear twice."""

@@ -78,35 +78,49 @@ class TimeoutsConfig(Section, frozen=True):
     """How long each phase of a request may take."""
 
     connect_s: Seconds = 3.0
-    """To connect to a replica. After it the next replica is tried, so it is short."""
+    """Change it when replicas are far away. After it the next replica is tried, so keep it
+    short."""
     first_byte_s: Seconds = 600.0
-    """From the request to the first byte of a streamed response: queue and prefill."""
+    """From the request to the first byte of a streamed response: queue and prefill.
+
+    Change it when queueing and prefill of a streamed response take longer."""
     whole_response_s: Seconds = 3600.0
-    """From the request to a response that is not streamed: its first byte arrives when all of it
-    has been generated."""
+    """Change it when responses that are not streamed take longer: their first byte is sent when all
+    of it has been generated."""
     idle_s: Seconds = 120.0
-    """Silence in the middle of a response."""
+    """Silence in the middle of a response.
+
+    Change it when an engine may pause for longer between two tokens."""
     tokenize_s: Seconds = 0.5
-    """For a replica to tokenise a prompt where the router cannot; a second more for each megabyte.
-    After it another one is asked, then the request is routed by load."""
+    """Change it when replicas need longer to tokenise a prompt (where `models[].tokenizer` is
+    `replica`; each megabyte gets a second more). After it another one is asked, then the request is
+    routed by load."""
     client_body_s: Seconds = 60.0
-    """For a client to send its whole request."""
+    """For a client to send its whole request.
+
+    Change it when clients on slow links send large bodies."""
     client_stall_s: Seconds = 60.0
-    """For a client to read what was sent to it."""
+    """For a client to read what was sent to it.
+
+    Change it when clients may stop reading for longer without being cut off."""
     shutdown_grace_s: Seconds = 120.0
-    """For running requests to finish after SIGTERM."""
+    """Change it when running requests need longer to finish after SIGTERM; the service manager must
+    allow as much."""
 
 
 class RetriesConfig(Section, frozen=True):
     """How often a request is tried again, while nothing of its response has arrived."""
 
     further_attempts: Annotated[int, Field(ge=0, le=100), PLAIN] = 2
-    """Of one request, after its first; a kept connection that turns out to be closed counts."""
+    """Change it when requests should get more or fewer attempts after the first; a retry after a
+    kept connection turns out to be closed counts."""
     budget_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.1
-    """Of all requests: the share that may be tried again in the long run. Attempts at a replica
-    that is out of rotation by then do not count."""
+    """Change it when a larger or smaller share of all requests may be retried in the long run.
+    Requests that leave a replica out of rotation do not count, since all of them must move."""
     budget_burst: Annotated[int, Field(ge=0, le=1_000_000), PLAIN] = 10
-    """How many more than that at once."""
+    """How many more than that at once.
+
+    Change it when more or fewer requests may be retried at once."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -120,45 +134,90 @@ class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
     host: Name = "127.0.0.1"
+    """Change it when other machines should reach the router: `0.0.0.0`, `::` or one address."""
     port: Port = 8000
-    """0 lets the system choose."""
+    """Change it when it is taken; 0 lets the system choose, and the first line on stderr names the
+    port."""
     workers: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
-    """Processes that share the port. Limits of this section are for all of them together."""
+    """Processes that share the port. Limits of this section are for all of them together.
+
+    Change it when one core is not enough: as many [processes](operations.md#several-workers) share
+    the port, on Linux. `--workers` of `kvroute serve` overrides it."""
     client_api_key: Secret | None = None
-    """Required of everyone who sends prompts; null lets everyone in."""
+    """Required of everyone who sends prompts; null lets everyone in.
+
+    Change it when only some of those who reach the port may send prompts; sent as `Authorization:
+    Bearer` or `x-api-key`."""
     operator_api_key: Secret | None = None
     """Required of everyone who reads or changes the list of replicas; null lets only this machine
-    do so."""
+    do so.
+
+    Change it when other machines should see replicas, change them, or read `/config`: without it
+    only the router's own may."""
     trust_client_rank: bool = False
-    """Whether clients may choose a replica's data-parallel rank, by `x-data-parallel-rank`."""
+    """Change it when clients choose the data-parallel rank of a replica themselves, by
+    `x-data-parallel-rank`."""
     client_api_keys: Items[ClientKeyConfig] = ()
-    """More keys of clients."""
+    """Change it when clients should have keys of their own, or keys are to be changed one by
+    one."""
     operator_api_keys: Items[OperatorKeyConfig] = ()
-    """More keys of operators."""
+    """More keys of operators.
+
+    Change it when operators should have keys of their own, or keys are to be changed one by one."""
     wrong_key_delay_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), PLAIN] = 1.0
-    """How long the response to a wrong key is held back, after some from the same address."""
+    """How long the response to a wrong key is held back, after some from the same address.
+
+    Change it when refusals of wrong keys should be held back for longer, or not at all; the first
+    five from an address are not."""
     clients_see_hits: bool | None = None
     """Whether clients are told how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null:
-    where they need no key."""
+    where they need no key.
+
+    Change it when clients with keys should get `x-kv-hit-tokens`, and `/route` with their key: it
+    [tells them](security.md#what-caches-tell) what others have asked. `null` means where no client
+    key is set."""
     host_names: Items[HostName] = ()
-    """Under which the router may be asked without a key, besides addresses, `localhost` and the
-    machine's own name; `*` is any."""
+    """Change it when the router is asked without a key under a name that is not `localhost`, the
+    machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
     replica_networks: Items[Network] = PRIVATE_NETWORKS
-    """Where replicas that are added at run time may be."""
+    """Where replicas that are added at run time may be.
+
+    Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
+    anywhere."""
     trusted_proxies: Items[Network] = ()
-    """Whose `x-forwarded-*` is passed on, with their own address added."""
+    """Whose `x-forwarded-*` is passed on, with their own address added.
+
+    Change it when a proxy in front tells the client's address: its `x-forwarded-for` and `-proto`
+    go on, from others the router sets its own."""
     insecure: bool = False
-    """Listen on other addresses than loopback although there is no client key."""
+    """Listen on other addresses than loopback although there is no client key.
+
+    Change it when `host` is reached by other machines, and all of them may send prompts without a
+    key. Without it such a router does not start."""
     max_body_bytes: Bytes = 64 * 1024 * 1024
+    """Change it when requests with images or long prompts get 413."""
     max_header_bytes: Bytes = 64 * 1024
+    """Change it when requests with large cookies or tokens get 431."""
     max_concurrent_requests: Count = 4096
-    """Requests under way; more are refused with 503."""
+    """Requests under way; more are refused with 503.
+
+    Change it when requests get 503 `overloaded` although the replicas have room."""
     max_buffered_bytes: Bytes = 1024 * 1024 * 1024
     """Of the bodies of all requests under way; more are refused with 503. Parsing one takes several
-    times its size for a moment."""
+    times its size for a moment.
+
+    Change it when clients send more, or larger, bodies at once than the router's memory holds:
+    those of all requests under way together; further ones get 503 `overloaded`."""
     max_upstream_connections: Count = 16_384
+    """Change it when requests get 503 `overloaded` with "limit of connections"; each running
+    request has one."""
     extra_paths: Items[ProxiedPathPattern] = ()
-    """More paths that go to a replica as they are, by load."""
+    """More paths that go to a replica as they are, by load.
+
+    Change it when replicas have endpoints that the router does not know, such as `/pooling`; a
+    final asterisk matches any rest: `/custom/*`, but none with `.` or `..` as a segment. Requests
+    with any method are routed by load, among the replicas of the `model` in a JSON or form body if
+    there is one."""
     tls: ListenerTlsConfig = ListenerTlsConfig()
     replica_tls: ReplicaTlsConfig = ReplicaTlsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -194,10 +253,13 @@ class GroupConfig(Section, frozen=True):
     """One KV cache group of a model."""
 
     kind: Name
-    """As on the wire: `full_attention`, `sliding_window`, `chunked_local_attention`, `mamba` ..."""
+    """As in events: `full_attention`, `sliding_window`, `mamba` and the others that vLLM names."""
     block_size: Tokens
+    """Tokens in a block of this group, as its events say."""
     sliding_window: Window | None = None
+    """Change it when the kind is a sliding window: then it is required."""
     attention_chunk_size: Window | None = None
+    """Change it when the kind is chunked local attention: then it is required."""
 
     def to_group(self, index: int) -> KVCacheGroup:
         """The group as the hit rule knows it; raises `LayoutError`."""
@@ -213,9 +275,14 @@ class LowerTierConfig(Section, frozen=True):
     medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
     """The tier's name in events, in any case."""
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096), PLAIN] | None = None
-    """Blocks of each group, as vLLM's option of this name says."""
+    """Blocks of each group, as vLLM's option of this name says.
+
+    Change it when vLLM's option of this name is set, or its `block_size`."""
     block_size: Tokens | None = None
-    """Tokens, as vLLM's option of this name says, or LMCache's `chunk_size`."""
+    """Tokens, as vLLM's option of this name says, or LMCache's `chunk_size`.
+
+    Change it when chunks have one size for all groups: LMCache's `chunk_size`. Exactly one of the
+    two is required."""
 
     def to_hint(self) -> tuple[str, TierHint]:
         """The same for the index."""
@@ -231,21 +298,36 @@ class LayoutConfig(Section, frozen=True):
     """What the engines' events leave out about a model's cache. Everything is optional."""
 
     groups: Items[GroupConfig] = ()
-    """By group index."""
+    """By group index.
+
+    Change it when a group's kind, window or chunk is missing from the events:
+    `attention_chunk_size` of Llama 4, kinds before vLLM 0.22."""
     hash_block_size: Tokens | None = None
+    """Change it when hashes are farther apart than the greatest common divisor of the block sizes
+    seen."""
     scheduler_block_size: Tokens | None = None
+    """Change it when hits are multiples of something other than the least common multiple of the
+    block sizes seen."""
     eagle: bool = False
-    """The engines draft with EAGLE or MTP; nothing on the wire says so."""
+    """Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
+    says so."""
     eagle_sees_last_token: bool = True
-    """False for vLLM before 0.32."""
+    """Change it when `eagle` is set and the engines are vLLM before 0.32."""
     authoritative: bool = False
-    """The groups are facts, whatever the events say."""
+    """The groups are facts, whatever the events say.
+
+    Change it when events carry wrong kinds or windows; `groups` must then be complete."""
     assume_unseen: bool = LayoutHints().assume_unseen
-    """Groups that no event has named yet exist all the same."""
+    """Groups that no event has named yet exist all the same.
+
+    Change it when `groups` lists groups that these engines do not have."""
     hash_seeds: Items[Annotated[str, PLAIN]] = LayoutHints().hash_seeds
-    """Values of PYTHONHASHSEED that the engines may run with."""
+    """Change it when the engines run with a different `PYTHONHASHSEED`; put it first."""
     tiers: Items[LowerTierConfig] = ()
-    """Lower tiers."""
+    """Lower tiers.
+
+    Change it when predictions from a lower tier are wrong until its events have shown how much it
+    keeps together."""
 
     def to_hints(self) -> LayoutHints:
         """The same for the index."""
@@ -301,12 +383,16 @@ class StoreConfig(Section, frozen=True):
     name: Name
     """Of the store; in `/route`, in metrics, and in `policy.weights.tier_token`."""
     tiers: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] = ()
-    """Names of the tiers in events, in any case. Blocks announced there are in the store, unless
-    they are announced as `LOCAL`. Empty: whatever is announced as `REMOTE`."""
+    """Change it when engines do not announce what is `REMOTE`: blocks in these tiers are in the
+    store, unless announced as `LOCAL`. Empty: whatever is announced as `REMOTE`."""
     ownership: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
-    """Only blocks announced with this `ownership`, where an engine has several such tiers."""
+    """Only blocks announced with this `ownership`, where an engine has several such tiers.
+
+    Change it when an engine has several such tiers; vLLM's events name one in `ownership`."""
     replicas: Items[Annotated[str, Field(min_length=1, max_length=128), PLAIN]] | None = None
-    """Ids of the replicas that share it, `*` standing for any characters; null: all."""
+    """Ids of the replicas that share it, `*` standing for any characters; null: all.
+
+    Change it when not all replicas share it; `*` stands for any characters."""
 
     def is_shared_by(self, replica_id: str) -> bool:
         """Whether a replica reads and writes it."""
@@ -329,21 +415,34 @@ class ModelConfig(Section, frozen=True):
     """One model, as replicas serve it."""
 
     name: Name
+    """The name under which replicas serve it."""
     aliases: Items[Name] = ()
-    """Other names under which the replicas serve the same model. The router passes a request on as
-    it came."""
+    """Change it when replicas serve the same model under other names. A request may use any of
+    them; its `model` is rewritten where the replica has another name for it, and all else stays
+    byte for byte."""
     tokenizer: FilePath = TOKENIZER_AT_REPLICA
-    """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize."""
+    """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize.
+
+    Change it when you have the model's files (`tokenizer.json`, `tokenizer_config.json`, chat
+    template): this saves a round trip per prompt; by which library, see
+    [operations.md](operations.md#tokenizers)."""
     tokenizer_library: Literal["auto", "tokenizers"] = "auto"
-    """`auto`: fastokens where it gives the same ids as tokenizers; else never fastokens."""
+    """Change it when a vocabulary should not be trusted to `fastokens`, though it passed all
+    checks; `auto` takes it where it gives the same ids."""
     chat_template: FilePath | None = None
-    """A file that replaces the model's own template."""
+    """A file that replaces the model's own template.
+
+    Change it when the engines run with a `--chat-template` of their own."""
     lora_adapters: Items[Name] = ()
     """Adapters that requests may name in place of this model; more are discovered where replicas
-    list them."""
+    list them.
+
+    Change it when replicas do not list their adapters in `GET /v1/models`."""
     layout: LayoutConfig = LayoutConfig()
     stores: Items[StoreConfig] = ()
-    """What replicas share; an event belongs to the first store that it fits."""
+    """What replicas share; an event belongs to the first store that it fits.
+
+    Change it when several replicas share a file system or a bucket."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Stores of one name."""
@@ -368,16 +467,32 @@ class PolicyConfig(Section, frozen=True):
     """How a replica is chosen."""
 
     name: PolicyName = LEAST_DELAY
+    """Change it when you want `prefix` (a request's own wait only, which was the default before),
+    `least_loaded`, `session`, `round_robin`, `random`, or a plug-in (entry point group
+    `kvroute.policies`)."""
     weights: Weights = Weights()
     session_header: HeaderName = "x-session-id"
-    """Names the session, for the policy `session`; in lower case."""
+    """Names the session, for the policy `session`; in lower case.
+
+    Change it when clients name their session in another header; used by `session`. Without the
+    header, `session_id`, `prompt_cache_key`, `conversation`, `previous_response_id` or `user` of
+    the body is used."""
     recent_ttl_s: Seconds = 5.0
-    """How long a prefix that was sent somewhere counts as cached there before any event says so."""
+    """How long a prefix that was sent somewhere counts as cached there before any event says so.
+
+    Change it when prefill takes longer than this, and bursts of equal prompts spread over replicas;
+    only with `prefix`."""
     recent_max_entries: Annotated[int, Field(ge=1, le=100_000_000), PLAIN] = 262_144
+    """Change it when `kvroute_recent_prefix_keys` stays at the bound; an entry stands for 64 prompt
+    tokens and takes some 80 bytes."""
     mirror_max_keys: Annotated[int, Field(ge=1, le=1_000_000_000), PLAIN] = 1_048_576
-    """Bound on what is remembered of the use of caches: keys, one for 64 tokens."""
+    """Change it when `kvroute_mirror_keys` stays at the bound: the caches together hold more than
+    64 times as many tokens. A key takes some 400 bytes, most of them its prompt's token ids, and is
+    remembered only while its cache holds it: 3 MB for 500,000 cached tokens."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """For a plug-in; it checks them."""
+    """For a plug-in; it checks them.
+
+    Change it when a plug-in has options; the built-in policies have none."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Options that no policy reads."""
@@ -392,22 +507,44 @@ class HealthConfig(Section, frozen=True):
     """How replicas are watched."""
 
     path: UrlPath = "/health"
+    """Change it when the engine's health check has another path; any status 200 to 299 is
+    healthy."""
     interval_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False), PLAIN] = 2.0
-    """A replica that returns is back in rotation within this time."""
+    """A replica that returns is back in rotation within this time.
+
+    Change it when a recovered replica should return sooner (lower), or checks cost too much
+    (raise)."""
     timeout_s: Seconds = 2.0
+    """Change it when a busy engine responds late; at most `interval_s`; also the timeout of
+    discovery and scrapes."""
     unhealthy_after: Checks = 3
-    """Failures in a row."""
+    """Failures in a row.
+
+    Change it when replicas flap (raise) or stay in rotation too long (lower); failed checks, or
+    failed requests, in a row."""
     healthy_after: Checks = 1
-    """Passed checks in a row. Above 1 a return takes as many intervals."""
+    """Passed checks in a row. Above 1 a return takes as many intervals.
+
+    Change it when a recovered replica should pass more checks before it gets requests."""
     discovery_interval_s: Seconds = 30.0
-    """How often a healthy replica is asked again for its models and event sources."""
+    """How often a healthy replica is asked again for its models and event sources.
+
+    Change it when adapters are added and removed faster than this."""
     ready_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 30.0
     """After a start: how long `/readyz` waits for the event streams of each configured replica to
-    catch up; 0 does not wait."""
+    catch up; 0 does not wait.
+
+    Change it when event streams take longer to catch up after a start (raise); 0: ready at once,
+    with caches still unknown."""
     scrape_metrics: bool = True
+    """Change it when the engines have no `/metrics`; without it, requests from other clients are
+    not seen."""
     metrics_path: UrlPath = "/metrics"
+    """Change it when the engines serve it elsewhere."""
     engine_load_stale_after_s: Seconds = 10.0
-    """Scraped gauges older than this do not count."""
+    """Scraped gauges older than this do not count.
+
+    Change it when `interval_s` is raised: this must be longer."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Times that defeat each other."""
@@ -428,31 +565,51 @@ class EventsConfig(Section, frozen=True):
     """Bounds on the event streams, each per source."""
 
     max_frame_bytes: Bytes = 64 * 1024 * 1024
+    """Change it when a single batch is larger: a publisher that sends one is disconnected,
+    `kvroute_source_connections_total` grows and the source becomes suspect."""
     max_queued_batches: Count = 10_000
-    """Received and not yet applied. Anything beyond is dropped, counted, and recovered."""
+    """Received and not yet applied. Anything beyond is dropped, counted, and recovered.
+
+    Change it when `kvroute_events_overflow_total` grows: the number of batches that may wait while
+    a replay runs, within 4 x `max_frame_bytes`."""
     max_replay_bytes: Bytes = 1024 * 1024 * 1024
-    """Of one replay or snapshot."""
+    """Change it when a replay or snapshot of a large cache is cut short and
+    `kvroute_events_unanswered_total` grows."""
     replay_timeout_s: Seconds = 5.0
-    """Between two replies of a replay."""
+    """Change it when the engine takes longer between two replies."""
     silent_after_s: Seconds = 60.0
     """Without any message for this long, the replay endpoint is asked whether the end of the stream
-    was lost."""
+    was lost.
+
+    Change it when a loss at the end of a quiet stream should be noticed sooner; checks begin after
+    2 s of silence and back off up to this interval."""
     curve_keys: PlacedPath | None = None
-    """The router's own keys, for encrypted streams: the file `NAME.key_secret` that `kvroute keys`
-    made."""
+    """Change it when engines encrypt their streams
+    ([security.md](security.md#encrypted-event-streams)): the file `NAME.key_secret` of `kvroute
+    keys NAME`."""
     hash_key: PlacedPath | None = None
-    """The key under which engines announce blocks that carry no token ids: the file `NAME.hash_key`
-    that `kvroute keys --hash NAME` made."""
+    """Change it when engines announce blocks without token ids
+    ([security.md](security.md#event-streams-without-prompts)): the file `NAME.hash_key` of `kvroute
+    keys --hash NAME`, the same as theirs."""
     curve_server_key: CurvePublicKey | None = None
-    """The public key of the engines whose `kv_events` name none; null: those are plain text."""
+    """Always with `curve_keys`: the public key of the engines, where `kv_events` names no other.
+    Streams without a key are plain text."""
     self_repair: bool = True
-    """Rebuild a source whose hits are predicted wrongly for long in quiet moments."""
+    """Rebuild a source whose hits are predicted wrongly for long in quiet moments.
+
+    Change it when sources whose hits are predicted wrongly for long should not be rebuilt; they are
+    shown all the same."""
     self_repair_after_s: Seconds = 60.0
-    """How long: from the first wrong prediction to the last."""
+    """Change it when a wrong picture should be rebuilt sooner (lower), or short disturbances of the
+    engines cause rebuilds (raise): the time from the first wrong prediction to the last."""
     self_repair_quiet_s: Seconds = 1.0
-    """A moment is quiet this long after the last request at a replica."""
+    """Change it when events take longer to arrive (raise), or requests follow each other so closely
+    that none is judged (lower): only requests that come this long after the last one at a replica
+    are judged."""
     rebuild_cool_down_s: Seconds = 600.0
-    """The least time between two such rebuilds of one source."""
+    """The least time between two such rebuilds of one source.
+
+    Change it when rebuilds cost too much (raise), or should be repeated sooner (lower)."""
 
 
 # --- the whole ------------------------------------------------------------------------------------

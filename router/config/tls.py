@@ -14,11 +14,17 @@ class ListenerTlsConfig(Section, frozen=True):
     change."""
 
     certificate: PlacedPath | None = None
-    """The router's, with the chain up to its authority; null: plain HTTP."""
+    """The router's, with the chain up to its authority; null: plain HTTP.
+
+    Change it when clients come over a network: PEM, the router's certificate and then those up to
+    its authority."""
     key: PlacedPath | None = None
-    """Its private key, without a password."""
+    """Always with a certificate: its private key, without a password."""
     client_ca: PlacedPath | None = None
-    """Authorities of which a client must show a certificate; null: clients need none."""
+    """Authorities of which a client must show a certificate; null: clients need none.
+
+    Change it when only clients with a certificate of these authorities may connect, besides any
+    key."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Parts that are missing."""
@@ -32,11 +38,16 @@ class ReplicaTlsConfig(Section, frozen=True):
     """Towards replicas, or other routers, whose URL begins with https. PEM files."""
 
     ca: PlacedPath | None = None
-    """Authorities that are trusted; null: the system's."""
+    """Authorities that are trusted; null: the system's.
+
+    Change it when certificates there are from an authority of your own; it is then the only one
+    that is trusted."""
     certificate: PlacedPath | None = None
-    """Shown to those that ask for one; read again when it changes."""
+    """Shown to those that ask for one; read again when it changes.
+
+    Change it when they ask for a certificate, as a router does with `server.tls.client_ca`."""
     key: PlacedPath | None = None
-    """Its private key, without a password."""
+    """Always with a certificate: its private key, without a password."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Parts that are missing."""

@@ -18,10 +18,12 @@ class VersionConfig(Section, frozen=True):
     model: Name
     """A model, alias or adapter that replicas serve."""
     weight: Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False), PLAIN] = 1.0
-    """Its share of the requests that do not choose, relative to the others; with 0 it gets only
-    those that choose it."""
+    """Change it when versions should get different shares of the requests; with `0` a version gets
+    only those that choose it."""
     label: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
-    """What the header says to choose it; null: the model's name."""
+    """What the header says to choose it; null: the model's name.
+
+    Change it when clients choose it by another word than the model's name."""
 
     @property
     def chosen_by(self) -> str:
@@ -33,9 +35,14 @@ class VersionedModelConfig(Section, frozen=True):
     """A name that clients use, and the models that it stands for."""
 
     name: Name
+    """What clients ask for. No model, alias or adapter may have it."""
     header: HeaderName = "x-model-version"
-    """With this header a client chooses a version, by its label."""
+    """With this header a client chooses a version, by its label.
+
+    Change it when clients choose by another one; its value is a version's `label`, and any other
+    value is no choice."""
     versions: Annotated[Items[VersionConfig], Field(min_length=1, max_length=64)]
+    """The models that it stands for."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Versions that nothing tells apart, and weights of which none counts."""

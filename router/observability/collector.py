@@ -126,7 +126,7 @@ def _source_labels(
 _INDEX_GAUGES: _Table[SourceStatistics] = (
     (
         "kvroute_index_unplaced_blocks",
-        "Blocks whose prefix is not known.",
+        "Blocks held whose prefix is not known.",
         lambda found: found.unplaced,
     ),
     (
@@ -136,7 +136,8 @@ _INDEX_GAUGES: _Table[SourceStatistics] = (
     ),
     (
         "kvroute_index_foreign_key",
-        "1 where blocks are announced under a hash key that the router does not have.",
+        "1 where blocks are announced under a hash key that the router "
+        "does not have: nothing is found there.",
         lambda found: found.key_problem is not None,
     ),
     (
@@ -153,7 +154,7 @@ def _index_metrics(
     labelled = [(_source_labels(source, feeds), found) for source, found in sources.items()]
     yield _gauge(
         "kvroute_index_blocks",
-        "Distinct blocks held, by KV cache group and tier.",
+        "Distinct blocks held.",
         (*_SOURCE, "group", "tier"),
         (
             ((*labels, str(group), tier), count)
@@ -163,7 +164,7 @@ def _index_metrics(
     )
     yield _gauge(
         "kvroute_index_store_blocks",
-        "Distinct blocks in a store that several replicas share, by KV cache group and tier.",
+        "Distinct blocks in a store that replicas share (`models[].stores`).",
         ("model", "store", "group", "tier"),
         _store_samples(labelled),
     )
@@ -188,43 +189,59 @@ _FEED_COUNTERS: _Table[SourceFeedStatistics] = (
     ("kvroute_event_batches", "Batches applied.", lambda found: found.stream.batches),
     (
         "kvroute_events_malformed",
-        "Messages refused: not a batch, or over a bound.",
+        "Messages refused: not a batch, or over a limit.",
         lambda found: found.stream.malformed,
     ),
     (
         "kvroute_events_duplicate",
-        "Batches received more than once.",
+        "Batches received again, as happens around a replay.",
         lambda found: found.stream.duplicates,
     ),
     ("kvroute_events_gaps", "Gaps seen in the sequence numbers.", lambda found: found.stream.gaps),
-    ("kvroute_events_replays", "Replays that brought batches.", lambda found: found.stream.replays),
+    (
+        "kvroute_events_replays",
+        "Replays that returned batches.",
+        lambda found: found.stream.replays,
+    ),
     ("kvroute_events_snapshots", "Snapshots taken.", lambda found: found.stream.snapshots),
-    ("kvroute_events_restarts", "Restarts of the publisher.", lambda found: found.stream.restarts),
+    (
+        "kvroute_events_restarts",
+        "Times another process was found at a publisher's address.",
+        lambda found: found.stream.restarts,
+    ),
     (
         "kvroute_events_unanswered",
-        "Requests to the replay endpoint that got no reply.",
+        "Requests to the replay endpoint without a reply, or with one cut short.",
         lambda found: found.stream.unanswered,
     ),
     (
         "kvroute_events_overflow",
-        "Batches dropped because too many waited.",
+        "Batches dropped because too many waited during a replay.",
         lambda found: found.stream.overflow,
     ),
     (
         "kvroute_source_connections",
-        "Connections made to a publisher.",
+        "Connections made to the publisher of an event stream.",
         lambda found: found.stream.connections,
     ),
-    ("kvroute_blocks_stored", "Blocks stored.", lambda found: found.applied.stored),
-    ("kvroute_blocks_removed", "Blocks removed.", lambda found: found.applied.removed),
+    (
+        "kvroute_blocks_stored",
+        "Blocks stored, copies included.",
+        lambda found: found.applied.stored,
+    ),
+    (
+        "kvroute_blocks_removed",
+        "Blocks removed, copies included.",
+        lambda found: found.applied.removed,
+    ),
     (
         "kvroute_events_skipped",
-        "Unknown event types, removals of unknown blocks, blocks over a bound.",
+        "Events of unknown type, removals of unknown blocks, blocks over the limit.",
         lambda found: found.applied.skipped,
     ),
     (
         "kvroute_events_unreadable",
-        "Events that break the format, left out of their batch.",
+        "Events that break the format, left out of their batch; the rest of it was applied.",
         lambda found: found.applied.unreadable,
     ),
 )
@@ -246,13 +263,13 @@ def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Me
     )
     yield _single(
         "kvroute_suspect_sources",
-        "Event streams with a loss that could not be repaired.",
+        "Event streams with a loss that could not be repaired: their state is `suspect`.",
         sum(found.state is SourceState.SUSPECT for found in feeds.values()),
     )
     now = time.monotonic()
     yield _gauge(
         "kvroute_source_silence_seconds",
-        "Time since an event stream's last message.",
+        "Time since an event stream's last live message.",
         _SOURCE,
         (
             (labels, now - found.stream.last_message_at)
@@ -270,13 +287,14 @@ def _trust_metrics(
     labelled = [(_source_labels(source, feeds), trusts.get(source)) for source in feeds]
     yield _counter(
         "kvroute_source_rebuilds",
-        "Rebuilds of a source whose hits were predicted wrongly for long.",
+        "Rebuilds of a source because its hits were predicted wrongly.",
         _SOURCE,
         ((labels, 0 if found is None else found.rebuilds) for labels, found in labelled),
     )
     yield _gauge(
         "kvroute_source_mispredicted",
-        "1 while a source's hits are mispredicted and a rebuild did not help or has to wait.",
+        "1 while a source's hits are predicted wrongly and a rebuild did "
+        "not help, or has to wait for the cool-down.",
         _SOURCE,
         ((labels, bool(found and found.cause)) for labels, found in labelled),
     )
@@ -285,17 +303,18 @@ def _trust_metrics(
 _APPROXIMATE_GAUGES: _Table[ApproximateStatistics] = (
     (
         "kvroute_approximate_tokens",
-        "Prompt tokens that a cache without events is estimated to hold.",
+        "Tokens that a cache without events is estimated to hold.",
         lambda found: found.tokens,
     ),
     (
         "kvroute_approximate_capacity_tokens",
-        "Size of that cache, as far as reuse was seen to last.",
+        "Size of a cache without events, as far as reuse was seen to last.",
         lambda found: found.capacity_tokens,
     ),
     (
         "kvroute_approximate_trust",
-        "Share of the tokens promised by estimate that were cached, over the last responses.",
+        "Of the tokens promised at a cache without events lately, the "
+        "share that was cached; so much of its hits counts.",
         lambda found: found.trust,
     ),
 )
@@ -308,7 +327,7 @@ def _approximate_metrics(caches: Mapping[SourceId, ApproximateStatistics]) -> It
         yield _gauge(name, text, labels, ((values, value(found)) for values, found in labelled))
     yield _single(
         "kvroute_approximate_sources",
-        "Caches whose hits are estimated, since there are no events.",
+        "Caches without events, whose hits are estimates.",
         len(caches),
     )
 
@@ -318,71 +337,78 @@ def _approximate_metrics(caches: Mapping[SourceId, ApproximateStatistics]) -> It
 _REPLICA_GAUGES: _Table[ReplicaView] = (
     (
         "kvroute_replica_backing_off",
-        "1 while it gets nothing, as it asked for.",
+        "1 while a replica gets nothing because it answered 429 or 503 "
+        "with `Retry-After` (`overload.max_back_off_s`).",
         lambda view: view.backs_off_s > 0,
     ),
     (
         "kvroute_replica_slow_start",
-        "The share of its speed and limits that count since it joined.",
+        "The share of a replica's speed and limits that count since it joined: 0.1 to 1.",
         lambda view: view.slow_start,
     ),
     (
         "kvroute_replica_healthy",
-        "1 while the replica passes its checks.",
+        "1 while a replica passes its checks, also while it drains.",
         lambda view: view.health == "healthy",
     ),
     (
         "kvroute_in_flight_requests",
-        "Requests of this router in flight there.",
+        "This router's requests at a replica.",
         lambda view: view.load.requests,
     ),
     (
         "kvroute_in_flight_prefill_tokens",
-        "Uncached prompt tokens waiting for a first token.",
+        "Uncached prompt tokens of this router's requests at a replica, until the first byte.",
         lambda view: view.load.prefill_tokens,
     ),
     (
         "kvroute_in_flight_decodes",
-        "Requests past their first token.",
+        "This router's requests at a replica whose responses have begun.",
         lambda view: view.load.decoding_requests,
     ),
     (
         "kvroute_in_flight_tokenizations",
-        "The router's own requests for token ids in flight there.",
+        "The router's own requests at a replica for token ids, where "
+        "`models[].tokenizer` is `replica`; not among "
+        "`kvroute_in_flight_requests`.",
         lambda view: view.load.tokenizing_requests,
     ),
     (
         "kvroute_engine_running_requests",
-        "By the engine's own gauge.",
+        "Requests that run at a replica, by the engine's own gauge; 0 if it cannot be read.",
         lambda view: view.engine_load.running if view.engine_load else 0,
     ),
     (
         "kvroute_engine_waiting_requests",
-        "By the engine's own gauge.",
+        "Requests that wait at a replica, by the engine's own gauge; 0 if it cannot be read.",
         lambda view: view.engine_load.waiting if view.engine_load else 0,
     ),
 )
 _REPLICA_COUNTERS: _Table[ReplicaView] = (
-    ("kvroute_health_checks", "Health checks.", lambda view: view.checks),
-    ("kvroute_health_checks_failed", "Health checks that failed.", lambda view: view.failed_checks),
+    ("kvroute_health_checks", "Health checks of a replica.", lambda view: view.checks),
+    (
+        "kvroute_health_checks_failed",
+        "Health checks of a replica that failed.",
+        lambda view: view.failed_checks,
+    ),
     (
         "kvroute_replica_failures",
-        "Requests that failed by the replica's fault.",
+        "Requests that failed through the replica's fault; a 4xx or a plain 500 never counts.",
         lambda view: view.failed_requests,
     ),
     (
         "kvroute_replica_outages",
-        "Times the replica became unhealthy.",
+        "Times a replica became unhealthy.",
         lambda view: view.times_unhealthy,
     ),
     (
         "kvroute_replica_breaker_opened",
-        "Times its circuit breaker opened.",
+        "Times a replica's circuit breaker opened, after failed tries too.",
         lambda view: view.times_opened,
     ),
     (
         "kvroute_replica_busy",
-        "Times it answered 429 or 503 and said for how long.",
+        "Times a replica answered 429 or 503 with `Retry-After`.",
         lambda view: view.times_told_off,
     ),
 )
@@ -391,7 +417,7 @@ _REPLICA_COUNTERS: _Table[ReplicaView] = (
 _PROVIDER_GAUGES: _Table[ProviderStatistics] = (
     (
         "kvroute_discovery_replicas",
-        "Replicas that a provider names.",
+        "Replicas that a provider names; `configuration` stands for `replicas`.",
         lambda found: found.replicas,
     ),
     (
@@ -401,7 +427,11 @@ _PROVIDER_GAUGES: _Table[ProviderStatistics] = (
     ),
 )
 _PROVIDER_COUNTERS: _Table[ProviderStatistics] = (
-    ("kvroute_discovery_reports", "Lists of replicas reported.", lambda found: found.reports),
+    (
+        "kvroute_discovery_reports",
+        "Lists of replicas that a provider reported.",
+        lambda found: found.reports,
+    ),
     (
         "kvroute_discovery_failures",
         "Times a provider could not say what its replicas are.",
@@ -413,7 +443,7 @@ _PROVIDER_COUNTERS: _Table[ProviderStatistics] = (
 def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
     yield _gauge(
         "kvroute_replica_state",
-        "1 for the state a replica is in.",
+        "1 for the state a replica is in: `starting`, `healthy`, `unhealthy`, `draining`.",
         ("replica", "state"),
         (
             ((view.id, state.value), view.state == state.value)
@@ -423,7 +453,7 @@ def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
     )
     yield _gauge(
         "kvroute_replica_breaker_state",
-        "1 for the state of a replica's circuit breaker.",
+        "1 for the state of a replica's circuit breaker: `closed`, `open`, `half_open`.",
         ("replica", "state"),
         (
             ((view.id, state.value), view.breaker == state.value)
@@ -447,7 +477,8 @@ def _scaling_metrics(
     speeds = {name: parts.mirror.prefill_tokens_per_s(name) for name, _ in served}
     yield _gauge(
         "kvroute_prefill_tokens_per_second",
-        "Prompt tokens that a replica of speed 1 computes in a second, as observed.",
+        "Prompt tokens that a replica of `speed` 1 computes in a second, "
+        "as observed; 10,000 before anything was.",
         ("model",),
         (((name,), speed) for name, speed in speeds.items()),
     )
@@ -462,8 +493,8 @@ def _scaling_metrics(
     )
     yield _gauge(
         "kvroute_cache_pressure",
-        "How probable it is that what a cache evicts next will be used again; 0 while it evicts "
-        "nothing.",
+        "How probable it is that what the cache evicts next will be used "
+        "again; 0 while it evicts nothing.",
         _SOURCE,
         [
             (_source_labels(source, feeds), _pressure(parts.mirror, feed.model, source, replicas))
@@ -472,7 +503,8 @@ def _scaling_metrics(
     )
     yield _gauge(
         "kvroute_engine_cache_usage",
-        "Share of its KV blocks that an engine's running requests hold, by its own gauge.",
+        "Share of a replica's KV blocks that running requests hold, by "
+        "the engine's own gauge; missing where it reports none.",
         _REPLICA,
         (
             ((view.id,), view.engine_load.kv_cache_usage)
@@ -513,7 +545,7 @@ def _discovery_metrics(providers: Mapping[str, ProviderStatistics]) -> Iterator[
 def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Iterator[Metric]:
     yield _counter(
         "kvroute_tokenized_prompts",
-        "Prompts by how much of them is known.",
+        "Prompts by how much of them was tokenised: `whole`, `prefix`, `unknown`.",
         ("model", "coverage"),
         (
             ((name, kind.value), count)
@@ -523,7 +555,7 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
     )
     yield _counter(
         "kvroute_untokenized_prompts",
-        "Prompts not known in full, by reason.",
+        "Prompts not tokenised in full, by reason.",
         ("model", "reason"),
         (
             ((name, reason), count)
@@ -534,7 +566,8 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
     backends = {name: found.local.backend for name, found in models.items() if found.local}
     yield _gauge(
         "kvroute_tokenizer_info",
-        "Always 1; the library that tokenises in the router, and why if it is not fastokens.",
+        "Always 1, for models with `models[].tokenizer`; `library` is "
+        "`fastokens` or `tokenizers`, `reason` why it is the latter.",
         ("model", "library", "reason"),
         (((name, found.name, found.reason or ""), 1) for name, found in backends.items()),
     )
@@ -545,13 +578,13 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
     }
     yield _counter(
         "kvroute_token_cache_hits",
-        "Pieces of text whose token ids were cached.",
+        "Pieces of text whose token ids were cached; only where `tokenizers` tokenises.",
         ("model",),
         ((labels, cache.hits) for labels, cache in caches.items()),
     )
     yield _counter(
         "kvroute_token_cache_misses",
-        "Pieces of text that were tokenised.",
+        "Pieces of text that were tokenised; only where `tokenizers` tokenises.",
         ("model",),
         ((labels, cache.misses) for labels, cache in caches.items()),
     )
@@ -567,12 +600,13 @@ def _work_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ),
         (
             "kvroute_event_loop_tasks",
-            "Tasks of the event loop that have not ended: what it does at once.",
+            "Tasks of the event loop: what it does at once. Idle, a router "
+            "has as many as before it was busy.",
             len(asyncio.all_tasks()),
         ),
         (
             "kvroute_buffered_bytes",
-            "Of the bodies of requests, held until these have ended.",
+            "Bodies of the requests under way, in bytes; bounded by `server.max_buffered_bytes`.",
             parts.admission.buffered_bytes,
         ),
     ):
@@ -582,39 +616,61 @@ def _work_metrics(parts: CollectedParts) -> Iterator[Metric]:
 def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     yield _gauge(
         "kvroute_index_info",
-        "Always 1; the implementation of the index: native or reference.",
+        "Always 1; `native` is the compiled index, `reference` the one in plain Python.",
         ("implementation",),
         [((parts.models.index_implementation,), 1)],
     )
     yield _gauge(
         "kvroute_tokenizer_disagreements",
-        "Probes that a replica tokenises differently from the router: its hits are mispredicted.",
+        "Probes that the replica tokenises differently from the router: "
+        "model files, chat template or library version differ. Above 0, "
+        "its hits are mispredicted.",
         ("model", "replica"),
         parts.tokenizer_check.disagreements.items(),
     )
     yield _counter(
         "kvroute_shortages",
-        "Times the system refused the router something: open_files, ports, buffers, memory.",
+        "Times the system refused the router something: `open_files`, "
+        "`ports`, `buffers`, `memory`; once per connection that had to be "
+        "served from the reserve or could not be opened.",
         ("resource",),
         [((resource,), count) for resource, count in parts.shortages.counts.items()],
     )
+    yield from _remembered_metrics(parts)
+
+
+def _remembered_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    """Connections that are kept, and what is known of prompts and responses."""
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
     responses = parts.responses.statistics()
     for name, text, value in (
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
-        ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
-        ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),
+        (
+            "kvroute_upstream_idle_connections",
+            "Connections to replicas that are idle.",
+            upstream.idle,
+        ),
+        (
+            "kvroute_recent_prefix_keys",
+            "Pieces of 64 prompt tokens remembered as recently sent.",
+            recent.entries,
+        ),
         (
             "kvroute_mirror_keys",
-            "Prefixes of which it is remembered who used them last, by 64 tokens.",
+            "Pieces of 64 prompt tokens of which it is remembered who used "
+            "them last, over all caches.",
             parts.mirror.statistics().keys,
         ),
-        ("kvroute_stored_responses", "Responses whose replica is known.", responses.known),
+        (
+            "kvroute_stored_responses",
+            "Stored responses of `/v1/responses` whose replica is known.",
+            responses.known,
+        ),
     ):
         yield _single(name, text, value)
     yield CounterMetricFamily(
         "kvroute_response_lookups",
-        "Times that replicas were asked who has a stored response.",
+        "Times that the replicas were asked who has a stored response.",
         value=responses.asked,
     )
 
@@ -622,21 +678,29 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
 _BOARD_GAUGES: _Table[BoardStatistics] = (
     (
         "kvroute_board_up",
-        "1 while other workers or routers can be heard over this board.",
+        "1 while other workers or routers can be heard over this board: `memory`, `valkey`.",
         lambda found: found.is_up,
     ),
-    ("kvroute_board_writers", "Others that are heard.", lambda found: found.writers),
+    (
+        "kvroute_board_writers",
+        "Other workers and routers that are heard over this board.",
+        lambda found: found.writers,
+    ),
     (
         "kvroute_board_oldest_seconds",
-        "Age of the oldest word of those that are heard.",
+        "Age of the oldest word of those that are heard over this board; half a second is usual.",
         lambda found: found.oldest_s,
     ),
 )
 _BOARD_COUNTERS: _Table[BoardStatistics] = (
-    ("kvroute_board_published", "Times that something new was said.", lambda it: it.published),
+    (
+        "kvroute_board_published",
+        "Times that something new was said over this board.",
+        lambda it: it.published,
+    ),
     (
         "kvroute_board_failures",
-        "Times that the board could not be reached, and words that could not be read.",
+        "Times that this board could not be reached, and words that could not be read.",
         lambda found: found.failures,
     ),
 )
@@ -666,15 +730,34 @@ def _snapshot_metrics(parts: CollectedParts) -> Iterator[Metric]:
     kept, peers, sender = parts.snapshots, parts.peers, parts.sender
     for name, text, value in (
         ("saved", "Snapshots of the index that were written.", kept.saved if kept else 0),
-        ("failed", "Snapshots that could not be written.", kept.failures if kept else 0),
+        (
+            "failed",
+            "Snapshots that could not be written; the log says why.",
+            kept.failures if kept else 0,
+        ),
         ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
-        ("sent", "Snapshots sent to others.", sender.sent if sender else 0),
-        ("taken", "Snapshots taken from others.", sum(each.taken for each in peers)),
-        ("refused", "Answers of no use.", sum(each.refused for each in peers)),
+        (
+            "sent",
+            "Snapshots sent to routers and workers that started.",
+            sender.sent if sender else 0,
+        ),
+        (
+            "taken",
+            "Snapshots taken from another router or worker at the start: 1, or 0 where none had "
+            "one.",
+            sum(each.taken for each in peers),
+        ),
+        (
+            "refused",
+            "Answers of other routers that were of no use; the log says why.",
+            sum(each.refused for each in peers),
+        ),
     ):
         yield CounterMetricFamily(f"kvroute_snapshots_{name}", text, value=value)
     yield _single(
-        "kvroute_snapshot_bytes", "Of the last one written.", kept.saved_bytes if kept else 0
+        "kvroute_snapshot_bytes",
+        "Size of the last snapshot written.",
+        kept.saved_bytes if kept else 0,
     )
 
 
@@ -703,7 +786,8 @@ def _queue_metrics(parts: CollectedParts) -> Iterator[Metric]:
     )
     yield _gauge(
         "kvroute_queue_tokens",
-        "Prompt tokens to compute of these, and the usual length of their responses.",
+        "What the requests that wait for room cost: prompt tokens to "
+        "compute, and the usual length of a response.",
         labels,
         [(values, waiting.tokens) for values, waiting in found],
     )
@@ -715,25 +799,25 @@ def _key_metrics(limits: KeyLimits) -> Iterator[Metric]:
     labels = ("key",)
     yield _counter(
         "kvroute_key_requests",
-        "Requests with a key that has limits.",
+        "Requests with a key that has limits (`server.client_api_keys[]`).",
         labels,
         [((name,), usage.total_requests) for name, usage in usages],
     )
     yield _counter(
         "kvroute_key_tokens",
-        "Tokens of prompts and responses with such a key.",
+        "Tokens of prompts and responses with a key that has limits.",
         labels,
         [((name,), usage.total_tokens) for name, usage in usages],
     )
     yield _gauge(
         "kvroute_key_in_flight",
-        "Requests with such a key that are under way.",
+        "Requests under way with a key that has limits.",
         labels,
         [((name,), usage.counts().in_flight) for name, usage in usages],
     )
     yield _counter(
         "kvroute_key_refusals",
-        "Requests refused by a limit of their key: requests, tokens, in_flight or model.",
+        "Requests that a limit of their key refused: `requests`, `tokens`, `in_flight`, `model`.",
         ("key", "limit"),
         [
             ((name, limit), count)

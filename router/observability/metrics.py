@@ -195,111 +195,139 @@ class WrittenHistogram(_Written[HistogramSeries]):
 _COUNTERS = {
     "requests": _Spec(
         "kvroute_requests",
-        "Requests by the replica whose response was passed on (none: no replica responded) and "
-        "the status sent.",
+        "Proxied requests that ended, by the replica whose response was "
+        "passed on (`none`: no replica's; `removed`: a replica removed "
+        "meanwhile) and the status sent.",
         ("model", "replica", "policy", "status"),
     ),
-    "ends": _Spec("kvroute_request_ends", "Requests by the way they ended.", ("end",)),
+    "ends": _Spec(
+        "kvroute_request_ends",
+        "Proxied requests by how they ended: `completed`, `client_left`, "
+        "`client_stalled`, `replica_died`, `no_replica`, `overloaded`, "
+        "`abandoned`.",
+        ("end",),
+    ),
     "retries": _Spec(
         "kvroute_retries",
-        "Attempts that failed before a first byte, after which another one may follow.",
+        "Attempts that failed at this replica before a first byte; the "
+        "next replica is tried, if there is one and `server.retries` "
+        "allows it. `kept_closed`: a kept connection was closed, the same "
+        "replica is tried again; `unhealthy`: its checks failed while the "
+        "request waited.",
         ("replica", "reason"),
     ),
     "unretried": _Spec(
         "kvroute_unretried_requests",
-        "Requests that failed and were not tried again, though there was a candidate: limit, "
-        "budget or closed_replicas.",
+        "Requests that failed and were not tried again, though there was "
+        "a candidate: `limit`, `budget`, `closed_replicas`.",
         ("reason",),
     ),
     "predicted": _Spec(
         "kvroute_predicted_cached_tokens",
-        "Prompt tokens predicted to be cached, over requests whose response reported the truth.",
+        "Prompt tokens predicted to be cached, over responses that reported `cached_tokens`.",
         ("model", "replica"),
     ),
     "lower_tiers": _Spec(
         "kvroute_predicted_lower_tier_tokens",
-        "Part of the predicted tokens that a lower tier or shared store has, over the same "
-        "requests.",
+        "Part of the predicted tokens that a lower tier or shared store "
+        "has; `other` from the 65th name on.",
         ("model", "tier"),
     ),
     "compared": _Spec(
         "kvroute_compared_prompt_tokens",
-        "Prompt tokens of the same requests.",
+        "Prompt tokens of the requests whose responses reported "
+        "`cached_tokens`: what they reused is "
+        "`kvroute_actual_cached_tokens_total` of it.",
         ("model", "replica"),
     ),
     "actual": _Spec(
         "kvroute_actual_cached_tokens",
-        "Prompt tokens the engine reported as cached, over the same requests.",
+        "Prompt tokens that the engine reported as cached.",
         ("model", "replica"),
     ),
     "predictions": _Spec(
         "kvroute_predictions",
-        "Predictions by outcome: exact, over (promised too much) or under.",
+        "Predictions of cached tokens by outcome: `exact`, `over` "
+        "(predicted too much), `under`; of responses that reported "
+        "`cached_tokens`.",
         ("model", "replica", "outcome"),
     ),
     "expected": _Spec(
         "kvroute_expected_cached_tokens",
-        "Prompt tokens predicted to be cached when the engine admits the request, over the same "
-        "requests.",
+        "Prompt tokens predicted to be cached when the engine admits the "
+        "request, over responses that reported `cached_tokens`.",
         ("model", "replica"),
     ),
     "expectations": _Spec(
         "kvroute_admission_predictions",
-        "These predictions by outcome.",
+        "Predictions by outcome, of what is cached when the engine admits "
+        "the request: those ahead of it store their prompts and evict "
+        "others.",
         ("model", "replica", "outcome"),
     ),
     "approximate": _Spec(
         "kvroute_approximate_predictions",
-        "Predictions by estimate, for caches without events, by outcome: near, over (64 tokens or "
-        "more too much) or under. In none of the other counts.",
+        "Estimates for caches without events by outcome: `near` (within "
+        "64 tokens), `over`, `under`. They are in none of the other "
+        "counts.",
         ("model", "replica", "outcome"),
     ),
     "approximate_predicted": _Spec(
         "kvroute_approximate_predicted_cached_tokens",
-        "Prompt tokens estimated to be cached, over these requests.",
+        "Prompt tokens estimated to be cached, over responses that "
+        "reported `cached_tokens`, at caches without events.",
         ("model", "replica"),
     ),
     "approximate_actual": _Spec(
         "kvroute_approximate_actual_cached_tokens",
-        "Prompt tokens the engine reported as cached, over these requests.",
+        "Prompt tokens that the engine reported as cached, at caches without events.",
         ("model", "replica"),
     ),
     "versions": _Spec(
         "kvroute_versioned_requests",
-        "Requests for a name that stands for several models, by that name and the model chosen.",
+        "Requests for a name that stands for several models "
+        "(`versioned_models`), by that name and the model that was "
+        "chosen.",
         ("requested", "model"),
     ),
     "bad_requests": _Spec(
         "kvroute_rejected_requests",
-        "Requests the router itself refused, by error code.",
+        "Requests that the router itself refused, by the error's code; "
+        "broken connections are `malformed_http`, `headers_too_large`, "
+        "`bad_host`, `unknown_transfer_coding`, `too_many_pipelined`, "
+        "`slow_request`, `response_not_read`, `client_gone`.",
         ("code",),
     ),
     "wrong_keys": _Spec(
         "kvroute_wrong_keys",
-        "Requests with a key that is not the right one, by endpoint.",
+        "Requests with a key that is not the right one, by endpoint; "
+        "those without a key do not count.",
         ("endpoint",),
     ),
     "reloads": _Spec(
         "kvroute_config_reloads",
-        "Times the configuration was read again, by what came of it.",
+        "Times the configuration was read again: `taken`, `refused`.",
         ("result",),
     ),
     "queue_refusals": _Spec(
         "kvroute_queue_refusals",
-        "Requests that waited for room at a replica, or were to, and got none: full, late (its "
-        "deadline would pass before its turn), timeout, client_left or gone (its "
-        "model is).",
+        "Requests that got no turn at a replica: `full`, `late` (refused "
+        "at once: by the estimate they would wait too long), `timeout` "
+        "(they did), `client_left`, `gone` (no replica serves the model "
+        "any more).",
         ("model", "priority", "reason"),
     ),
     "traces": _Spec(
         "kvroute_traces",
-        "Traced requests, by what became of their spans: exported, failed or dropped.",
+        "Traced requests, by what became of their spans: `exported`, "
+        "`failed` (the collector did not take them), `dropped` (too many "
+        "waited: `OTEL_BSP_MAX_QUEUE_SIZE`).",
         ("result",),
     ),
     "report_modes": _Spec(
         "kvroute_stripped_report_modes",
-        "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
-        "counts.",
+        "Requests whose `kv_cache_report_mode` was removed: it would "
+        "spoil the engine's event counts.",
     ),
 }
 _HISTOGRAMS = {
@@ -323,19 +351,20 @@ _HISTOGRAMS = {
     ),
     "tokenization": _Spec(
         "kvroute_tokenization_seconds",
-        "Time from a parsed request to its token ids.",
+        "From a parsed request to its token ids.",
         ("model",),
         _ROUTING_SECONDS,
     ),
     "queue_wait": _Spec(
         "kvroute_queue_wait_seconds",
-        "How long requests waited for room at a replica before they were sent.",
+        "How long requests waited for room at a replica before they were "
+        "sent; 0 for those that did not.",
         ("model", "priority"),
         _REQUEST_SECONDS,
     ),
     "prediction_error": _Spec(
         "kvroute_prediction_error_tokens",
-        "Absolute difference of predicted and actual cached tokens.",
+        "Absolute difference of predicted and reported cached tokens.",
         ("model",),
         _TOKENS,
     ),
@@ -439,6 +468,10 @@ class RouterMetrics:
         self._served.clear()
         for attribute in (*_COUNTERS, *_HISTOGRAMS):
             getattr(self, attribute).forget(label, value)
+
+    def families(self) -> Iterable[Metric]:
+        """Every metric as it was rendered last: its name, help, labels and series."""
+        return self._registry.collect()
 
     async def render(self, collected: Iterable[Metric], has_exemplars: bool = False) -> bytes:
         """Render the whole registry and *collected*, iterating over both in a thread.

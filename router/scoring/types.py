@@ -39,45 +39,62 @@ class Weights:
     """
 
     lower_tier_token: Cost = 0.1
-    """Bringing back one token from a lower tier (CPU) that *tier_token* does not name: 128 KiB over
-    PCIe are 5 µs. At 1 a lower tier is worth nothing."""
+    """Change it when loading a token from the CPU, or a tier that `tier_token` does not name, is
+    slower; 1 makes such a hit worth nothing."""
 
     tier_token: Annotated[dict[TierName, Cost], Field(max_length=64)] = field(
         default_factory=lambda: dict(_TIER_TOKENS)
     )
-    """The same by the name of a tier in events, or of a shared store. One disk at 5 GB/s needs 26
-    µs, a bucket at 3 GB/s 43 µs."""
+    """Change it when a disk or bucket is faster or slower than 3 to 5 GB/s. By a tier's name in
+    events, or a store's; a store that is not named costs what its slowest tier does."""
 
     queued_prefill_token: Cost = 0.5
     """One prompt token sent there whose first response token is not back. Such a prompt is counted
     whole until its end, so on average half of it is done at any moment. Below 1 it also keeps a
     burst of equal prompts together: waiting for a prefix that is being computed must be cheaper
-    than computing it a second time, since that work delays others too."""
+    than computing it a second time, since that work delays others too.
+
+    Change it when hot prefixes should spill over sooner (raise) or stay together (lower); per
+    prompt token whose response has not begun."""
 
     decode_request: Cost = 16.0
     """One request in decode: it takes a slot and a token in each of the few steps that this
-    prompt's prefill lasts, plus its sampling and scheduling."""
+    prompt's prefill lasts, plus its sampling and scheduling.
+
+    Change it when decoding requests slow prefill more or less; per request."""
 
     decode_context_token: Cost = 0.01
     """One token of context of a request in decode: every step reads its 128 KiB again, 0.04 µs or a
-    thousandth of a prefill token; ten such steps are what a usual prefill has to share."""
+    thousandth of a prefill token; ten such steps are what a usual prefill has to share.
+
+    Change it when long contexts in decode cost more or less; per token of context."""
 
     waiting_request: Cost = 256.0
     """One request in the engine's own waiting queue. An engine that queues is full, so the new
     request waits until others end; how long is unknown, and a few hundred tokens say "anywhere else
-    first, unless the hit is large"."""
+    first, unless the hit is large".
+
+    Change it when replicas with a queue should be avoided more (raise); per request in the engine's
+    own queue."""
 
     foreign_request: Cost = 64.0
     """One request that runs or waits there but was not sent by this router (another router, a
     direct client). Only their number is known: each counts as a decode with some 4,000 tokens of
-    context, by the two weights above."""
+    context, by the two weights above.
+
+    Change it when other routers or direct clients use the replicas too; per request that is not
+    this router's, at the data-parallel rank where the metrics have a label for it."""
 
     suspect_trust: Share = 0.5
-    """Share of a hit that counts while events of that replica were lost and not yet recovered."""
+    """Share of a hit that counts while events of that replica were lost and not yet recovered.
+
+    Change it when suspect sources are predicted better (raise) or worse (lower) than that."""
 
     recent_trust: Share = 0.9
-    """Share that counts of a prefix that was just sent there and has not shown up in events yet.
-    It is nearly certain to appear; less than 1 so that a replica that really holds it wins."""
+    """Share that counts of a prefix that was just sent there and has not shown up in events yet. It
+    is nearly certain to appear; less than 1 so that a replica that really holds it wins.
+
+    Change it when a prompt just sent to a replica often does not become a hit there (lower)."""
 
     def of_tier(self, name: str) -> float:
         """The cost of a token from a lower tier or a shared store."""
