@@ -230,6 +230,17 @@ class UnknownReplica(RequestError):
         )
 
 
+class UnknownResponse(RequestError):
+    """No stored response of that id was made with the key that asks for it."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("response id: no stored response of that id was made with this key")
+
+
 class UnknownPath(RequestError):
     """No endpoint has that path. The message does not repeat it: clients may put anything there."""
 

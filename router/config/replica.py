@@ -29,7 +29,7 @@ class EventSourceConfig(Section, frozen=True):
     """Where one data-parallel rank of a replica publishes its events."""
 
     endpoint: ZmqAddress
-    """`*` as host means the replica's own host."""
+    """Where it publishes; `*` as host means the replica's own."""
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
@@ -38,7 +38,9 @@ class EventSourceConfig(Section, frozen=True):
     Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on the
     replay endpoint, as ours, needs nothing."""
     server_key: CurvePublicKey | None = None
-    """Change it when its stream is encrypted, and its public key is another than
+    """The publisher's public key.
+
+    Change it when its stream is encrypted, and its public key is another than
     `events.curve_server_key`."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
     """Change it when several publishers share an address. Compared exactly; empty accepts every
@@ -53,7 +55,9 @@ class ReplicaAddress(Section, frozen=True):
     url: Url
     """Without user, password, query or fragment."""
     id: ReplicaId | None = None
-    """Change it when headers, metrics and paths should show a name other than host and port."""
+    """Null: host and port.
+
+    Change it when headers, metrics and paths should show a name other than host and port."""
 
     @property
     def origin(self) -> Origin:
@@ -84,7 +88,9 @@ class ReplicaOptions(Section, frozen=True):
 
     Change it when the engine requires one; it replaces the client's."""
     speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
-    """Change it when replicas differ: 2 is twice as fast as 1."""
+    """Relative to the other replicas.
+
+    Change it when replicas differ: 2 is twice as fast as 1."""
     max_concurrent_requests: Count | None = None
     """Change it when it must never have more requests from this router at a time; when all replicas
     are full, clients get 503."""

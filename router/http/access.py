@@ -39,6 +39,7 @@ from router.errors import (
     UnknownPath,
 )
 from router.overload import KeyUsage
+from router.routing.stored_responses import ResponseOwner
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Key:
     share: float = 1.0
     usage: KeyUsage | None = field(default=None, repr=False, compare=False)
     """What its holder uses, if that is limited."""
+    owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
+    """Names the responses made with it, where there are several keys."""
 
 
 class WrongKeys:
@@ -165,7 +168,8 @@ class Guard:
     ) -> None:
         self._keys: dict[Role, tuple[Key, ...]] = {
             "client": tuple(
-                _client_key(each, usages.get(each.name)) for each in server.client_keys
+                _client_key(each, usages.get(each.name), len(server.client_keys) > 1)
+                for each in server.client_keys
             ),
             "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
             "peer": () if peer_key is None else (Key("peer", peer_key.encode()),),
@@ -292,9 +296,10 @@ class Guard:
         return place == headers.get(b"host") or _host_name(place) in self._named
 
 
-def _client_key(config: ClientKeyConfig, usage: KeyUsage | None) -> Key:
-    salt = key_bytes(config.cache_salt)
-    return Key(config.name, _bytes(config.key), salt, config.priority, config.share, usage)
+def _client_key(config: ClientKeyConfig, usage: KeyUsage | None, is_one_of_several: bool) -> Key:
+    salt, secret = key_bytes(config.cache_salt), _bytes(config.key)
+    owner = ResponseOwner(secret) if is_one_of_several else None
+    return Key(config.name, secret, salt, config.priority, config.share, usage, owner)
 
 
 def _bytes(key: SecretStr) -> bytes:

@@ -249,6 +249,7 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
                 salt=tenant_salt(key, "/route"),
                 headers=headers,
                 check_model=None if usage is None else usage.check_model,
+                owner=None if key is None else key.owner,
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()

@@ -38,6 +38,7 @@ from router.overload import Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, CheckModel, Decision, Dispatcher, TenantSalt
+from router.routing.stored_responses import ResponseOwner
 from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts
 
@@ -127,6 +128,7 @@ class Gateway:
         body: bytes,
         salt: TenantSalt | None,
         usage: KeyUsage | None = None,
+        owner: ResponseOwner | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine where something has to be waited
         for.
@@ -137,10 +139,13 @@ class Gateway:
             body: The request's.
             salt: Of the client's key.
             usage: What that key may use, if it is limited.
+            owner: Who holds it, where there are several.
         Raises:
             RequestError: It is refused.
         """
         check_model = None if usage is None else usage.check_model
+        if path.routed_by is RoutedBy.RESPONSE:
+            return self.dispatcher.dispatch_to_holder(path.response_id, body, check_model, owner)
         if path.endpoint is None:
             if salt is not None or (usage is not None and not usage.is_for_all_models):
                 return self._decide_for_key(path, headers, body, salt, check_model)
@@ -154,6 +159,7 @@ class Gateway:
             salt=salt,
             headers=headers,
             check_model=check_model,
+            owner=owner,
         )
 
     async def _decide_for_key(
@@ -182,8 +188,6 @@ class Gateway:
         salt: TenantSalt | None,
         check_model: CheckModel | None,
     ) -> Decision:
-        if path.routed_by is RoutedBy.RESPONSE:
-            return await self.dispatcher.dispatch_to_holder(path.response_id, body, check_model)
         content_type = headers.get(b"content-type", b"")
         needs_model = path.routed_by is RoutedBy.LOAD
         if is_form(content_type):
@@ -447,7 +451,8 @@ class Passage:
 
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
         usage, headers = self._usage, self._headers
-        return self._gateway.decide(self._path, headers, body, self._salt, usage)
+        owner = None if self._key is None else self._key.owner
+        return self._gateway.decide(self._path, headers, body, self._salt, usage, owner)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:

@@ -71,6 +71,7 @@ _RESPONSE = re.compile(
     re.escape(Endpoint.RESPONSES.value)
     + r"/(?P<id>[A-Za-z0-9_.:-]{1,256})(?:/(?P<action>cancel|input_items))?\Z"
 )
+_RESPONSES = f"{Endpoint.RESPONSES.value}/"
 _DOT_SEGMENTS = frozenset((".", ".."))
 _RESPONSE_METHODS = {None: ("GET", "DELETE"), "cancel": ("POST",), "input_items": ("GET",)}
 _MESSAGES = Endpoint.MESSAGES.value
@@ -106,14 +107,17 @@ class ProxiedPaths:
         if found is None and (match := _RESPONSE.match(path)):
             methods = _RESPONSE_METHODS[match["action"]]
             return ProxiedPath(RoutedBy.RESPONSE, methods, response_id=match["id"])
-        return found or next(
-            (
-                proxied
-                for prefix, proxied in self._prefixes
-                if path.startswith(prefix) and len(path) > len(prefix)
-            ),
-            None,
-        )
+        return found or self._extra(path)
+
+    def _extra(self, path: str) -> ProxiedPath | None:
+        for prefix, proxied in self._prefixes:
+            if path.startswith(prefix) and len(path) > len(prefix):
+                if not path.startswith(_RESPONSES):
+                    return proxied
+                # Whatever an engine offers there, it is about a stored response.
+                response_id = path.removeprefix(_RESPONSES).partition("/")[0]
+                return proxied._replace(routed_by=RoutedBy.RESPONSE, response_id=response_id)
+        return None
 
     def _add(self, path: str, proxied: ProxiedPath) -> None:
         if path.endswith("*"):

@@ -93,6 +93,7 @@ class RouteQuestion(Passage):
             salt=self._salt,
             headers=self._headers,
             check_model=None if self._usage is None else self._usage.check_model,
+            owner=None if self._key is None else self._key.owner,
         )
 
     @override

@@ -28,7 +28,7 @@ from router.routing.planner import (
     prepare,
     source_of,
 )
-from router.routing.stored_responses import StoredResponses
+from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.scoring import Candidate, Ranked, RouteRequest, empty_reason
 from router.tokenize import (
     Endpoint,
@@ -336,6 +336,7 @@ class Dispatcher:
         salt: TenantSalt | None = None,
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         check_model: CheckModel | None = None,
+        owner: ResponseOwner | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -350,9 +351,11 @@ class Dispatcher:
             salt: Of the client's key; put into the body, and into the question to the index.
             headers: The request's, names in lower case; one may choose the model's version.
             check_model: Whether the client's key is for the model, before anything is done for it.
+            owner: The holder of the client's key, where there are several.
         Raises:
             BadRequest: The body breaks a rule.
             ModelNotAllowed: *check_model* says so.
+            UnknownResponse: The response that it continues is not *owner*'s.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
@@ -365,6 +368,7 @@ class Dispatcher:
             )
         tenant_salt = None if salt is None else salt.secret
         spec, body = await self._parse(endpoint, body, encoding, tenant_salt)
+        body = _owned(spec, body, owner)
         asked = self._asked(spec, body, session, dp_rank, headers, check_model)
         return await self._decide_later(asked)
 
@@ -379,6 +383,7 @@ class Dispatcher:
         salt: TenantSalt | None = None,
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         check_model: CheckModel | None = None,
+        owner: ResponseOwner | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -392,6 +397,7 @@ class Dispatcher:
             salt: Of the client's key.
             headers: The request's.
             check_model: Of the client's key.
+            owner: Its holder.
         Raises:
             RequestError: As `dispatch`.
         """
@@ -402,12 +408,16 @@ class Dispatcher:
                 salt=salt,
                 headers=headers,
                 check_model=check_model,
+                owner=owner,
             )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model)
-        started = time.perf_counter()
+        body = _owned(spec, body, owner)
+        return self._decide_now(self._asked(spec, body, session, dp_rank, headers, check_model))
+
+    def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
+        spec, started = asked.spec, time.perf_counter()
         tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
         tokenized_at = time.perf_counter()
         if tokenized is None or spec.stored_response is not None:
@@ -597,7 +607,11 @@ class Dispatcher:
         return replace(decision, target=target, rename=rename) if name else decision
 
     async def dispatch_to_holder(
-        self, response_id: str, body: bytes, check_model: CheckModel | None = None
+        self,
+        response_id: str,
+        body: bytes,
+        check_model: CheckModel | None = None,
+        owner: ResponseOwner | None = None,
     ) -> Decision:
         """Decide where a request goes that is about a stored response.
 
@@ -605,9 +619,13 @@ class Dispatcher:
             response_id: The response.
             body: As the client sent it.
             check_model: Whether the client's key is for the model of the replica that has it.
+            owner: The holder of that key, where there are several.
         Raises:
             ModelNotAllowed: *check_model* says so.
+            UnknownResponse: The response is not *owner*'s.
         """
+        if owner is not None:
+            owner.check(response_id)
         replicas = await self._holder(response_id, self._all_replicas())
         served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
         if check_model is not None and served:
@@ -718,6 +736,16 @@ class Dispatcher:
             return job()
         async with self._large:
             return await asyncio.to_thread(job)
+
+
+def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:
+    """The body to send, with an id for a new response that names its owner; what it continues must
+    be that owner's."""
+    if owner is None:
+        return body
+    if spec.stored_response is not None:
+        owner.check(spec.stored_response)
+    return owner.name_response(body) if spec.endpoint is Endpoint.RESPONSES else body
 
 
 def _tokens_in(tokenized: Sequence[TokenizedPrompt]) -> int:

@@ -1,15 +1,20 @@
-"""Which replica has which response of `/v1/responses`: only that one can continue, show, cancel or
-delete it."""
+"""Stored responses of `/v1/responses`: which replica has one, since only that one can continue,
+show, cancel or delete it; and whose it is, since only the key that made it may."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
+from router.errors import UnknownResponse
 from router.replicas import Replica
 
 MAX_RESPONSES = 65_536
@@ -18,6 +23,10 @@ MAX_ASKED = 16
 """Replicas that are asked for a response whose id is not known."""
 ASKED_AT_ONCE = 32
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}\Z")
+
+_NAME = re.compile(r"(resp_[0-9a-f]{32})([0-9a-f]{32})\Z")
+_STRETCHED = 10_000
+"""Rounds between a key and what its ids are sealed with: they are no means to guess it."""
 
 HasResponse: TypeAlias = Callable[[Replica, str], Awaitable[bool]]
 """`(replica, response id)`: asks a replica. It must not raise, and must bound its time."""
@@ -33,6 +42,48 @@ class StoredResponsesStatistics:
     """Times that replicas were asked for an id that was not known."""
     found: int
     """Of these, how often one had it."""
+
+
+class ResponseOwner:
+    """The holder of a key, where there are several: names the responses made with it, and tells its
+    names from those of others.
+
+    The router sends `request_id`, which engines take as the response's id: half of it is random,
+    the other half a seal that only the same key gives. So every router and worker knows whose a
+    response is, also after a restart, and none has to remember it.
+
+    Args:
+        key: The holder's secret.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def name_response(self, body: bytes) -> bytes:
+        """The JSON object *body* with an id for the response that it asks for. An id that the
+        client has chosen comes before it, and engines take the last."""
+        random = f"resp_{secrets.token_hex(16)}"
+        end = len(body.rstrip()) - 1
+        comma = b"" if body[:end].rstrip().endswith(b"{") else b","
+        name = f'"request_id":"{random}{self._seal(random)}"}}'.encode()
+        return b"".join((memoryview(body)[:end], comma, name))
+
+    def check(self, response_id: str) -> None:
+        """Check that a response was made with this key.
+
+        Raises:
+            UnknownResponse: It was not, or there is none.
+        """
+        found = _NAME.match(response_id)
+        if found is None or not hmac.compare_digest(found[2], self._seal(found[1])):
+            raise UnknownResponse
+
+    def _seal(self, name: str) -> str:
+        return hmac.digest(self._secret, name.encode(), "sha256").hex()[:32]
+
+    @cached_property
+    def _secret(self) -> bytes:
+        return hashlib.pbkdf2_hmac("sha256", self._key, b"kvroute stored responses", _STRETCHED)
 
 
 class StoredResponses:

@@ -419,6 +419,44 @@ def test_what_is_kept_of_wrong_keys_is_bounded() -> None:
     assert len(counted) == 5012
 
 
+async def test_a_stored_response_belongs_to_the_key_that_made_it(locked: RouterProcess) -> None:
+    """It holds the prompt. Others cannot tell it from one that does not exist, in whatever way they
+    ask, nor put one of theirs in its place."""
+    a, b = ({"authorization": f"Bearer {CLIENT_KEY}-{name}"} for name in "ab")
+    async with engines(1) as (stub,):
+        stub.behaviour = _stores_responses
+        added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
+        await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
+        mine = {"model": stub.model, "input": "x", "request_id": "resp_chosen"}
+        name = (await locked.post("/v1/responses", mine, a)).json["id"]
+        assert name != "resp_chosen"
+        next_one = {**mine, "previous_response_id": name}
+        for ask in (
+            lambda key, name: locked.get(f"/v1/responses/{name}", key),
+            lambda key, name: locked.post(f"/v1/responses/{name}/cancel", b"", key),
+            lambda key, name: locked.delete(f"/v1/responses/{name}", key),
+            lambda key, name: locked.post(
+                "/v1/responses", {**next_one, "previous_response_id": name}, key
+            ),
+        ):
+            before = len(stub.requests)
+            others, made_up = await ask(b, name), await ask(b, "resp_" + "0" * 64)
+            assert (others.status, others.error) == (404, made_up.error)
+            assert others.error["code"] == "response_not_found"
+            assert len(stub.requests) == before, "no engine is asked"
+            assert (await ask(a, name)).status == 200
+        await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
+
+
+async def _stores_responses(exchange: Exchange) -> None:
+    """Takes the id that the router gives, as engines do, and has each response for ever."""
+    name = exchange.request.json["request_id"]
+    body = json.dumps({"id": name, "object": "response", "output": []}).encode()
+    for path in ("", "/cancel"):
+        exchange.stub.paths[f"/v1/responses/{name}{path}"] = always(body)
+    await exchange.whole(body)
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

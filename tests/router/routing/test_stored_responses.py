@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from router.errors import UnknownResponse
 from router.routing import stored_responses
+from router.routing.stored_responses import ResponseOwner
 from tests.router.routing.test_dispatcher import Setting, setting
 
 __all__ = ["setting"]
@@ -46,3 +50,38 @@ async def test_what_was_learned_of_a_removed_replica_does_not_count(setting: Set
     assert await setting.responses.holder("resp_1", replicas) is replicas["r1"]
     statistics = setting.responses.statistics()
     assert (statistics.asked, statistics.found) == (1, 1)
+
+
+# --- whose they are -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", ['{"input": "x"}', "{}", ' {"input": {"a": {}}} \n', "{ }"])
+def test_a_response_gets_a_name_that_only_its_key_gives(body: str) -> None:
+    """So that nobody has to remember whose it is, and a restart forgets nothing."""
+    a, b = ResponseOwner(b"key-a"), ResponseOwner(b"key-b")
+    named = json.loads(a.name_response(body.encode()))
+    name = named.pop("request_id")
+    assert named == json.loads(body)
+    ResponseOwner(b"key-a").check(name)
+    for other in (b, ResponseOwner(b"")):
+        with pytest.raises(UnknownResponse):
+            other.check(name)
+    assert name != json.loads(a.name_response(body.encode()))["request_id"]
+
+
+def test_a_name_that_the_client_has_chosen_does_not_count() -> None:
+    """With it, one key's holder could take the place of another's response."""
+    body = b'{"request_id": "resp_victims", "\\u0072equest_id": "resp_other"}'
+    assert json.loads(ResponseOwner(b"a").name_response(body))["request_id"] not in (
+        *("resp_victims", "resp_other"),
+    )
+
+
+def test_made_up_names_are_nobodys() -> None:
+    """Short, long, without a seal, with that of another name, in other letters."""
+    owner = ResponseOwner(b"key-a")
+    one, two = (json.loads(owner.name_response(b"{}"))["request_id"] for _ in range(2))
+    swapped, upper = one[:37] + two[37:], one[:5] + one[5:].upper()
+    for name in ("", "resp_1", one[:-1], one + "0", swapped, upper, f"{one}\n", one[5:]):
+        with pytest.raises(UnknownResponse):
+            owner.check(name)
