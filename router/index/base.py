@@ -232,6 +232,9 @@ class SourceStatistics:
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
+    removed: Mapping[int, int] = field(default_factory=dict)
+    """Group -> blocks removed from the GPU since the source was added or cleared; those of an event
+    that clears the cache do not count."""
     key_problem: str | None = None
     """What is wrong with the key of its block hashes: then no prompt finds anything there."""
 

@@ -648,6 +648,7 @@ class NativeIndex(PrefixIndex):
             layout=known.learner.layout,
             hash_algorithm=chain.algorithm if chain else None,
             assumptions=_assumptions(known, found),
+            removed=dict(found["removed"]),
             key_problem=known.finder.key_problem,
             is_incomplete=lost or (found["given_up"] > 0 and chain is None),
         )

@@ -476,6 +476,11 @@ public:
         }
         found["blocks"] = blocks;
         found["units"] = units;
+        nb::list removed;
+        for (u32 group = 0; group < of.removed.size(); ++group) {
+            if (of.removed[group]) removed.append(nb::make_tuple(group, of.removed[group]));
+        }
+        found["removed"] = removed;
         found["unplaced"] = of.unplaced;
         found["ambiguous"] = of.ambiguous;
         found["waiting_runs"] = of.waiting.runs;
@@ -683,7 +688,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 8;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 9;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 

@@ -372,7 +372,7 @@ private:
         } else if (plane != kNone) {
             removed = discount_each(of, plane, {hashes, event.hashes});
         }
-        if (event.is_on_gpu) of.removals += removed;
+        if (event.is_on_gpu) of.count_removed(event.group, removed);
         result.removed += removed;
         result.skipped += event.hashes - removed;
     }

@@ -21,7 +21,8 @@ namespace kvroute {
 
 constexpr u32 kTierBits = 4;
 constexpr u32 kMaxTiers = 1 << kTierBits;
-constexpr u32 kPlanes = 256 << kTierBits;
+constexpr u32 kMaxGroups = 256;
+constexpr u32 kPlanes = kMaxGroups << kTierBits;
 constexpr u32 kNotFound = kPlanes;       // placed, but its key leads to another node of the source
 constexpr u32 kTierFound = kPlanes + 1;  // its key leads here in lower tiers
 

@@ -469,6 +469,7 @@ struct Source {
     u64 places = 0;                // distinct (group, tier, hash)
     u64 ambiguous = 0;             // times two live hashes claimed one prefix
     u64 removals = 0;              // blocks removed from the GPU since it was empty for certain
+    std::vector<u64> removed;      // from the GPU, by group
     u64 tier_found = 0;            // nodes with kTierFound for this source
     u64 not_found = 0;             // nodes with kNotFound for this source
     std::unordered_map<u64, u32> further_copies;  // (node << 16 | plane) -> copies beyond the first
@@ -498,6 +499,12 @@ struct Source {
     u32 count(u32 plane) const { return plane < counts.size() ? counts[plane] : 0; }
     ArrivalOrder& arrivals_in(u32 plane) {
         return arrivals.try_emplace(plane, secret_).first->second;
+    }
+    void count_removed(u32 group, u64 blocks) {
+        removals += blocks;
+        if (!blocks) return;
+        if (group >= removed.size()) removed.resize(group + 1);
+        removed[group] += blocks;
     }
     bool hides_extra_keys() const { return entries && !shows_extra_keys; }
     bool has_lower_tiers() const {

@@ -24,6 +24,8 @@ public:
             put(static_cast<u8>(flag));
         }
         put(static_cast<u8>(of.copy_watch.counting));
+        put(static_cast<u32>(of.removed.size()));
+        for (u64 blocks : of.removed) put(blocks);
         write_tiers(of);
         write_entries(of);
         write_forgotten(of);
@@ -156,6 +158,10 @@ public:
         of.has_overflowed = get<u8>();
         of.has_lost_removals = get<u8>();
         of.copy_watch.counting = static_cast<CopyWatch::Counting>(get<u8>() % 3);
+        const u32 groups = get<u32>();
+        if (groups > kMaxGroups) throw StateError("too many groups");
+        of.removed.resize(groups);
+        for (u64& blocks : of.removed) blocks = get<u64>();
         read_tiers(of);
         read_entries(of);
         const u64 forgotten = get_count(20);
@@ -209,7 +215,7 @@ private:
             if (i && index_.tier_for(of, name) != i) throw StateError("a tier appears twice");
             of.tiers[i].removes = get<u8>();
             const u32 groups = get<u32>();
-            if (groups > 256) throw StateError("too many groups");
+            if (groups > kMaxGroups) throw StateError("too many groups");
             for (u32 j = 0; j < groups; ++j) group_order_.push_back({i, get<u32>()});
         }
         const u32 units = get<u32>();
@@ -225,7 +231,7 @@ private:
         for (u64 i = 0; i < entries; ++i) read_entry(of);
         for (Tier& tier : of.tiers) tier.groups.clear();
         for (const auto& [tier, group] : group_order_) {
-            if (group < 256 && of.count(plane_of(group, tier))) {
+            if (group < kMaxGroups && of.count(plane_of(group, tier))) {
                 of.tiers[tier].groups.push_back(group);
             }
         }

@@ -91,6 +91,7 @@ class _SourceRecord(msgspec.Struct):
     announces_unshared: bool
     counting: Counting
     removals: int
+    removed: dict[int, int]
     given_up: int
     units: list[tuple[GroupTier, int]]
     unit_sizes: list[tuple[GroupTier, int]]
@@ -186,6 +187,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         announces_unshared=source.announces_unshared,
         counting=source.copies.counting,
         removals=source.removals,
+        removed=source.removed,
         given_up=source.waiting.given_up,
         units=list(source.units.seen.items()),
         unit_sizes=list(source.units.sizes.items()),
@@ -266,7 +268,7 @@ def _source_of(
     source.has_shared = record.has_shared
     source.announces_unshared = record.announces_unshared
     source.copies.counting = record.counting
-    source.removals = record.removals
+    source.removals, source.removed = record.removals, record.removed
     _fill_table(source.table, record.table)
     source.units.seen.update(record.units)
     source.units.sizes.update(record.unit_sizes)

@@ -82,6 +82,8 @@ class SourceCache:
         """Applied so far."""
         self.removals = 0
         """Blocks removed from the GPU since it was empty for certain."""
+        self.removed: dict[int, int] = {}
+        """Blocks removed from the GPU, by group."""
         self.has_overflowed = False
         self.has_lost_removals = False
         """An event that took blocks away could not be read, or was taken for more than it said."""
@@ -133,6 +135,7 @@ class SourceCache:
             key_problem=self.finder.key_problem,
             is_incomplete=self.has_overflowed or self.has_lost_removals or given_up_for_good,
             stores={store.name: store.table.counts() for store in self.stores},
+            removed=dict(sorted(self.removed.items())),
         )
 
     def lower_tiers(self) -> list[LowerTier]:
@@ -309,8 +312,10 @@ class SourceCache:
             removed = self.table.remove(where, event.block_hashes)
         else:
             removed = self.table.leave(where, event.block_hashes, left)
-        if event.tier == GPU:
+        if event.tier == GPU and removed:
+            group = event.group_idx or 0
             self.removals += removed
+            self.removed[group] = self.removed.get(group, 0) + removed
         result.removed += removed
         result.skipped += len(event.block_hashes) - removed
 

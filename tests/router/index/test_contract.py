@@ -169,6 +169,24 @@ def test_removals_are_those_of_the_gpu_since_it_was_known_to_be_empty(
     assert index.removals(SOURCE) == 0
 
 
+def test_removals_are_counted_for_each_group_as_long_as_the_source_is_followed(
+    implementation: Implementation,
+) -> None:
+    """How fast a group's blocks are evicted is the difference of two looks at this."""
+    index = index_with(implementation)
+    assert statistics(index).removed == {}
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64), 0, 32))
+    apply(index, PROMPT.removed(1, [16, 160]), PROMPT.removed(0, [16, 32], "CPU"))
+    assert statistics(index).removed == {1: 1}
+    apply(index, PROMPT.removed(0, [16, 32]), AllBlocksCleared(), PROMPT.stored(0, FULL))
+    apply(index, replace(PROMPT.removed(0, [16]), remaining_copy_counts=[0]))
+    assert statistics(index).removed == {0: 3, 1: 1}
+    index.restore(list(index.export()))
+    assert statistics(index).removed == {0: 3, 1: 1}
+    index.clear(SOURCE)
+    assert statistics(index).removed == {}
+
+
 def test_one_source_is_matched_as_it_is_among_all(implementation: Implementation) -> None:
     """Whoever asks for one must not pay for all, nor get another answer."""
     index = index_with(implementation)

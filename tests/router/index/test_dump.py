@@ -268,8 +268,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 6"),
-        (lambda whole: whole[:18] + b"\x00\x07" + whole[20:], "version 7 must be 6"),
+        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 7"),
+        (lambda whole: whole[:18] + b"\x00\x08" + whole[20:], "version 8 must be 7"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
     ],
