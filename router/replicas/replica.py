@@ -46,7 +46,7 @@ class Replica:
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record
-        self.draining = False
+        self._is_open = self._draining = False
         self.removed = False
         self.served = ServedModels(config.models or ())
         self.configured_sources = _configured_sources(config)
@@ -76,6 +76,21 @@ class Replica:
         be looked at for each request."""
         self._speed = self.config.speed * self.gate.speed
         self._is_open = self._max_requests is None and not self.gate.is_watching
+        self._note_usual()
+
+    def _note_usual(self) -> None:
+        """Whether nothing but its health keeps it from requests, and it is one cache."""
+        self._is_usual = self._is_open and not self._draining and not self.has_ranks
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to get no new requests."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._note_usual()
 
     def reconfigure(self, config: ReplicaConfig) -> None:
         """Take over other options: its key, speed and limit. Its address, models and event sources
@@ -96,6 +111,7 @@ class Replica:
         self.cache = SourceId(self.id, sources[0].dp_rank if sources else 0)
         """Its only cache, or the first of several."""
         self.has_ranks = len(sources) > 1
+        self._note_usual()
 
     @property
     def state(self) -> ReplicaState:
@@ -250,13 +266,13 @@ class Replica:
 
 
 class States(msgspec.Struct, frozen=True):
-    """Replicas as scoring sees them; item i of each list is about the same one."""
+    """Replicas as scoring sees them; item i of the first two lists is about the same one."""
 
     replicas: list[Replica]
-    caches: list[SourceId]
-    """The only one of each, or the first of several."""
     states: list[State]
     """Of the whole replica, whatever the prompt."""
+    with_ranks: list[int]
+    """The places of those that have several."""
 
 
 def sort_out(
@@ -275,17 +291,18 @@ def sort_out(
         engine_load_stale_after_s: An engine's own load is left out when it is older.
         suspects: Caches of which what is said is doubtful, since events were lost.
     """
-    able, unable, healthy = States([], [], []), States([], [], []), Health.HEALTHY
+    able, unable = States([], [], []), States([], [], [])
+    load_at, healthy = loads.get, Health.HEALTHY
     for replica in replicas:
-        load, engine_load = loads.get(replica.id) or NO_LOAD, replica.engine_load
-        foreign = waiting = 0
+        load, foreign, waiting = load_at(replica.id, NO_LOAD), 0, 0
+        engine_load = replica.engine_load
         if engine_load and now - replica.engine_load_at <= engine_load_stale_after_s:
             foreign, waiting = replica.foreign_requests, engine_load.waiting
         state = (
             replica.id,
             None,
             replica._speed,
-            bool(suspects) and replica.cache in suspects,
+            replica.cache in suspects if suspects else False,
             load.prefill_tokens,
             load.prefilling_requests,
             load.decoding_requests,
@@ -293,11 +310,12 @@ def sort_out(
             foreign,
             waiting,
         )
-        is_limited = replica.draining or not replica._is_open
-        is_able = replica.record.health is healthy and not (is_limited and replica.obstacle(load))
-        known = able if is_able else unable
+        known = able
+        if not (replica._is_usual and replica.record.health is healthy):
+            known = unable if replica.obstacle(load) else able
+            if replica.has_ranks:
+                known.with_ranks.append(len(known.replicas))
         known.replicas.append(replica)
-        known.caches.append(replica.cache)
         known.states.append(state)
     return able, unable
 

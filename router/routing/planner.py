@@ -321,10 +321,11 @@ class RoutePlanner:
         self, known: States, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Standings:
         """One candidate for each replica."""
-        standings = self._with_hits(known.states, known.caches, known.replicas, found, request)
-        for number, replica in enumerate(known.replicas):
-            if replica.has_ranks:
-                standings.put(number, self._best_rank(replica, found, request, choice))
+        replicas = known.replicas
+        caches = [replica.cache for replica in replicas]
+        standings = self._with_hits(known.states, caches, replicas, found, request)
+        for number in known.with_ranks:
+            standings.put(number, self._best_rank(replicas[number], found, request, choice))
         return standings
 
     def _with_hits(

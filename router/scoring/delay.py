@@ -18,6 +18,7 @@ from router.scoring.standings import (
     Standings,
     fewest_requests,
     share_that_counts,
+    speed_of,
 )
 from router.scoring.types import KEY_TOKENS, Candidate, RouteRequest, Weights
 
@@ -89,19 +90,23 @@ class LeastDelayPolicy(RanksByOrder):
         if home is None:
             tie: Callable[[int], Any] = fewest_requests(standings, self._random)
         else:
-            costs, tie = _equalized(costs, standings), home
+            _equalize(costs, standings)
+            tie = home
         return Order(costs, tie, partial(_reason, tokens, speed, weights, mean))
 
 
-def _equalized(costs: list[float], standings: Standings) -> list[float]:
-    """The costs, of which those that are nearly the least, with no less in the cache, are it."""
+def _equalize(costs: list[float], standings: Standings) -> None:
+    """Make the least cost that of all who cost nearly as little, with no less in the cache."""
     least = min(costs)
-    held = list(map(max, standings.cached_tokens, standings.recent_tokens))
-    most = held[costs.index(least)]
-    return [
-        least if cost <= least + EQUAL and tokens >= most else cost
-        for cost, tokens in zip(costs, held, strict=True)
-    ]
+    most = least + EQUAL
+    near = [number for number, cost in enumerate(costs) if cost <= most]
+    if len(near) > 1:
+        cached, recent = standings.cached_tokens, standings.recent_tokens
+        best = costs.index(least)
+        held = max(cached[best], recent[best])
+        for number in near:
+            if cached[number] >= held or recent[number] >= held:
+                costs[number] = least
 
 
 def _home(keys: Sequence[int], standings: Standings) -> Callable[[int], Any] | None:
@@ -111,6 +116,8 @@ def _home(keys: Sequence[int], standings: Standings) -> Callable[[int], Any] | N
     Cheaper than the draw of sessions, and without speeds, which are in the costs: in an idle fleet
     every candidate draws for every prompt.
     """
+    if not keys:
+        return None
     known = max(max(standings.cached_tokens), max(standings.recent_tokens)) // KEY_TOKENS
     if known >= len(keys):
         return None
@@ -171,7 +178,6 @@ def _costs(
         standings.states, standings.outlooks, standings.progress_tokens, *columns, strict=True
     ):
         _, _, speed, doubt, queued, _, decoding, context, foreign, waiting = state
-        _, reuse, uncached_per_s, arrivals_per_s = outlook
         if doubt:
             trust = share_that_counts(doubt, weights.suspect_trust)
             gpu, total = gpu * trust, total * trust
@@ -187,14 +193,15 @@ def _costs(
         ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
         if foreign or waiting:
             ahead += foreign * foreign_one + waiting * waiting_one
-        rate = prefill_tokens_per_s * speed
         if speed != 1.0:
             ahead, own, new = ahead / speed, own / speed, new / speed
-        k = 0.0
+        _, reuse, uncached_per_s, arrivals_per_s = outlook
+        behind = 0.0
         if arrivals_per_s:  # as `_congestion` has it
+            rate = prefill_tokens_per_s * speed
             busy = uncached_per_s / rate
             k = arrivals_per_s / (2.0 * rate * (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY)))
-        behind = own * (2.0 * k * ahead + sqrt(k * mean) * own)
+            behind = own * (2.0 * k * ahead + sqrt(k * mean) * own)
         evicted = reuse * (new + mean * new * new)
         found.append(ahead + own + work * own + behind + evicted)
         if parts is not None:
@@ -229,7 +236,7 @@ def _mean_congestion(standings: Standings, prefill_tokens_per_s: float) -> float
         return 0.0
     count = len(standings.states)
     _, _, uncached, arrivals = zip(*standings.outlooks, strict=True)
-    speeds = sum([state[2] for state in standings.states])
+    speeds = sum(map(speed_of, standings.states))
     return _congestion(
         sum(arrivals) / count, sum(uncached) / count, prefill_tokens_per_s * speeds / count
     )

@@ -43,7 +43,7 @@ def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
     return suspect_trust if doubt is True else doubt
 
 
-id_of: Callable[[State], str] = itemgetter(0)
+speed_of: Callable[[State], float] = itemgetter(2)
 
 
 class Standings:
