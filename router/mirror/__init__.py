@@ -9,6 +9,7 @@ works.
 The files; each imports only what is listed above it:
 
     ownership.py   which of several requests used each part of a prefix last
+    prefix_tree.py how much of a prompt others share
     traffic.py     rates, and how probable it is that what is idle will be used again
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
     approximate.py what a cache holds whose events are not there

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from kvevents.layout import GroupKind
 from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror.ownership import Ownership, Use
+from router.mirror.prefix_tree import PrefixTree, equal_keys
 from router.mirror.traffic import FadingRate, ModelTraffic
 
 FADE_S = 30.0
@@ -228,6 +229,12 @@ class Mirror:
         self._models: dict[str, ModelTraffic] = {}
         self._by_root: dict[int, dict[Visit, _Cache]] = {}
         """By the first key of a prompt, who computes it, or has just done so."""
+        self._shared: PrefixTree[_Cache] = PrefixTree()
+        """The prompts of all these."""
+        self._lengths: dict[tuple[int, int], int] = {}
+        """How many of these there are, by last key and tokens."""
+        self._has_states = False
+        """Whether a hit needs a state in some cache."""
         self._computed: deque[Visit] = deque()
         """Those that have just done so."""
         self._visits = 0
@@ -278,7 +285,7 @@ class Mirror:
         cache.prefilling[visit] = None
         self._forget_computed(now)
         if visit.keys:
-            self._by_root.setdefault(visit.keys[0], {})[visit] = cache
+            self._count(visit, cache)
         return visit
 
     def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic) -> None:
@@ -455,27 +462,39 @@ class Mirror:
                 counts.
         """
         self._forget_computed(self._clock())
-        best: dict[_Cache, int] = {}
-        visits, count = self._by_root.get(keys[0]) if keys else None, len(keys)
-        for visit, cache in visits.items() if visits else ():
-            known, theirs = best.get(cache, 0), visit.keys
-            low = known // STEP
-            if low < count and (low >= len(theirs) or theirs[low] != keys[low]):
-                continue  # most of those that begin alike: they share no more than is known
-            if shared := _tokens_shared(keys, tokens, visit, cache.layout, known):
-                best[cache] = shared
+        if not keys:
+            return {}
+        if self._has_states or (keys[-1], tokens) in self._lengths:
+            best = self._compared_with_each(keys, tokens)
+        else:
+            best = {cache: count * STEP for cache, count in self._shared.shared(keys).items()}
         found = {
             cache.source: shared
             for cache, shared in best.items()
             if self._caches.get(cache.source) is cache  # else its replica has failed since
         }
-        for other in self._heard.get(keys[0], ()) if self._heard and keys else ():
+        for other in self._heard.get(keys[0], ()) if self._heard else ():
             near = self._caches.get(other.source)
             layout = _UNKNOWN if near is None else near.layout
             known = found.get(other.source, 0)
             if shared := _tokens_shared(keys, tokens, other, layout, known):
                 found[other.source] = shared
         return found
+
+    def _compared_with_each(self, keys: Sequence[int], tokens: int) -> dict[_Cache, int]:
+        """How many leading tokens of a prompt each cache is computing, where more than equal keys
+        matters: an equal prompt shares what is behind its last key as well, and a state is kept at
+        the end of a prompt only."""
+        best: dict[_Cache, int] = {}
+        count = len(keys)
+        for visit, cache in self._by_root.get(keys[0], {}).items():
+            known, theirs = best.get(cache, 0), visit.keys
+            low = known // STEP
+            if low < count and (low >= len(theirs) or theirs[low] != keys[low]):
+                continue  # most of those that begin alike: they share no more than is known
+            if shared := _tokens_shared(keys, tokens, visit, cache.layout, known):
+                best[cache] = shared
+        return best
 
     def expected(
         self,
@@ -576,11 +595,27 @@ class Mirror:
 
     def _forget_computed(self, now: float) -> None:
         while self._computed and self._computed[0].known_until <= now:
-            visit = self._computed.popleft()
-            same_root = self._by_root[visit.keys[0]]
-            del same_root[visit]
-            if not same_root:
-                del self._by_root[visit.keys[0]]
+            self._discount(self._computed.popleft())
+
+    def _count(self, visit: Visit, cache: _Cache) -> None:
+        """What it computes is counted on from now on."""
+        keys, lengths = visit.keys, self._lengths
+        self._by_root.setdefault(keys[0], {})[visit] = cache
+        self._shared.add(keys, cache)
+        length = keys[-1], visit.tokens
+        lengths[length] = lengths.get(length, 0) + 1
+
+    def _discount(self, visit: Visit) -> None:
+        """No longer: events have told of it."""
+        keys, lengths = visit.keys, self._lengths
+        same_root = self._by_root[keys[0]]
+        self._shared.remove(keys, same_root.pop(visit))
+        if not same_root:
+            del self._by_root[keys[0]]
+        length = keys[-1], visit.tokens
+        lengths[length] -= 1
+        if not lengths[length]:
+            del lengths[length]
 
     def _eviction_age_s(self, cache: _Cache, now: float) -> float | None:
         held = cache.index.blocks_held(cache.source)
@@ -602,6 +637,7 @@ class Mirror:
         cache.outlook = None
         if cache.looks % 256 == 0:
             cache.layout = _layout_of(index, source)
+            self._has_states |= cache.layout.has_states
         cache.looks += 1
         cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
         removals = index.removals(source)
@@ -667,24 +703,11 @@ def _tokens_shared(
     if low >= most or keys[low] != theirs[low]:
         return known
     if not layout.has_states:
-        return _equal(keys, theirs, low + 1, most) * STEP
+        return equal_keys(keys, theirs, low + 1, most) * STEP
     # A state is kept only at the end of what the request computes.
     end = visit.tokens // layout.hit_tokens * layout.hit_tokens
     whole = -(-end // STEP)
     return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
-
-
-def _equal(keys: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
-    """How many leading keys are the same, which are known to be at least *low*."""
-    if low < high and keys[high - 1] == theirs[high - 1]:
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] == theirs[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 IDLE = CacheOutlook()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.replica import SimulatedReplica
@@ -484,3 +487,35 @@ def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> 
     assert cache.in_prefill(NEW[:1100]) == {R0: 1024}
     assert cache.in_prefill([*NEW[:1000], *IDS]) == {}
     assert cache.in_prefill(NEW[:1000]) == {}
+
+
+@given(
+    sent=st.lists(
+        st.tuples(st.sampled_from([(5, 9), (2, 7), (3,), (0,)]), st.integers(1, 640), st.booleans())
+    ),
+    asked=st.tuples(st.sampled_from([(5, 9), (2, 7), (3,)]), st.integers(1, 640)),
+)
+def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
+    sent: list[tuple[tuple[int, ...], int, bool]], asked: tuple[tuple[int, ...], int]
+) -> None:
+    """However many begin alike; an equal one shares all but the last token."""
+
+    def ids_of(parts: tuple[int, ...], length: int) -> list[int]:
+        ids = list(range(1000))
+        for part in parts:
+            ids[part * STEP] = 5000 + part
+        return ids[:length]
+
+    mirrored, wanted = Mirrored(), ids_of(*asked)
+    expected: dict[SourceId, int] = {}
+    for parts, length, is_first in sent:
+        ids, source = ids_of(parts, length), R0 if is_first else R1
+        mirrored.begin(ids, source)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, wanted)))  # noqa: B905
+        keyed = length // STEP * STEP
+        is_equal = length == len(wanted) and keyed and same >= keyed  # as far as keys tell
+        shared = length - 1 if is_equal else same // STEP * STEP
+        if shared:
+            expected[source] = max(expected.get(source, 0), shared)
+    keys = mirrored.prompt(wanted).prefix_keys(STEP)
+    assert mirrored.mirror.in_prefill(keys, len(wanted)) == expected
