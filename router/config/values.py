@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,6 +29,8 @@ from router.scoring.policies import BUILT_IN, policy_names
 from router.upstream.origin import Origin, OriginError
 
 MASK = "***"
+WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
+"""Hosts that a server can bind to but no client can connect to."""
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
 _PROXIED_PATH = re.compile(
     r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
@@ -165,6 +168,34 @@ def _check_policy(name: str) -> str:
 def is_endpoint(text: str) -> bool:
     """Whether *text* has the form of a ZMQ address; wildcards included."""
     return bool(_ENDPOINT.match(text)) and len(text) <= 1024
+
+
+def is_local_host(host: str) -> bool:
+    """Whether a name or address is this machine's own, in any of the forms that resolvers take:
+    `127.1` and `0` too. A name that merely resolves to such an address is not known here."""
+    name = host.strip("[]").lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(name))
+        except OSError:
+            return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified
+
+
+def is_local_endpoint(endpoint: str) -> bool:
+    """Whether a ZMQ address leads to this machine itself; wildcards, which stand for another host,
+    do not."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    # ZMQ takes a source address before a semicolon.
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].rpartition(";")[2]
+    return host not in WILDCARD_HOSTS and is_local_host(host)
 
 
 PLAIN = BeforeValidator(_refuse_reference)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions
 from router.config.discovery import Scheme, TcpPort
 from router.config.document import Location, problems_in
-from router.config.values import UrlPath
+from router.config.values import UrlPath, is_local_endpoint
 from router.discovery.kubernetes_api import Collection, KubernetesApi, KubernetesError, Metadata
 from router.discovery.provider import ProviderListener
 from router.upstream import Origin
@@ -138,8 +138,9 @@ class _PodOptions(ReplicaOptions, frozen=True):
         for index, source in enumerate(self.kv_events or ()):
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
                 address = getattr(source, name)
-                if address is not None and not address.startswith("tcp://"):
-                    yield ("kv_events", index, name), f"{address!r}; a pod's must be tcp://"
+                if address is not None and is_local_endpoint(address):
+                    rule = "is on the router's own machine; a pod's must be tcp:// and elsewhere"
+                    yield ("kv_events", index, name), f"{address!r}; {rule}"
 
 
 class _PodPlace(NamedTuple):

@@ -33,7 +33,12 @@ from typing import Any
 import msgspec
 
 from router.config import EventSourceConfig
-from router.config.values import is_endpoint
+from router.config.values import (
+    WILDCARD_HOSTS,
+    is_endpoint,
+    is_local_endpoint,
+    is_local_host,
+)
 from router.errors import InvalidReplicaResponse
 from router.replicas.types import EventSource, ServedModels
 
@@ -47,9 +52,6 @@ MAX_PORT = 65_535
 MAX_MODELS = 4096
 MAX_NAME_CHARS = 256
 MAX_TOPIC_CHARS = 1024
-
-# Hosts that a server can bind to but no client can connect to.
-_WILDCARDS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 
 
 class _SourceEntry(msgspec.Struct):
@@ -208,7 +210,7 @@ def reachable(endpoint: str, host: str) -> str:
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if bound not in _WILDCARDS:
+    if bound not in WILDCARD_HOSTS:
         return endpoint
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -274,6 +276,12 @@ def _address(place: str, endpoint: str, host: str) -> str:
     if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
         raise InvalidReplicaResponse(
             place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path"
+        )
+    if is_local_endpoint(endpoint) and not is_local_host(host):
+        raise InvalidReplicaResponse(
+            place,
+            f"{endpoint[:100]!r}; is on the router's own machine, and the replica is not: only"
+            " replicas[].kv_events may name such an address",
         )
     return reachable(endpoint, host)
 

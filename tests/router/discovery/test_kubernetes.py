@@ -188,15 +188,18 @@ async def test_an_annotation_made_to_break_the_reader_leaves_out_only_its_pod(
 
 async def test_an_annotation_cannot_name_a_socket_of_the_routers_own_machine() -> None:
     """A pod is elsewhere: what it names must be reached over the network."""
-    events = [{"endpoint": "ipc:///run/other.sock"}]
+    names = {"ipc": "ipc:///run/other.sock", "loop": "tcp://127.1:5557", "tcp": "tcp://*:5557"}
     async with api_server() as (server, url):
-        for name, said in (("ipc", events), ("tcp", [{"endpoint": "tcp://*:5557"}])):
-            annotations = {"kvroute.io/replica": json.dumps({"kv_events": said})}
+        for name, endpoint in names.items():
+            annotations = {
+                "kvroute.io/replica": json.dumps({"kv_events": [{"endpoint": endpoint}]})
+            }
             await server.put(PATH, pod(name, annotations=annotations))
         async with following(provider(url)) as found:
             await eventually(lambda: found.lists, "a list")
             assert list(found.urls) == ["tcp"]
-            assert "kv_events[0].endpoint: 'ipc:///run/other.sock'; " in found.broken[0]
+            for text, endpoint in zip(found.broken, names.values(), strict=False):
+                assert f"kv_events[0].endpoint: '{endpoint}'; is on the router's own" in text
 
 
 async def test_an_object_that_cannot_be_read_leaves_out_only_itself() -> None:

@@ -471,7 +471,6 @@ async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: byt
             ],
             (EventSource(3, "tcp://10.0.0.1:5557"),),
         ),
-        ([{"endpoint": "ipc:///run/kv"}], (EventSource(0, "ipc:///run/kv"),)),
         (
             {"0": {"endpoint": "tcp://*:1", "snapshot_endpoint": "tcp://*:3"}},
             (EventSource(0, "tcp://host:1", snapshot_endpoint="tcp://host:3"),),
@@ -523,6 +522,28 @@ def test_event_sources_that_make_no_sense_are_refused_with_their_place(
     """The text goes to the operator; sockets are opened for what passes."""
     with pytest.raises(InvalidReplicaResponse, match="/kv_event_sources.*" + message):
         parse_sources(body if isinstance(body, bytes) else json.dumps(body).encode(), "host")
+
+
+LOCAL = (
+    *("ipc:///run/other.sock", "tcp://127.0.0.1:5557", "tcp://localhost:5557", "tcp://[::1]:5557"),
+    *("tcp://127.1:5557", "tcp://0:5557", "tcp://2130706433:5557", "tcp://LOCALHOST.:5557"),
+    *("tcp://[::ffff:127.0.0.1]:5557", "tcp://a.localhost:5557", "tcp://eth0;127.0.0.1:5557"),
+)
+
+
+@pytest.mark.parametrize("endpoint", LOCAL)
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
+def test_a_remote_engine_cannot_send_the_router_to_its_own_machine(
+    endpoint: str, field: str
+) -> None:
+    """What listens there may trust whoever is there; only the operator may name it."""
+    body = json.dumps({"0": {"endpoint": "tcp://*:5557", field: endpoint}}).encode()
+    for host in ("10.0.0.5", "engine.example", "fd00::5"):
+        with pytest.raises(InvalidReplicaResponse, match="is on the router's own machine"):
+            parse_sources(body, host)
+    for host in ("127.0.0.1", "localhost", "::1"):
+        if "eth0" not in endpoint:
+            assert parse_sources(body, host)
 
 
 @pytest.mark.parametrize(
