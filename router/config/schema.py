@@ -486,9 +486,10 @@ class PolicyConfig(Section, frozen=True):
     """Change it when `kvroute_recent_prefix_keys` stays at the bound; an entry stands for 64 prompt
     tokens and takes some 80 bytes."""
     mirror_max_keys: Annotated[int, Field(ge=1, le=1_000_000_000), PLAIN] = 1_048_576
-    """Change it when `kvroute_mirror_keys` stays at the bound: the caches together hold more than
-    64 times as many tokens. A key takes some 400 bytes, most of them its prompt's token ids, and is
-    remembered only while its cache holds it: 3 MB for 500,000 cached tokens."""
+    """Change it when `kvroute_mirror_kept_keys` stays at the bound: the caches together hold more
+    than 64 times as many tokens, or very many prompts that are short or share all but their ends. A
+    key takes some 400 bytes, most of them its prompt's token ids; each prompt counts for four more,
+    and is remembered only while its cache holds some of it: 3 MB for 500,000 cached tokens."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For a plug-in; it checks them.
 

@@ -73,6 +73,8 @@ class MirrorStatistics:
     """Over all caches."""
     requests: int
     """Ended ones that still own something."""
+    kept: int
+    """What is kept for these, in keys: this is what is bounded."""
 
 
 class _Layout(NamedTuple):
@@ -199,8 +201,8 @@ class Visit:
 class Mirror:
     """Follows what this router sends. The caller passes no time: the clock is given once.
 
-    Memory: some 400 bytes for each 64 tokens that the caches hold. Most of it are the token ids of
-    the requests that were the last to use something.
+    Memory: some 400 bytes for each 64 tokens of the prompts of requests that were the last to use
+    something, most of it token ids, and 1,600 for each of these requests.
     """
 
     MAX_PROGRESS = 0.95
@@ -219,8 +221,8 @@ class Mirror:
     ) -> None:
         """
         Args:
-            max_keys: Bound on the keys of all caches together; the oldest requests of the cache
-                that grows are forgotten first.
+            max_keys: Bound on what is kept for all caches together, in keys (`Ownership.size`); the
+                oldest requests of the cache that grows are forgotten first.
             clock: A monotonic clock, in seconds.
         """
         self._max_keys = max_keys
@@ -556,6 +558,7 @@ class Mirror:
             len(self._caches),
             sum(len(cache.content) for cache in self._caches.values()),
             sum(cache.content.requests for cache in self._caches.values()),
+            sum(cache.content.size for cache in self._caches.values()),
         )
 
     # --- steps ------------------------------------------------------------------------------------
@@ -654,7 +657,7 @@ class Mirror:
     def _fit(self, cache: _Cache) -> None:
         """Hold this cache to its share of the memory."""
         most = self._max_keys // len(self._caches) if self._caches else 0
-        while len(cache.content) > most and (oldest := cache.content.oldest()) is not None:
+        while cache.content.size > most and (oldest := cache.content.oldest()) is not None:
             cache.content.drop(oldest)
 
 

@@ -22,6 +22,9 @@ from itertools import repeat
 
 from router.index import HashedPrompt
 
+USE_KEYS = 4
+"""A request that has ended takes as much memory as so many keys, besides those of its prompt."""
+
 
 @dataclass(eq=False, slots=True)
 class Use:
@@ -63,7 +66,7 @@ class Taken:
 class Ownership:
     """Who owns which key, and the requests that have ended, by the time of their end.
 
-    Memory: some 110 bytes for each key, and 120 for each request.
+    Memory: `size` times some 100 bytes, and 400 where the prompts are kept.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,7 @@ class Ownership:
         self._ended: dict[int, Use] = {}
         self._ended_keys = 0
         """That these own."""
+        self._size = 0
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -80,6 +84,11 @@ class Ownership:
     def requests(self) -> int:
         """Ended requests that own something."""
         return len(self._ended)
+
+    @property
+    def size(self) -> int:
+        """What ended requests keep, in keys: all of their prompts, however little they own."""
+        return self._size
 
     def begin(self, keys: Sequence[int]) -> tuple[Use, list[Taken]]:
         """A request begins to use a prefix; return it, and whose keys it took, from the start."""
@@ -101,6 +110,7 @@ class Ownership:
         use.ended_at = now
         self._ended[use.number] = use
         self._ended_keys += use.owned
+        self._size += len(use.keys) + USE_KEYS
 
     def drop(self, use: Use) -> None:
         """Forget a request and what it owns; its keys are nobody's then."""
@@ -110,6 +120,7 @@ class Ownership:
                 del runs[key]
         if self._ended.pop(use.number, None) is not None:
             self._ended_keys -= use.owned
+            self._size -= len(use.keys) + USE_KEYS
         use.owned_from = len(use.keys)
 
     def drop_end(self, use: Use, count: int) -> Sequence[int]:
@@ -125,6 +136,7 @@ class Ownership:
             return dropped
         kept = len(use.keys) - count
         self._ended_keys -= count
+        self._size -= count
         dropped, use.keys = use.keys[kept:], use.keys[:kept]
         for key in dropped:
             self._runs.pop(key, None)
@@ -228,6 +240,7 @@ class Ownership:
                 self._ended_keys -= max(at - before.owned_from, 0)
                 if at == len(before.keys):
                     del self._ended[before.number]
+                    self._size -= len(before.keys) + USE_KEYS
             before.owned_from = max(before.owned_from, at)
         use.owned_from = 0
         return taken

@@ -642,7 +642,7 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
 def _remembered_metrics(parts: CollectedParts) -> Iterator[Metric]:
     """Connections that are kept, and what is known of prompts and responses."""
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
-    responses = parts.responses.statistics()
+    responses, mirror = parts.responses.statistics(), parts.mirror.statistics()
     for name, text, value in (
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         (
@@ -659,7 +659,13 @@ def _remembered_metrics(parts: CollectedParts) -> Iterator[Metric]:
             "kvroute_mirror_keys",
             "Pieces of 64 prompt tokens of which it is remembered who used "
             "them last, over all caches.",
-            parts.mirror.statistics().keys,
+            mirror.keys,
+        ),
+        (
+            "kvroute_mirror_kept_keys",
+            "What `policy.mirror_max_keys` bounds: pieces of 64 tokens of the prompts of which "
+            "something is remembered so, and four for each prompt.",
+            mirror.kept,
         ),
         (
             "kvroute_stored_responses",

@@ -137,14 +137,19 @@ def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored
     assert mirrored.mirror.statistics().keys == 0
 
 
-def test_the_mirror_holds_to_its_bound() -> None:
-    """Of a cache without events nothing is known to be evicted."""
-    index, mirror = create_index(), Mirror(max_keys=100)
-    for start in range(200):
-        ids = array("I", range(start * 2000, start * 2000 + 1000))
-        mirror.begin("m", index, R0, [index.prepare(ids)], 1000, 1000).ended()
-    assert mirror.statistics().keys <= 100
-    assert mirror.statistics().requests <= 7
+@pytest.mark.parametrize(
+    ("shared", "own", "most"),
+    [(0, 1000, 53), (0, 70, 204), (960, 64, 51)],
+    ids=["long", "short", "a long prefix and an ending of its own"],
+)
+def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None:
+    """Of a cache without events nothing is known to be evicted. A request keeps its whole prompt,
+    whatever it owns of it, and takes memory however short that is."""
+    index, mirror = create_index(), Mirror(max_keys=1020)
+    for start in range(400):
+        ids = array("I", [*range(shared), *range((start + 1) * 2000, (start + 1) * 2000 + own)])
+        mirror.begin("m", index, R0, [index.prepare(ids)], len(ids), own).ended()
+    assert mirror.statistics().requests == most
 
 
 class Engine:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.mirror.ownership import Ownership, Use
+from router.mirror.ownership import USE_KEYS, Ownership, Use
 
 PATHS = [(1, 2, 3, 4), (1, 2, 3, 9), (1, 7), (1, 2), (8,), (8, 18, 19), (1, 2, 3, 4, 5, 6)]
 
@@ -42,6 +42,23 @@ def test_what_is_dropped_is_nobodys() -> None:
     _, taken = ownership.begin((1, 2, 3))
     assert taken == []
     assert len(ownership) == 3
+
+
+def test_the_size_is_that_of_what_is_kept_for_ended_requests() -> None:
+    """Memory is bounded by it: of a prompt all is kept as long as one key of it is owned."""
+    ownership = Ownership()
+    uses = []
+    for keys in ((1, 2, 3, 4), (1, 2, 9), (1, 2, 9)):
+        use, _ = ownership.begin(keys)
+        uses.append(use)
+        ownership.end(use, now=len(uses))
+    assert ownership.size == (4 + USE_KEYS) + (3 + USE_KEYS)
+    ownership.drop_end(uses[0], 1)
+    assert ownership.size == (3 + USE_KEYS) + (3 + USE_KEYS)
+    ownership.drop_end(uses[0], 1)
+    assert ownership.size == 3 + USE_KEYS
+    ownership.clear()
+    assert ownership.size == 0
 
 
 class _Reference:

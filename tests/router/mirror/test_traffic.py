@@ -126,6 +126,11 @@ def test_what_was_used_once_is_forgotten_before_memory_runs_out() -> None:
     for number in range(1000):
         traffic.ended(traffic.began(range(number * 8, number * 8 + 8), number), number)
     assert len(traffic._uses) <= 100
+    traffic = ModelTraffic(1000)
+    for number in range(1000):
+        keys = [*range(1000), *range((number + 1000) * 8, (number + 1000) * 8 + 8)]
+        traffic.ended(traffic.began(keys, number), number)
+    assert 10 < traffic._uses.requests < 30, "each keeps all the keys that it shares"
 
 
 def test_only_long_prefills_tell_the_speed() -> None:
