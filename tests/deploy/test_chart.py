@@ -43,7 +43,21 @@ FULL: dict[str, Any] = {
     "podLabels": {"team": "llm"},
     "nodeSelector": {"pool": "cpu"},
 }
-ALL_VALUES = pytest.mark.parametrize("values", [BASIC, FULL], ids=["basic", "full"])
+SHARING: dict[str, Any] = {
+    **BASIC,
+    "board": {
+        "url": "rediss://valkey.models.svc:6390/1",
+        "username": "router",
+        "passwordKey": "valkey-password",
+        "existingSecret": "shared",
+        "caConfigMap": "valkey-ca",
+    },
+    "state": {"peers": True, "snapshots": {"enabled": True, "sizeLimit": "2Gi"}},
+}
+SECRETS = {**KEYS, "BOARD_SECRET": "c", "BOARD_PASSWORD": "d"}
+ALL_VALUES = pytest.mark.parametrize(
+    "values", [BASIC, FULL, SHARING], ids=["basic", "full", "sharing"]
+)
 
 
 def helm() -> str:
@@ -66,7 +80,7 @@ def one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 def config_of(objects: list[dict[str, Any]]) -> RouterConfig:
     (made,) = [each for each in objects if "kvroute.yaml" in (each.get("data") or {})]
-    return RouterConfig.from_yaml(made["data"]["kvroute.yaml"], KEYS)
+    return RouterConfig.from_yaml(made["data"]["kvroute.yaml"], SECRETS)
 
 
 @ALL_VALUES
@@ -105,7 +119,7 @@ def test_the_router_takes_the_configuration_that_is_made(
     assert config.server.port == container["ports"][0]["containerPort"]
     assert container["args"][:3] == ["serve", "--config", "/etc/kvroute/kvroute.yaml"]
     named = {each["name"] for each in container["env"] if "valueFrom" in each}
-    assert named == set(KEYS)
+    assert named == set(SECRETS if values is SHARING else KEYS)
 
 
 def test_what_the_user_says_is_merged_over_what_the_chart_knows(tmp_path: Path) -> None:
@@ -120,7 +134,8 @@ def test_what_the_user_says_is_merged_over_what_the_chart_knows(tmp_path: Path) 
 
 @ALL_VALUES
 def test_the_pod_may_do_no_more_than_it_needs(tmp_path: Path, values: dict[str, Any]) -> None:
-    """Everything that is mounted is read-only but a small directory for temporary files."""
+    """Everything that is mounted is read-only but a small directory for temporary files, and one
+    for snapshots where they are wanted."""
     objects = rendered(tmp_path, values)
     spec = one(objects, "Deployment")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -131,7 +146,7 @@ def test_the_pod_may_do_no_more_than_it_needs(tmp_path: Path, values: dict[str, 
         "capabilities": {"drop": ["ALL"]},
     }
     writable = {mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert writable - {"models"} == {"tmp"}
+    assert writable - {"models", "state"} == {"tmp"}
     rules = one(objects, "Role")["rules"]
     assert {verb for rule in rules for verb in rule["verbs"]} == {"list", "watch"}
     grace = config_of(objects).server.timeouts.shutdown_grace_s
@@ -162,6 +177,53 @@ def test_the_policy_lets_through_what_the_user_names(tmp_path: Path) -> None:
     assert len(own["egress"]) == 4
 
 
+def test_routers_that_share_find_board_secret_and_each_other(tmp_path: Path) -> None:
+    """With the values alone: without them a second router only halves what each one knows."""
+    objects = rendered(tmp_path, SHARING)
+    config = config_of(objects)
+    assert config.board.url == "rediss://valkey.models.svc:6390/1"
+    assert (config.board.username, config.board.ca) == ("router", "/etc/kvroute-board-ca/ca.crt")
+    assert config.board.secret is not None
+    assert config.board.password is not None
+    assert config.state.peers == ("http://r-kvroute-peers.models.svc:8000",)
+    assert config.state.directory == "/var/lib/kvroute"
+    peers = next(each for each in objects if each["metadata"]["name"] == "r-kvroute-peers")
+    assert peers["spec"]["clusterIP"] == "None"
+    assert (
+        peers["spec"]["selector"] == one(objects, "Deployment")["spec"]["selector"]["matchLabels"]
+    )
+    spec = one(objects, "Deployment")["spec"]["template"]["spec"]
+    refs = {
+        each["name"]: tuple(each["valueFrom"]["secretKeyRef"].values())
+        for each in spec["containers"][0]["env"]
+    }
+    assert refs["BOARD_SECRET"] == ("shared", "secret")
+    assert refs["BOARD_PASSWORD"] == ("shared", "valkey-password")
+    mounts = {each["mountPath"]: each for each in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/etc/kvroute-board-ca"]["readOnly"]
+    assert "readOnly" not in mounts["/var/lib/kvroute"]
+    (policy,) = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
+    ports = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
+    assert ports[-2:] == [8000, 6390], "peers, and the board"
+    assert "shared" not in [each["metadata"]["name"] for each in objects], "it is the user's"
+
+
+def test_secrets_of_the_board_are_made_where_they_are_given(tmp_path: Path) -> None:
+    """And peers that show certificates, where clients must, show the router's own."""
+    board = {"url": "redis://v", "passwordKey": "password", "secret": "s", "password": "p"}
+    tls = {"secret": "router-tls", "clientCA": "clients"}
+    state = {"peers": True, "peerCAConfigMap": "own-ca"}
+    objects = rendered(tmp_path, {**BASIC, "board": board, "tls": tls, "state": state})
+    (made,) = [each for each in objects if each["metadata"]["name"] == "r-kvroute-board"]
+    assert made["stringData"] == {"secret": "s", "password": "p"}
+    (policy,) = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
+    assert policy["egress"][-1]["ports"] == [{"protocol": "TCP", "port": 6379}]
+    state_of = config_of(objects).state
+    assert state_of.peers == ("https://r-kvroute-peers.models.svc:8000",)
+    assert state_of.peer_tls.ca == "/etc/kvroute-peer-ca/ca.crt"
+    assert state_of.peer_tls.certificate == "/etc/kvroute-tls/tls.crt"
+
+
 def test_the_engines_are_scaled_as_in_the_example(tmp_path: Path) -> None:
     """Whose queries are tested."""
     triggers = one(rendered(tmp_path, FULL), "ScaledObject")["spec"]["triggers"]
@@ -188,6 +250,8 @@ def test_alerts_and_dashboard_are_those_of_the_repository(tmp_path: Path) -> Non
         ({**BASIC, "image": {"digest": "latest"}}, "image.digest"),
         ({**BASIC, "engines": {"port": "http"}}, "engines.port"),
         ({**BASIC, "ingress": {"enabled": True}}, "ingress.host"),
+        ({**BASIC, "state": {"peers": True}}, "board.secret or board.existingSecret"),
+        ({**BASIC, "board": {"url": "valkey:6379"}}, "board.url"),
     ],
 )
 def test_wrong_values_are_refused_with_their_place(
@@ -213,10 +277,10 @@ def test_the_commands_of_the_documents_install_it(name: str) -> None:
     """It is the first command that an operator with a cluster tries: the quick start's was
     refused."""
     text = (ROOT / "docs" / name).read_text().replace("\\\n", " ")
-    found = re.findall(r"^helm install (.*)$", text, re.MULTILINE)
-    assert found
-    for arguments in found:
-        # What a shell would make of it.
-        filled = re.sub(r'"\$\(openssl rand -hex 32\)"', "a" * 64, arguments)
+    (installed, *upgrades) = re.findall(r"^helm (?:install|upgrade) (.*)$", text, re.MULTILINE)
+    for upgrade in ("", *upgrades):
+        # An upgrade keeps the values of the installation; then what a shell would make of it.
+        both = f"{installed} {upgrade.partition('--reuse-values')[2]}"
+        filled = re.sub(r'"\$\(openssl rand -hex 32\)"', "a" * 64, both)
         words = shlex.split(filled.replace("deploy/chart", str(CHART)))
         succeeds(helm(), "template", *words)

@@ -41,6 +41,8 @@ async def until_healthy(router: RouterProcess, *stubs: EngineStub) -> None:
         ),
         f"{[stub.name for stub in stubs]} are healthy",
     )
+    for stub in stubs:  # what it serves is asked after its health
+        await router.until_in_rotation(stub)
 
 
 async def test_a_replica_that_leaves_by_sighup_is_drained_and_its_stream_ends_whole() -> None:

@@ -30,6 +30,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.keys.existingSecret | default (printf "%s-keys" (include "kvroute.name" .)) }}
 {{- end }}
 
+{{- /* Whether routers tell each other anything, for which they need one secret. */ -}}
+{{- define "kvroute.shares" -}}
+{{- if or .Values.board.url .Values.state.peers }}true{{ end }}
+{{- end }}
+
+{{- define "kvroute.boardSecret" -}}
+{{ .Values.board.existingSecret | default (printf "%s-board" (include "kvroute.name" .)) }}
+{{- end }}
+
 {{- /* What the chart knows, and over it what the user says. */ -}}
 {{- define "kvroute.config" -}}
 {{- $pairs := list }}
@@ -43,5 +52,29 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $server "tls" $tls }}
 {{- end }}
 {{- $known := dict "server" $server "discovery" (dict "kubernetes" (list $found)) }}
+{{- if include "kvroute.shares" . }}
+{{- $board := dict "secret" "${BOARD_SECRET}" }}
+{{- with .Values.board }}
+{{- if .url }}{{ $_ := set $board "url" .url }}{{ end }}
+{{- if .username }}{{ $_ := set $board "username" .username }}{{ end }}
+{{- if and .url .passwordKey }}{{ $_ := set $board "password" "${BOARD_PASSWORD}" }}{{ end }}
+{{- if .caConfigMap }}{{ $_ := set $board "ca" "/etc/kvroute-board-ca/ca.crt" }}{{ end }}
+{{- end }}
+{{- $_ := set $known "board" $board }}
+{{- end }}
+{{- $state := dict }}
+{{- if .Values.state.peers }}
+{{- $scheme := ternary "https" "http" (not (empty .Values.tls.secret)) }}
+{{- $_ := set $state "peers" (list (printf "%s://%s-peers.%s.svc:8000" $scheme (include "kvroute.name" .) .Release.Namespace)) }}
+{{- $tls := dict }}
+{{- if .Values.state.peerCAConfigMap }}{{ $_ := set $tls "ca" "/etc/kvroute-peer-ca/ca.crt" }}{{ end }}
+{{- if .Values.tls.clientCA }}
+{{- $_ := set $tls "certificate" "/etc/kvroute-tls/tls.crt" }}
+{{- $_ := set $tls "key" "/etc/kvroute-tls/tls.key" }}
+{{- end }}
+{{- if $tls }}{{ $_ := set $state "peer_tls" $tls }}{{ end }}
+{{- end }}
+{{- if .Values.state.snapshots.enabled }}{{ $_ := set $state "directory" "/var/lib/kvroute" }}{{ end }}
+{{- if $state }}{{ $_ := set $known "state" $state }}{{ end }}
 {{- toYaml (mergeOverwrite $known (deepCopy .Values.config)) }}
 {{- end }}
