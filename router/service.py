@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +34,7 @@ from router.feed import Feed
 from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
 from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
-from router.observability.history import BlockCounts, History
+from router.observability.history import BlockCounts, History, Removals
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import LogPlace, RequestLog
@@ -277,18 +278,25 @@ class RouterService:
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
         """What the caches of each replica hold and have lost."""
-        held = {replica.id: [0, 0] for replica in self.registry.replicas()}
-        for source, cache in self.models.index_statistics().items():
+        held = {replica.id: 0 for replica in self.registry.replicas()}
+        removed: dict[str, Counter[int]] = {name: Counter() for name in held}
+        caches = self.models.index_statistics()
+        for source, cache in caches.items():
             if source.replica in held:
                 on_gpu = sum(count for (_, tier), count in cache.blocks.items() if tier == GPU)
-                held[source.replica][0] += on_gpu
-        for source, feed in self.feed.statistics().items():
+                held[source.replica] += on_gpu
+        lost = self._removals.since_followed(
+            {source: cache.removed for source, cache in caches.items()},
+            {source: feed.applied.removed for source, feed in self.feed.statistics().items()},
+        )
+        for source, counts in lost.items():
             if source.replica in held:
-                held[source.replica][1] += feed.applied.removed
-        return {name: BlockCounts(*counts) for name, counts in held.items()}
+                removed[source.replica].update(counts)
+        return {name: BlockCounts(held[name], removed[name]) for name in held}
 
     def _make_observation(self, planner: RoutePlanner) -> None:
         """What follows requests and replicas."""
+        self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
             self._load,

@@ -388,8 +388,8 @@ class HourView(View, frozen=True, kw_only=True):
     """Of the predictions that could be compared."""
     gpu_blocks: list[float | None]
     """Held at the end of the step, over all groups."""
-    removed_blocks: int
-    """That the caches have lost in this time, copies included."""
+    removed_blocks: list[int]
+    """That left the GPUs in this time, by KV cache group: evicted, or slid out of a window."""
 
 
 class HistoryView(View, frozen=True, kw_only=True):

@@ -11,10 +11,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import nan
 
 import msgspec
 
+from router.index import SourceId
 from router.observability.metrics import RouterMetrics
 
 STEPS = 120
@@ -36,8 +38,8 @@ class Hour:
 
     values: Mapping[str, array[float]]
     """By the names in `VALUES`, each of the same length."""
-    removed_blocks: int
-    """That a cache has lost within this time, copies included."""
+    removed_blocks: list[int]
+    """That left the GPUs within this time, by KV cache group."""
 
 
 class RawHour(msgspec.Struct, frozen=True):
@@ -46,7 +48,8 @@ class RawHour(msgspec.Struct, frozen=True):
 
     steps: list[list[float]]
     """Of each step the blocks held, the requests a second, and what was counted."""
-    removed: float
+    removed: list[float]
+    """By KV cache group."""
 
 
 class RawHours(msgspec.Struct, frozen=True):
@@ -61,9 +64,9 @@ class _Ring:
 
     def __init__(self) -> None:
         self.steps: list[array[float]] = []
-        self.removed = array("d")
+        self.removed: list[array[float]] = []
 
-    def add(self, step: array[float], removed: float) -> None:
+    def add(self, step: array[float], removed: array[float]) -> None:
         self.steps.append(step)
         del self.steps[:-STEPS]
         self.removed.append(removed)
@@ -72,10 +75,40 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """What a replica's caches hold, and have lost since the start."""
+    """What a replica's caches hold, and have removed from their GPUs since the start."""
 
     gpu_blocks: int
-    removed_blocks: int
+    removed: Mapping[int, int]
+    """By KV cache group."""
+
+
+class Removals:
+    """What sources have removed since this process follows them. One that came from a snapshot
+    counts from before that."""
+
+    def __init__(self) -> None:
+        self._before: dict[SourceId, Mapping[int, int]] = {}
+
+    def since_followed(
+        self, removed: Mapping[SourceId, Mapping[int, int]], applied: Mapping[SourceId, int]
+    ) -> dict[SourceId, Mapping[int, int]]:
+        """By KV cache group.
+
+        Args:
+            removed: By every source, as its index counts.
+            applied: How many of its blocks this process has seen removed, from any tier.
+        """
+        self._before = {
+            source: self._before[source] for source in removed if source in self._before
+        }
+        found: dict[SourceId, Mapping[int, int]] = {}
+        for source, counts in removed.items():
+            is_restored = sum(counts.values()) > applied.get(source, 0)
+            before = self._before.setdefault(source, counts if is_restored else {})
+            if any(counts.get(group, 0) < count for group, count in before.items()):
+                before = self._before[source] = {}  # cleared meanwhile: it counts from 0 again
+            found[source] = {group: count - before.get(group, 0) for group, count in counts.items()}
+        return found
 
 
 class History:
@@ -102,7 +135,7 @@ class History:
         self._replicas: dict[str, _Ring] = {}
         self._at = clock()
         self._counts = self._read()
-        self._removed = {name: found.removed_blocks for name, found in caches().items()}
+        self._removed = {name: found.removed for name, found in caches().items()}
 
     def start(self) -> None:
         """Keep a step every half minute from now on."""
@@ -125,19 +158,19 @@ class History:
         """A step is over: keep it and begin the next one."""
         now, counts, caches = self._clock(), self._read(), self._caches()
         seconds = max(now - self._at, 1e-3)
-        whole, removed_of_all = [0.0] * self._width, 0.0
+        whole, removed_of_all = [0.0] * self._width, []
         for name in self._replicas.keys() - caches.keys():
             del self._replicas[name]
         for name, difference in self._since(counts).items():
             whole = [one + other for one, other in zip(whole, difference, strict=True)]
             if name in caches and (ring := self._ring(name)) is not None:
                 removed = self._lost(name, caches[name])
-                removed_of_all += removed
+                removed_of_all.append(removed)
                 ring.add(_step(difference, seconds, caches[name].gpu_blocks), removed)
         held = sum(found.gpu_blocks for found in caches.values())
-        self._of_all.add(_step(whole, seconds, held), removed_of_all)
+        self._of_all.add(_step(whole, seconds, held), _by_group(sum, removed_of_all))
         self._at, self._counts = now, counts
-        self._removed = {name: found.removed_blocks for name, found in caches.items()}
+        self._removed = {name: found.removed for name, found in caches.items()}
 
     def hour(self, replica_id: str | None = None) -> Hour | None:
         """The steps that are over, and the one that runs as its last.
@@ -157,7 +190,7 @@ class History:
         seconds = max(self._clock() - self._at, 1e-3)
         whole = [sum(column) for column in zip(*differences.values(), strict=True)]
         held = sum(found.gpu_blocks for found in caches.values())
-        removed = sum(self._lost(name, found) for name, found in caches.items())
+        removed = _by_group(sum, [self._lost(name, found) for name, found in caches.items()])
         of_all = self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
         replicas = {}
         for name in replica_ids:
@@ -170,10 +203,16 @@ class History:
         return RawHours(of_all, replicas)
 
     def _with(
-        self, ring: _Ring, difference: list[float], seconds: float, held: int, removed: float
+        self,
+        ring: _Ring,
+        difference: list[float],
+        seconds: float,
+        held: int,
+        removed: array[float],
     ) -> RawHour:
         steps = [*ring.steps, _step(difference, seconds, held)]
-        return RawHour([list(step) for step in steps], sum(ring.removed) + removed)
+        removed = _by_group(sum, [*ring.removed, removed])
+        return RawHour([list(step) for step in steps], list(removed))
 
     def _ring(self, name: str) -> _Ring | None:
         ring = self._replicas.get(name)
@@ -181,9 +220,13 @@ class History:
             ring = self._replicas[name] = _Ring()
         return ring
 
-    def _lost(self, name: str, caches: BlockCounts) -> float:
-        # A source that was added again counts from 0.
-        return max(caches.removed_blocks - self._removed.get(name, caches.removed_blocks), 0)
+    def _lost(self, name: str, caches: BlockCounts) -> array[float]:
+        before = self._removed.get(name, {})
+        lost = array("d", [0.0] * (max(caches.removed, default=-1) + 1))
+        for group, removed in caches.removed.items():
+            # A source that was added again counts from 0.
+            lost[group] = max(removed - before.get(group, 0), 0)
+        return lost
 
     def _since(self, counts: Mapping[str, list[float]]) -> dict[str, list[float]]:
         nothing = [0.0] * self._width
@@ -220,6 +263,13 @@ class History:
         return found
 
 
+def _by_group(
+    merge: Callable[[tuple[float, ...]], float], removed: Iterable[Sequence[float]]
+) -> array[float]:
+    """Counts by group, of several, as one."""
+    return array("d", map(merge, zip_longest(*removed, fillvalue=0.0)))
+
+
 def _step(difference: list[float], seconds: float, held: int) -> array[float]:
     return array("d", [held, difference[_REQUESTS] / seconds, *difference[1:]])
 
@@ -250,7 +300,7 @@ def _readable(hours: Sequence[RawHour], bounds: Sequence[float]) -> Hour:
         values["first_byte_s"].append(quantile(QUANTILE, bounds, counts[_COUNTS:]))
         values["mispredicted_share"].append(_share(counts[_WRONG], counts[_COMPARED]))
         values["gpu_blocks"].append(max(each[0] for each in steps))
-    return Hour(values, int(max(hour.removed for hour in hours)))
+    return Hour(values, [int(count) for count in _by_group(max, [hour.removed for hour in hours])])
 
 
 def _share(part: float, whole: float) -> float:

@@ -26,7 +26,7 @@ export function drawInsight(row, replica) {
   if (!isOpen) return;
   const hour = hourOf(replica.id);
   if (hour) drawCharts(row.querySelector(".charts"), hour, stepOf());
-  drawFills(row.querySelector(".fills"), replica.groups);
+  drawFills(row.querySelector(".fills"), replica.groups, hour?.removed_blocks ?? []);
   write(row.querySelector(".lost"), whatWasLost(replica, hour));
   const button = row.querySelector(".drain");
   const isDraining = replica.state === "draining";
@@ -37,29 +37,42 @@ export function drawInsight(row, replica) {
 
 const tokensOf = ({ blocks, block_size: size }) => (blocks.GPU ?? 0) * (size ?? 1);
 
-// A group with a window keeps a part of what the dense group keeps: the rest slid out of the window,
-// and no prompt needs it.
-function drawFills(list, groups) {
+// Of each group what it holds; what slid out of its window, as far as the dense group still has it:
+// no prompt needs that; and what left the GPU in the last hour besides. In a dense group all of that
+// was evicted. In one with a window events do not say which block slid out and which was evicted.
+function drawFills(list, groups, removedBlocks) {
   const dense = groups.filter((group) => group.kind === DENSE).map(tokensOf);
-  const most = Math.max(1, ...groups.map(tokensOf));
-  const items = resize(list, groups.length, makeFill);
-  groups.forEach((group, index) => {
-    const held = tokensOf(group);
-    const isWindow = group.kind !== DENSE && dense.length > 0;
-    const slid = isWindow ? Math.max(Math.max(...dense) - held, 0) : 0;
+  const fills = groups.map((group) => fillOf(group, dense, removedBlocks[group.number] ?? 0));
+  const most = Math.max(1, ...fills.map(({ held, slid, gone }) => held + slid + gone));
+  const items = resize(list, fills.length, makeFill);
+  fills.forEach((fill, index) => {
     const item = items[index];
-    write(item.querySelector(".label"), group.label);
-    widen(item.querySelector(".held"), held / most);
-    widen(item.querySelector(".slid"), slid / most);
-    const also = slid ? `, ${count(slid)} slid out` : "";
-    write(item.querySelector(".text"), `${count(held)} tokens held${also}`);
+    write(item.querySelector(".label"), groups[index].label);
+    for (const part of ["held", "slid", "gone"]) {
+      widen(item.querySelector(`.${part}`), fill[part] / most);
+    }
+    write(item.querySelector(".text"), fill.text);
   });
+}
+
+function fillOf(group, dense, removedBlocks) {
+  const held = tokensOf(group);
+  const removed = removedBlocks * (group.block_size ?? 1);
+  const text = `${count(held)} tokens held`;
+  if (group.kind === DENSE || !dense.length) {
+    const also = removed ? `, ${count(removed)} evicted in the last hour` : "";
+    return { held, slid: 0, gone: removed, text: text + also };
+  }
+  const slid = Math.max(Math.max(...dense) - held, 0);
+  const also = slid ? `, ${count(slid)} slid out` : "";
+  const left = removed ? `, ${count(removed)} slid out or evicted in the last hour` : "";
+  return { held, slid, gone: Math.max(removed - slid, 0), text: text + also + left };
 }
 
 function makeFill() {
   const item = element("li");
   const bar = element("span", "fill");
-  bar.append(element("i", "held"), element("i", "slid"));
+  bar.append(element("i", "held"), element("i", "slid"), element("i", "gone"));
   item.append(element("span", "label"), bar, element("span", "text"));
   return item;
 }
@@ -67,7 +80,8 @@ function makeFill() {
 function whatWasLost(replica, hour) {
   const usage = replica.engine_load?.kv_cache_usage ?? null;
   const busy = usage === null ? "" : ` Running requests hold ${Math.round(usage * 100)} % of it.`;
-  return hour ? `${plural(hour.removed_blocks, "block")} evicted in the last hour.${busy}` : "";
+  const removed = hour?.removed_blocks.reduce((sum, blocks) => sum + blocks, 0);
+  return hour ? `${plural(removed, "block")} left the GPU in the last hour.${busy}` : "";
 }
 
 async function changeRotation(row, id) {

@@ -396,7 +396,15 @@ async def test_an_open_row_shows_its_hour_and_drains_its_replica(router: RouterP
         await expect(charts.nth(4).locator(".line")).to_have_attribute("d", re.compile("^M"))
         fills = row.locator(".fills .text")
         await expect(fills.nth(0)).to_have_text("96 tokens held")
-        await expect(fills.nth(1)).to_contain_text("slid out")
+        await expect(fills.nth(1)).to_have_text(
+            "0 tokens held, 96 slid out, 96 slid out or evicted in the last hour"
+        )
+        stub.evict(ids)
+        await expect(fills.nth(0)).to_have_text("0 tokens held, 96 evicted in the last hour")
+        await expect(row.locator(".fills .gone").nth(0)).to_have_attribute(
+            "style", re.compile("width: 100%")
+        )
+        await expect(row.locator(".lost")).to_contain_text("12 blocks left the GPU")
         await row.locator(".drain").click()
         await expect(row.locator(".state")).to_contain_text("draining")
         assert (await router.replica(stub.name))["state"] == "draining"

@@ -55,6 +55,13 @@ class HybridStub(EngineStub):
         self._publisher.publish([Prefix(whole).removed(1, range(BLOCK, len(whole) + 1, BLOCK))])
         self.stored_blocks -= len(whole) // BLOCK
 
+    def evict(self, ids: Sequence[int]) -> None:
+        """Full attention loses what the window has left behind already."""
+        assert self._publisher is not None
+        whole = _whole_blocks(ids)
+        self._publisher.publish([Prefix(whole).removed(0, range(BLOCK, len(whole) + 1, BLOCK))])
+        self.stored_blocks -= len(whole) // BLOCK
+
     def offload(self, ids: Sequence[int], tier: str = "CPU") -> None:
         """Move both groups from the GPU to another tier, where the hit is the same."""
         assert self._publisher is not None

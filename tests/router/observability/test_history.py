@@ -7,12 +7,14 @@ from math import isnan
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.index import SourceId
 from router.observability.history import (
     STEP_S,
     STEPS,
     BlockCounts,
     History,
     Hour,
+    Removals,
     quantile,
     summed_hours,
 )
@@ -25,7 +27,7 @@ class Watched:
     def __init__(self) -> None:
         self.now = 0.0
         self.metrics = RouterMetrics(CollectorRegistry())
-        self.caches = {"a": BlockCounts(100, 0), "b": BlockCounts(50, 0)}
+        self.caches = {"a": BlockCounts(100, {}), "b": BlockCounts(50, {})}
         self.history = History(self.metrics, lambda: self.caches, lambda: self.now)
 
     def serve(self, replica: str, count: int, cached: int = 75, predicted: int = 75) -> None:
@@ -70,13 +72,30 @@ def test_a_step_is_what_happened_in_it(watched: Watched) -> None:
 
 
 def test_what_caches_lose_is_summed_over_the_hour(watched: Watched) -> None:
-    """Of a source that starts again from 0, nothing is subtracted."""
-    for removed in (7, 10, 0, 4):
+    """For each group. Of a source that starts again from 0, nothing is subtracted."""
+    for removed in ({0: 7}, {0: 10, 2: 6}, {}, {0: 4}):
         watched.caches["a"] = BlockCounts(100, removed)
         watched.step()
-    watched.caches["a"] = BlockCounts(100, 5)
-    assert watched.hour("a").removed_blocks == 7 + 3 + 0 + 4 + 1
-    assert watched.hour("b").removed_blocks == 0
+    watched.caches["a"] = BlockCounts(100, {0: 5, 1: 2})
+    assert watched.hour("a").removed_blocks == [7 + 3 + 0 + 4 + 1, 2, 6]
+    assert watched.hour("b").removed_blocks == []
+    watched.caches["b"] = BlockCounts(50, {0: 1})
+    assert watched.hour().removed_blocks == [16, 2, 6]
+
+
+def test_what_a_cache_lost_before_the_router_started_does_not_count() -> None:
+    """An index that came from a snapshot has the counts of the process that wrote it."""
+    restored, new = SourceId("a", 0), SourceId("b", 0)
+    removals = Removals()
+
+    def found(old: int, young: int, applied: int) -> list[dict[int, int]]:
+        counts = {restored: {0: old}, new: {1: young}}
+        since = removals.since_followed(counts, {restored: applied, new: young})
+        return [dict(each) for each in since.values()]
+
+    assert found(500, 3, 0) == [{0: 0}, {1: 3}]
+    assert found(504, 5, 4) == [{0: 4}, {1: 5}]
+    assert found(2, 6, 6) == [{0: 2}, {1: 6}], "cleared"
 
 
 def test_hours_of_several_processes_are_summed() -> None:
@@ -85,7 +104,7 @@ def test_hours_of_several_processes_are_summed() -> None:
     one.serve("a", 60, cached=0)
     one.step()
     for each in (one, other):
-        each.caches["a"] = BlockCounts(70, 9)
+        each.caches["a"] = BlockCounts(70, {1: 9})
     one.serve("a", 30, cached=100)
     other.serve("a", 90, cached=20)
     for each in (one, other):
@@ -97,7 +116,7 @@ def test_hours_of_several_processes_are_summed() -> None:
     assert list(values["requests_per_s"]) == [2.0, 4.0, 0.0], "the other began later"
     assert list(values["reused_share"])[:2] == [0.0, (30 * 100 + 90 * 20) / (120 * 100)]
     assert list(values["gpu_blocks"]) == [100, 70, 70]
-    assert summed["a"].removed_blocks == 9
+    assert summed["a"].removed_blocks == [0, 9]
     assert summed[None].values["requests_per_s"] == values["requests_per_s"]
 
 
