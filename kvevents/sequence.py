@@ -124,6 +124,22 @@ class SequenceTracker:
             self._first = seq
         self._keep(seq, digest)
 
+    def advance_by(self, digests: bytes) -> None:
+        """Note that the batches that come next were applied.
+
+        Args:
+            digests: Their fingerprints, 8 bytes each as they lie in memory.
+        """
+        fresh = array("Q", digests)
+        place = self.expected % self._remembered
+        if place + len(fresh) <= self._remembered:
+            self._fingerprints[place : place + len(fresh)] = fresh
+            self.expected += len(fresh)
+            self.last = self.expected - 1
+        else:
+            for digest in fresh:
+                self._keep(self.expected, digest)
+
     def jump(self, seq: int) -> None:
         """Note that everything up to *seq* is known from elsewhere, no batch by its payload."""
         self.last = seq

@@ -307,16 +307,23 @@ class _Intake:
         """
         live, recovery = self._live, self._recovery
         has_any = has_all = False
-        for _ in range(_BATCHES_A_TURN):
-            try:
-                batch = live.next()
-            except MalformedBatch as problem:
-                self._delivery.report(problem)
-                continue
-            if batch is None:
-                has_all = True
-                break
-            self.question = recovery.take(live, batch)
+        left, may_run = _BATCHES_A_TURN, True
+        while left > 0:
+            taken = 0
+            if may_run:
+                taken, self.question = recovery.take_run(live, left)
+                may_run = taken > 0
+            left -= taken or 1
+            if not taken:
+                try:
+                    batch = live.next()
+                except MalformedBatch as problem:
+                    self._delivery.report(problem)
+                    continue
+                if batch is None:
+                    has_all = True
+                    break
+                self.question = recovery.take(live, batch)
             if self.question is not None or monotonic() >= ends_at:
                 has_any = True
                 break

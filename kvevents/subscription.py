@@ -17,7 +17,7 @@ import zmq
 
 from kvevents.endpoints import Context, ZmqEndpoint
 from kvevents.errors import EndpointError, HandshakeFailed, NoConnection
-from kvevents.messages import Batch, read_live
+from kvevents.messages import Batch, WireRun, read_live
 from kvevents.sockets import (
     KEEPALIVE_IDLE_S,
     KEEPALIVE_INTERVAL_S,
@@ -68,6 +68,12 @@ class Subscription(Protocol):
             MalformedBatch: A message that is not a batch.
         """
 
+    def run(self) -> WireRun | None:
+        """See `SubscriberEnd.run`; None where libzmq receives."""
+
+    def skip_to(self, at: int) -> None:
+        """See `SubscriberEnd.skip_to`."""
+
     def has_more(self) -> bool:
         """Whether there may be another message."""
 
@@ -102,6 +108,12 @@ class _ZmqSubscription(SocketConnection):
     def next_batch(self, topic: bytes | None) -> Batch | None:
         frames = self.receive_three()
         return None if frames is None else read_live(frames, topic)
+
+    def run(self) -> WireRun | None:
+        return None
+
+    def skip_to(self, at: int) -> None:
+        raise AssertionError(f"no run of libzmq's ends at {at}")
 
 
 class _PlainSubscription:
@@ -138,6 +150,12 @@ class _PlainSubscription:
             if not self._is_reading:
                 self._read_on()
         return batch
+
+    def run(self) -> WireRun | None:
+        return self._wire.run()
+
+    def skip_to(self, at: int) -> None:
+        self._wire.skip_to(at)
 
     def has_more(self) -> bool:
         return self._wire.waiting_bytes > 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 
 from kvevents.errors import HandshakeFailed
-from kvevents.messages import MAX_FRAMES, MAX_SEQ, Batch, read_live
+from kvevents.messages import MAX_FRAMES, MAX_SEQ, Batch, WireRun, read_live
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _GREETING_BYTES = 64
@@ -81,6 +81,17 @@ class SubscriberEnd:
             self._data, self._at = data, 0
         if not self.is_ready:
             self._shake_hands()
+
+    def run(self) -> WireRun | None:
+        """What is here, for one who takes several messages at once and then says `skip_to`; None
+        where the next one has to be looked at as `next_batch` does."""
+        if not self._head or self._frames or self._at >= len(self._data):
+            return None
+        return WireRun(self._data, self._at, self._head, self._frame_bytes)
+
+    def skip_to(self, at: int) -> None:
+        """Go on there: whole messages of the `run` were taken."""
+        self._at = at
 
     def next_batch(self, topic: bytes | None) -> Batch | None:
         """The next message, None if it is not here as a whole.

@@ -16,6 +16,7 @@ import msgspec
 from kvevents.events import EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
+from kvevents.messages import WireRun
 from router.errors import RouterError
 
 
@@ -155,6 +156,19 @@ class ApplyResult(msgspec.Struct, gc=False):
     source mends it."""
 
 
+class RunApplied(NamedTuple):
+    """What several batches did that were applied at once."""
+
+    batches: int
+    ends_at: int
+    """Where they end."""
+    digests: bytes
+    """The fingerprint of each; see `kvevents.sequence`."""
+    result: ApplyResult
+    """Of all but the last, if that one needed more than counting: then it has one of its own."""
+    last: ApplyResult | None
+
+
 class Hit(NamedTuple):
     """What a source would reuse of a prompt."""
 
@@ -271,6 +285,26 @@ class PrefixIndex(Protocol):
         Raises:
             MalformedBatch: The payload breaks the format; nothing was applied.
         """
+
+    def apply_run(
+        self,
+        source: SourceId,  # noqa: ARG002
+        run: WireRun,  # noqa: ARG002
+        seq: int,  # noqa: ARG002
+        most: int,  # noqa: ARG002
+        seed: int,  # noqa: ARG002
+    ) -> RunApplied | None:
+        """Apply the batches that come next, as `apply` does one at a time; see
+        `kvevents.delivery.Consumer`. None where the first of them has to be given to `apply`.
+
+        Args:
+            source: The cache the events are about.
+            run: Where they are.
+            seq: The number of the first.
+            most: How many at most.
+            seed: Of the fingerprints.
+        """
+        return None
 
     def clear(self, source: SourceId) -> None:
         """Forget a source's blocks and what its events said; its hints stay."""

@@ -25,6 +25,7 @@ from kvevents.errors import MalformedBatch
 from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
+from kvevents.messages import WireRun
 from kvevents.sealing import held_key
 from router.index._core import Core, EngineHashes, HitMap, Prompt, StateError
 from router.index._core import block_hashes as _block_hashes
@@ -38,6 +39,7 @@ from router.index.base import (
     Hit,
     LayoutHints,
     PrefixIndex,
+    RunApplied,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -296,15 +298,38 @@ class NativeIndex(PrefixIndex):
             return done
         if done is None:
             return self._apply_decoded(source, known, decode(payload))
+        return self._attend(source, known, done, payload)
+
+    @override
+    def apply_run(
+        self, source: SourceId, run: WireRun, seq: int, most: int, seed: int
+    ) -> RunApplied | None:
+        known = self._sources.get(source)
+        found = None if known is None else self.core.apply_run(known.slot, *run, seq, most, seed)
+        if known is None or found is None:
+            return None
+        batches, ends_at, stored, removed, has_lower_tiers, digests, done, payload = found
+        result = ApplyResult(stored, removed, has_lower_tiers=has_lower_tiers)
+        last = None if done is None else self._attend(source, known, done, payload)
+        return RunApplied(batches, ends_at, digests, result, last)
+
+    def _attend(
+        self,
+        source: SourceId,
+        known: _NativeSource,
+        done: tuple[Any, ...] | list[tuple[Any, ...]],
+        payload: bytes,
+    ) -> ApplyResult:
+        """Do what the core cannot do alone: it applied the batch, or has news of the layout."""
         if isinstance(done, tuple):
             return self._result(source, known, done, payload)
         before = known.learner.layout
         for news in done:
             known.learner.see_run(*news)
         self._tell_layout(known)
-        done = self.core.apply_told(known.slot, payload, False, [])
-        assert done is not None
-        result = self._result(source, known, done, payload)
+        told = self.core.apply_told(known.slot, payload, False, [])
+        assert told is not None
+        result = self._result(source, known, told, payload)
         result.layout_changed = known.learner.layout != before
         return result
 

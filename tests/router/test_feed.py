@@ -18,7 +18,7 @@ from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.stream_state import SourceState
 from router.feed import Feed
-from router.index import Hit, LayoutHints, SourceId, SourceLimits
+from router.index import REFERENCE, Hit, LayoutHints, SourceId, SourceLimits, choose_index
 from router.index.reference.index import ReferenceIndex
 from tests.support.blocks import FULL, Prefix, copies_held
 from tests.support.following import QUICK, until
@@ -98,6 +98,45 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
             statistics[A].model,
             statistics[B].applied.stored,
         ) == (4, "one", 2)
+
+
+@pytest.mark.skipif(choose_index() is REFERENCE, reason="the compiled index is not built")
+async def test_a_burst_taken_at_once_ends_as_one_taken_batch_by_batch() -> None:
+    """The compiled index takes runs of batches, the reference one at a time: with losses, repeats
+    and nonsense between them both tell the same of the stream, and find the same."""
+    indexes = {"one": ReferenceIndex(), "two": choose_index("native").create()}
+    feed = Feed(indexes.__getitem__, QUICK)
+    try:
+        with VllmPublisher() as publisher:
+            follow(feed, A, publisher, "one")
+            follow(feed, B, publisher, "two")
+            publisher.publish(stored(16))
+            await until_live(feed, A, 0)
+            await until_live(feed, B, 0)
+            publish_with_losses(publisher)
+            last = publisher.publish(stored(128, 112))
+            await until_live(feed, A, last)
+            await until_live(feed, B, last)
+        by_one, at_once = feed.statistics()[A], feed.statistics()[B]
+        assert by_one.applied == at_once.applied
+        assert by_one.stream.batches == at_once.stream.batches == last + 1
+        assert by_one.stream.malformed == at_once.stream.malformed == 1
+        for name in ("gaps", "duplicates"):
+            assert getattr(at_once.stream, name) > 0
+        hits = indexes["one"].match(PROMPT)[A], indexes["two"].match(PROMPT)[B]
+        assert hits == (Hit(128, 128), Hit(128, 128))
+    finally:
+        await feed.close()
+
+
+def publish_with_losses(publisher: VllmPublisher) -> None:
+    """The blocks from the second to the last but one, a batch each, again and again."""
+    for _ in range(20):
+        for end in range(32, 128, 16):
+            seq = publisher.publish(stored(end, end - 16), on_wire=end != 96)
+            if end == 48:
+                publisher.send_raw([TOPIC.encode(), seq_frame(seq), stored(end, end - 16)])
+    publisher.send_raw([TOPIC.encode(), b"7 bytes"])
 
 
 async def test_two_ranks_of_a_replica_are_two_sources(feed: Feed, models: Models) -> None:

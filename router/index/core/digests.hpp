@@ -253,14 +253,15 @@ inline Sums of_middle(const u8* in, std::size_t size) {
 // Over 240 bytes: stripes of 64, eight sums side by side.
 class Stripes {
 public:
-    explicit Stripes(const u8* in, std::size_t size) {
+    // `secret`: of the same size as the default one.
+    Stripes(const u8* in, std::size_t size, const u8* secret = kSecret) {
         constexpr std::size_t kStripe = 64, kInBlock = (sizeof(kSecret) - kStripe) / 8;
         std::size_t stripe = 0;
         for (; (stripe + 1) * kStripe < size; ++stripe) {
-            add(in + stripe * kStripe, kSecret + 8 * (stripe % kInBlock));
-            if (stripe % kInBlock == kInBlock - 1) scramble(kSecret + sizeof(kSecret) - kStripe);
+            add(in + stripe * kStripe, secret + 8 * (stripe % kInBlock));
+            if (stripe % kInBlock == kInBlock - 1) scramble(secret + sizeof(kSecret) - kStripe);
         }
-        add(in + size - kStripe, kSecret + sizeof(kSecret) - kStripe - 7);
+        add(in + size - kStripe, secret + sizeof(kSecret) - kStripe - 7);
     }
 
     u64 merged(const u8* secret, u64 start) const {
@@ -311,5 +312,62 @@ inline void xxh3_128(std::span<const u8> message, u8* out) {
     detail::write_big(out, sums.high);
     detail::write_big(out + 8, sums.low);
 }
+
+// XXH3 with 64 bits and a seed: what `kvevents.sequence` tells batches apart by. Messages of fewer
+// than `kXxh3Least` bytes must not be given.
+class SeededXxh3 {
+public:
+    explicit SeededXxh3(u64 seed) : seed_(seed) {
+        using namespace detail::xxh3;
+        for (std::size_t i = 0; i < sizeof(secret_); i += 16) {
+            write(secret_ + i, word(kSecret + i) + seed);
+            write(secret_ + i + 8, word(kSecret + i + 8) - seed);
+        }
+    }
+
+    u64 of(std::span<const u8> message) const {
+        using namespace detail::xxh3;
+        const u8* in = message.data();
+        const std::size_t size = message.size();
+        if (size > 240) return Stripes(in, size, secret_).merged(secret_ + 11, size * kPrime64_1);
+        return size > 128 ? of_middle(in, size) : of_short(in, size);
+    }
+
+private:
+    static void write(u8* to, u64 value) {
+        if (std::endian::native == std::endian::big) value = detail::swapped(value);
+        std::memcpy(to, &value, sizeof(value));
+    }
+
+    u64 mixed(const u8* from, const u8* secret) const {
+        using namespace detail::xxh3;
+        return folded_product(word(from) ^ (word(secret) + seed_),
+                              word(from + 8) ^ (word(secret + 8) - seed_));
+    }
+
+    u64 of_short(const u8* in, std::size_t size) const {
+        using namespace detail::xxh3;
+        u64 sum = size * kPrime64_1;
+        for (std::size_t pair = (size - 1) / 32 + 1; pair-- > 0;) {
+            sum += mixed(in + 16 * pair, kSecret + 32 * pair);
+            sum += mixed(in + size - 16 * (pair + 1), kSecret + 32 * pair + 16);
+        }
+        return avalanche(sum);
+    }
+
+    u64 of_middle(const u8* in, std::size_t size) const {
+        using namespace detail::xxh3;
+        u64 sum = size * kPrime64_1;
+        for (std::size_t i = 0; i < 8; ++i) sum += mixed(in + 16 * i, kSecret + 16 * i);
+        sum = avalanche(sum);
+        for (std::size_t i = 8; i < size / 16; ++i) {
+            sum += mixed(in + 16 * i, kSecret + 16 * (i - 8) + 3);
+        }
+        return avalanche(sum + mixed(in + size - 16, kSecret + 136 - 17));
+    }
+
+    u64 seed_;
+    u8 secret_[sizeof(detail::xxh3::kSecret)];
+};
 
 }  // namespace kvroute

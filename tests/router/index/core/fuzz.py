@@ -22,7 +22,7 @@ from tests.support.wire_samples import live, versions
 
 HERE = Path(__file__).parent
 STREAMS = HERE.parents[2] / "conformance" / "streams"
-PAYLOAD, JSON, STATE, PROGRAM, TABLE = (bytes([target]) for target in range(5))
+PAYLOAD, JSON, STATE, PROGRAM, TABLE, RUN = (bytes([target]) for target in range(6))
 """The first byte of an input, as `targets.cpp` reads it."""
 LARGEST = 4096
 
@@ -43,6 +43,13 @@ def first_inputs(programs: int = 64) -> Iterator[bytes]:
     for text in (b"[]", b"[1, 2,3 ]", b"[4294967295]", b"[0,00]", b"[1", b'["1"]', b"[-1]"):
         yield JSON + text
     yield JSON + b"[" + b",".join(b"%d" % number for number in range(300)) + b"]"
+    for size in (0, 17, 130, 240, 300):
+        head, long = b"\1\2kv\1\x08", b"\2" + size.to_bytes(8, "big")
+        short = b"" if size > 255 else bytes((0, size))
+        messages = [
+            head + bytes((*bytes(7), seq)) + (short or long) + bytes(size) for seq in (0, 1)
+        ]
+        yield RUN + bytes((6, *head, 0, 0, 0)) + b"".join(messages)
     random = Random(1)
     for target in (STATE, *[TABLE] * 4, *[PROGRAM] * programs):
         yield target + random.randbytes(random.choice((64, 256, 1024)))
