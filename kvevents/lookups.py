@@ -12,11 +12,13 @@ import ipaddress
 import socket
 import threading
 from contextlib import suppress
+from functools import lru_cache
 
 _Key = tuple[asyncio.AbstractEventLoop, str]
 _under_way: dict[_Key, asyncio.Future[list[str]]] = {}
 
 
+@lru_cache(maxsize=1024)
 def _is_numeric(host: str) -> bool:
     """Whether it is an address already."""
     try:

@@ -234,33 +234,33 @@ class Gateway:
             request_id: Ties the logs of client, router and engine together.
             trace: To which trace it belongs.
         """
-        dropped = self._dropped
-        headers = [header for header in exchange.headers if header[0] not in dropped]
-        headers += (*self._forwarded(exchange), (b"x-request-id", request_id), *trace)
+        own = (b"x-request-id", request_id)
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(
             b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
             exchange.target,
-            headers,
+            exchange.headers,
             decision.body,
-            ((b"x-request-id", request_id),),
+            (own,),
             dialect_of(exchange.path),
+            (*self._forwarded(exchange), own, *trace),
+            self._dropped,
             self._patient if is_whole else None,
         )
 
-    def _forwarded(self, exchange: Exchange) -> list[Header]:
+    def _forwarded(self, exchange: Exchange) -> tuple[Header, Header]:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
         peer = exchange.client
         last_hop = peer.encode("ascii", "replace")
         if not self._trusts_proxies or peer not in self._trusted_proxies:
-            return [(b"x-forwarded-for", last_hop), self._scheme_header]
+            return (b"x-forwarded-for", last_hop), self._scheme_header
         given = exchange.headers
         # Lines of one name are the same as commas in one (RFC 9110, 5.3).
         hops = [value for name, value in given if name == b"x-forwarded-for" and value]
         proto = dict(given).get(b"x-forwarded-proto", self._scheme)
         chain = b", ".join([*hops, last_hop])
-        return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
+        return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
 
 
 class _Stage(Enum):

@@ -20,14 +20,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import msgspec
+
 from router.index import HashedPrompt
 
 USE_KEYS = 4
 """A request that has ended takes as much memory as so many keys, besides those of its prompt."""
 
 
-@dataclass(eq=False, slots=True)
-class Use:
+class Use(msgspec.Struct, eq=False):
     """One request's use of a prefix."""
 
     number: int
@@ -46,8 +47,7 @@ class Use:
         return len(self.keys) - self.owned_from
 
 
-@dataclass(eq=False, slots=True)
-class _Run:
+class _Run(msgspec.Struct, eq=False):
     """Keys of prompts that are the same so far, at `[start, end)`, and who owns them."""
 
     start: int

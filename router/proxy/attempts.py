@@ -115,12 +115,12 @@ class RetryBudget:
     def __init__(self, limits: RetryLimits) -> None:
         self.limits = limits
         self._tokens = float(limits.budget_burst)
+        self._share, self._most = limits.budget_share, float(max(limits.budget_burst, 1))
 
     def add_request(self) -> None:
         """Count a new request."""
-        self._tokens = min(
-            self._tokens + self.limits.budget_share, float(max(self.limits.budget_burst, 1))
-        )
+        if self._tokens < self._most:
+            self._tokens = min(self._tokens + self._share, self._most)
 
     def take(self) -> bool:
         """Take a token for one retry; False if there is none."""

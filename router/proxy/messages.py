@@ -31,8 +31,6 @@ HOP_BY_HOP = frozenset(
 # The upstream client writes its own host and content-length. The body is here already, so
 # 100 Continue has no purpose.
 _REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_ROUTERS_OWN = frozenset((b"x-forwarded-for", b"x-forwarded-proto", b"x-request-id"))
-"""The router says of a request what a client's `Connection` must not take away again."""
 OUR_PREFIX = b"x-kv-"
 """Of the headers that say what this router predicted; no others of that kind reach a client."""
 _WITHOUT_BODY = frozenset((204, 304))
@@ -67,11 +65,16 @@ def upstream_headers(request: ProxyRequest, attempt: Attempt) -> list[Header]:
         attempt: The candidate, whose own headers win.
     """
     override = attempt.request_headers
-    if not override:
-        return _end_to_end(request.headers, _REQUEST_DROPPED)
-    kept = _end_to_end(request.headers, _REQUEST_DROPPED.union([name for name, _ in override]))
-    kept += [(name, value) for name, value in override if value is not None]
+    replaced = tuple([name for name, _ in override]) if override else ()
+    kept = _end_to_end(request.headers, _kept_back(request.dropped, replaced))
+    kept += request.added
+    kept += [header for header in override if header[1] is not None]
     return kept
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_back(dropped: frozenset[bytes], replaced: tuple[bytes, ...]) -> frozenset[bytes]:
+    return _REQUEST_DROPPED.union(dropped, replaced)
 
 
 def client_headers(
@@ -135,7 +138,7 @@ def _end_to_end(
         elif name == b"connection":
             options += b"," + header[1].lower()
     if options not in _COMMON_OPTIONS:
-        named = {option.strip() for option in options.split(b",")} - _ROUTERS_OWN
+        named = {option.strip() for option in options.split(b",")}
         kept = [header for header in kept if header[0] not in named]
     return kept
 

@@ -46,14 +46,18 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     target: bytes
     """Path and query as on the wire."""
     headers: list[Header]
-    """In ASGI's form, names in lower case. Hop-by-hop headers, host and content-length are
-    replaced."""
+    """The client's, in ASGI's form, names in lower case. Hop-by-hop headers, host and
+    content-length are replaced."""
     body: bytes
     """What to send, which may differ from what the client sent."""
     response_headers: tuple[Header, ...] = ()
     """Added to every response, the router's own errors included, as `x-request-id`."""
     dialect: Dialect = Dialect.OPENAI
     """The form of errors."""
+    added: tuple[Header, ...] = ()
+    """What the router says of the request, behind the client's headers."""
+    dropped: frozenset[bytes] = frozenset()
+    """The names of the client's headers that are not for replicas."""
     timeouts: Timeouts | None = None
     """Replace the proxy's own. A response that is not streamed has its first byte only when all of
     it was generated."""
