@@ -37,7 +37,8 @@ from router.observability.request_observer import RequestObserver, RequestObserv
 from router.overload import Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
-from router.routing.dispatcher import RANK_HEADER, CheckModel, Decision, Dispatcher, TenantSalt
+from router.routing.decision import RANK_HEADER, Decision
+from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
 from router.routing.stored_responses import ResponseOwner
 from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts

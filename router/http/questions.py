@@ -22,7 +22,8 @@ from router.http.responses import route_view
 from router.http.uvicorn_protocol import Exchange
 from router.http.views import RouteView
 from router.observability.metrics import RouterMetrics
-from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
 from router.tokenize import Endpoint
 from router.upstream import Header
 

@@ -58,7 +58,8 @@ from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
 from router.replicas import Replica, ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
-from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Candidate, Ranked

@@ -19,7 +19,7 @@ from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretrie
 from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
-from router.routing.dispatcher import Decision
+from router.routing.decision import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked

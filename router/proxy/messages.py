@@ -68,7 +68,7 @@ def upstream_headers(request: ProxyRequest, attempt: Attempt) -> list[Header]:
     replaced = tuple([name for name, _ in override]) if override else ()
     kept = _end_to_end(request.headers, _kept_back(request.dropped, replaced))
     kept += request.added
-    kept += [header for header in override if header[1] is not None]
+    kept += [(name, value) for name, value in override if value is not None]
     return kept
 
 

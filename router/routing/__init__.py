@@ -28,5 +28,6 @@ The files; each imports only what is listed above it:
     models.py              models and every name they go by, each with index and tokenisation
     planner.py             hits, load and policy -> a ranking of replicas
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
+    decision.py            one request's: where it may be sent, chosen anew at each attempt
     dispatcher.py          a request's body -> a decision
 """

@@ -47,6 +47,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # Routing and scoring.
     "router/routing/planner.py": ("tests/router/routing", "tests/router/observability"),
     "router/routing/recent_prefixes.py": ("tests/router/routing",),
+    "router/routing/decision.py": ("tests/router/routing", "tests/router/observability"),
     "router/routing/dispatcher.py": ("tests/router/routing",),
     "router/replicas/load.py": ("tests/router/replicas/test_load.py", "tests/router/routing"),
     "router/scoring/policies.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
@@ -55,6 +56,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # What caches are doing and will evict next.
     "router/mirror/mirror.py": ("tests/router/mirror",),
     "router/mirror/ownership.py": ("tests/router/mirror",),
+    "router/mirror/prefix_tree.py": ("tests/router/mirror",),
     "router/mirror/traffic.py": ("tests/router/mirror",),
     "router/observability/readiness.py": ("tests/router/observability/test_readiness.py",),
     "router/observability/self_repair.py": ("tests/router/observability",),

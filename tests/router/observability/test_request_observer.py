@@ -19,7 +19,8 @@ from router.observability.shortages import Shortages
 from router.proxy import End, Failure
 from router.replicas import EventSource, ReplicaRegistry
 from router.replicas.load import LoadTracker
-from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes

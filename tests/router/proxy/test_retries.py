@@ -212,8 +212,10 @@ async def test_what_waits_for_a_replica_that_was_given_up_goes_elsewhere(handler
             await client.request()
             await eventually(lambda: proxy.recorders and proxy.recorders[0].attempts, "it is sent")
             await eventually(lambda: bad.accepted, "it has arrived")
-            await eventually(lambda: proxy.statistics().active == 1, "it waits")
-            proxy.give_up(plan[0].origin, silent_s=60)
+            await eventually(lambda: proxy.statistics().connections == 1, "it waits")
+            while not proxy.statistics().given_up:  # an attempt to connect is not given up
+                proxy.give_up(plan[0].origin, silent_s=60)
+                await asyncio.sleep(0)
             assert await client.read_head() == 200
             assert await client.read_body() == b"{}"
             recorder = await proxy.recorder(End.COMPLETED)

@@ -1,0 +1,237 @@
+"""Where one request should go, and why: what is decided once, and what is chosen again whenever an
+attempt is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from router.errors import NoReplica
+from router.index import HashedPrompt, SourceId
+from router.overload import PASSING
+from router.proxy import Attempt
+from router.replicas import Replica
+from router.routing.models import Model
+from router.routing.planner import source_of
+from router.scoring import Candidate, Ranked, empty_reason
+from router.tokenize import Endpoint, PromptSpec, TokenizedPrompt, with_model
+from router.upstream import Header
+
+ANY_MODEL = "any"
+"""Stands for the model where a request names none and need not."""
+RANK_HEADER = b"x-data-parallel-rank"
+RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
+"""Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
+every vLLM for embeddings."""
+_BYTES_OF_A_TOKEN = 4
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a body asks for, and of whom."""
+
+    spec: PromptSpec
+    body: bytes
+    """What to send."""
+    model: Model
+    lora_name: str | None
+    session: str | None
+    dp_rank: int | None
+    named: str | None = None
+    """The model, as the client names it."""
+    target: str | None = None
+    """The version that was chosen, where that name stands for several."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request should go, and why; all that is needed to send it there."""
+
+    model: Model | None
+    """None for a request that names none, where any of several would do."""
+    spec: PromptSpec | None = None
+    """None for a request without a prompt to generate from, as `/tokenize`."""
+    tokenized: Sequence[TokenizedPrompt] = ()
+    prompts: Sequence[HashedPrompt] = ()
+    """The hashed ones of *tokenized*."""
+    prompt_tokens: int = 0
+    """Over all prompts, as far as their token ids are known."""
+    policy: str
+    ranking: Sequence[Ranked]
+    """Best first; empty where no replica can take the request now."""
+    excluded: Sequence[Candidate]
+    """Those that cannot take it now, each with its obstacle."""
+    replicas: Mapping[str, Replica]
+    """All that serve the model, by id. One may be removed while the request is under way: it is
+    tried all the same."""
+    expects: Callable[[Sequence[HashedPrompt], SourceId, int, int], int]
+    """How much of the prompts will be cached when the engine admits the request."""
+    obstacle_of: Callable[[Replica], str | None]
+    """Why a replica cannot take the request at this moment; None if it can."""
+    body: bytes
+    """What to send: the client's body, without the report mode and with the salt of its key."""
+    tokenization_s: float | None = None
+    """From the parsed request to its token ids."""
+    routing_s: float
+    """From there to the ranking."""
+    asked: Asked | None = None
+    """What the body asks for, where there is a prompt to generate from."""
+    named: str | None = None
+    """The model or adapter, as the client names it."""
+    target: str | None = None
+    """The version that was chosen, where that name stands for several."""
+    rename: Callable[[bytes, str], bytes] = with_model
+    """Puts another model's name into the body."""
+
+    def __repr__(self) -> str:
+        # Bodies and prompts stay out of logs.
+        return f"Decision({self.model_name}, {self.policy}, {len(self.ranking)} ranked)"
+
+    @property
+    def has_report_mode(self) -> bool:
+        """Whether the client's body asked for it."""
+        return self.spec is not None and self.spec.has_report_mode
+
+    @property
+    def model_name(self) -> str:
+        """For logs, metrics and messages."""
+        return self.model.name if self.model is not None else ANY_MODEL
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether some replica that has no room now will have it again before long."""
+        return any(candidate.obstacle in PASSING for candidate in self.excluded)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens; by the body's size where their ids are not known."""
+        if self.prompt_tokens or self.spec is None:
+            return self.prompt_tokens
+        return self.spec.body_bytes // _BYTES_OF_A_TOKEN
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens to compute, at the best replica, or where all are full, at the one that has
+        most of them cached."""
+        candidates = [self.ranking[0].candidate] if self.ranking else self.excluded
+        return self.tokens - max(each.cached_tokens for each in candidates)
+
+    @property
+    def lane(self) -> str:
+        """Requests of a model that have the same lane can be served by the same replicas."""
+        asked = self.asked
+        if asked is None or asked.spec.stored_response is not None:
+            return "" if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
+        return "" if asked.lora_name is None else f"for {asked.lora_name}"
+
+    def is_comparable_at(self, candidate: Candidate) -> bool:
+        """Whether the engine's `cached_tokens` will count the same as the prediction."""
+        return (
+            self.spec is not None
+            and self.spec.choices == 1
+            and len(self.tokenized) == 1
+            and self.tokenized[0].exact
+            and (self.reads_rank or not self.replicas[candidate.replica_id].has_ranks)
+        )
+
+    @property
+    def reads_rank(self) -> bool:
+        """Whether the engine is sure to read the data-parallel rank that it is asked for."""
+        return self.spec is not None and self.spec.endpoint not in RANK_IGNORED
+
+    def certain_source_of(self, candidate: Candidate) -> SourceId | None:
+        """The cache that the request will meet at *candidate*; None if the engine chooses."""
+        replica = self.replicas[candidate.replica_id]
+        if replica.has_ranks and (candidate.dp_rank is None or not self.reads_rank):
+            return None
+        return source_of(replica, candidate.dp_rank)
+
+    def ranked(self, replica_id: str) -> Ranked:
+        """The entry of a replica in the ranking; of one that was left out, an entry behind all."""
+        if self.ranking and self.ranking[0].candidate.replica_id == replica_id:
+            return self.ranking[0]  # without a look at the others, which are made only then
+        for entry in self.ranking:
+            if entry.candidate.replica_id == replica_id:
+                return entry
+        excluded = next(each for each in self.excluded if each.replica_id == replica_id)
+        return Ranked(excluded, math.inf, f"{excluded.obstacle} when it was ranked, able since")
+
+    def source_of(self, candidate: Candidate) -> SourceId:
+        """The cache whose hit *candidate* stands for."""
+        return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
+
+    def expected_tokens(self, candidate: Candidate) -> int:
+        """Prompt tokens that will be cached at *candidate* when the engine admits the request."""
+        source, hit = self.source_of(candidate), candidate.cached_tokens
+        return self.expects(self.prompts, source, self.prompt_tokens, hit)
+
+    def attempts(self, shows_hit: bool = True) -> Iterator[Attempt]:
+        """Yield where to send the request, and with which headers; best first.
+
+        Each is chosen when it is asked for, by how the replicas are at that moment:
+
+            ranked, and able now            in their order
+            left out, and able now          after those
+            ranked, and unhealthy now       last, or removed
+            draining, or at its limit now   not at all
+
+        Args:
+            shows_hit: Whether the client is told how much of its prompt is cached.
+        """
+        if not self.ranking:
+            return
+        first = self.ranking[0].candidate
+        yield self._attempt(first, shows_hit)
+        left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
+        while (candidate := self._next(left)) is not None:
+            left.remove(candidate)
+            yield self._attempt(candidate, shows_hit)
+
+    def _next(self, left: Sequence[Candidate]) -> Candidate | None:
+        last_resort = None
+        for candidate in left:
+            replica = self.replicas[candidate.replica_id]
+            if self.obstacle_of(replica) is None:
+                return candidate
+            is_gone = replica.removed or not replica.is_healthy
+            if last_resort is None and candidate.obstacle is None and is_gone:
+                last_resort = None if replica.draining else candidate
+        return last_resort
+
+    def _attempt(self, candidate: Candidate, shows_hit: bool) -> Attempt:
+        replica = self.replicas[candidate.replica_id]
+        headers = replica.headers
+        if candidate.dp_rank is not None:
+            headers = (*headers, (RANK_HEADER, b"%d" % candidate.dp_rank))
+        reported: tuple[Header, ...] = ((b"x-kv-replica", replica.id.encode()),)
+        if shows_hit:
+            reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
+            if candidate.is_approximate:
+                reported = (*reported, (b"x-kv-hit-approximate", b"true"))
+        name = self._name_at(replica)
+        if name is None:
+            return Attempt(replica.id, replica.origin, headers, reported)
+        reported = (*reported, (b"x-kv-model", name.encode()))
+        renamed = self.rename(self.body, name)
+        return Attempt(replica.id, replica.origin, headers, reported, renamed)
+
+    def _name_at(self, replica: Replica) -> str | None:
+        """What the model is called at a replica; None if that is what the client calls it."""
+        named, target = self.named, self.target
+        if not named or (target is None and replica.serves(named)):
+            return None
+        if target is not None and replica.serves(target):
+            return target
+        others = () if self.model is None else self.model.names
+        return next((name for name in others if name in replica.served.models), target)
+
+    def require_replica(self) -> None:
+        """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
+        if not self.ranking:
+            opens_in_s = [
+                replica.gate.opens_in_s()
+                for replica in self.replicas.values()
+                if replica.is_healthy and not replica.draining
+            ]
+            retry_after_s = max(1, math.ceil(min(opens_in_s, default=0)))
+            raise NoReplica(self.model_name, empty_reason(self.excluded), retry_after_s)
