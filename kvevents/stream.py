@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _NAP_S = 0.005
 """Between two polls of the queue and the requests when there is nothing to do."""
+_DOZE_S = 0.025
+"""The same once there has been nothing for `_AWAKE_S`; an item ends it at once."""
+_AWAKE_S = 0.25
 _REST_S = 0.0005
 """Between two parts of a reply: a long one must not keep Python's global lock from the engine."""
 _BURST = 256
@@ -138,7 +141,8 @@ class Stream(Generic[Item]):
         self._unsent = self._lost = self._lost_seen = self._sent = 0
         self._leaving_out = 0
         self._next_seq = 0
-        self._sent_at = time.monotonic()
+        self._sent_at = self._busy_at = time.monotonic()
+        self._is_dozing, self._wake = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvevents-publisher", daemon=True)
         self._thread.start()
 
@@ -169,7 +173,10 @@ class Stream(Generic[Item]):
         # The lock is never held while something is sent or encoded.
         with self._lock:
             self.check_open()
-            return self._admit(item)
+            result = self._admit(item)
+        if self._is_dozing:
+            self._wake.set()
+        return result
 
     def check_open(self) -> None:
         """Raise `PublisherClosed` if the stream is closed."""
@@ -204,6 +211,7 @@ class Stream(Generic[Item]):
             if not self._closing:
                 self._flush_until = time.monotonic() + timeout_s
                 self._closing = True
+        self._wake.set()
         self._thread.join(timeout_s + 1.0)
         if self._thread.is_alive():
             logger.warning(
@@ -237,13 +245,31 @@ class Stream(Generic[Item]):
             self._end()
 
     def _turn(self) -> None:
-        self._send_queued(_BURST)
         now = time.monotonic()
+        if self._queue:
+            self._busy_at = now
+        self._send_queued(_BURST)
         if now - self._sent_at >= self._config.heartbeat_s:
             self._send(self._source.heartbeat())
         has_more_to_reply = self._replay_server is not None and self._replay_server.serve(now)
-        if not self._queue:
+        if has_more_to_reply:
+            self._busy_at = now
+        if self._queue:
+            return
+        if now - self._busy_at > _AWAKE_S:
+            self._doze()
+        else:
             time.sleep(_REST_S if has_more_to_reply else _NAP_S)
+
+    def _doze(self) -> None:
+        """Wait for an item, and for a short while for requests. An engine that has nothing to do
+        should not use a core for that."""
+        self._wake.clear()
+        self._is_dozing = True
+        # What was offered before that did not wake this thread: it is seen here.
+        if not self._queue and not self._closing:
+            self._wake.wait(_DOZE_S)
+        self._is_dozing = False
 
     def _end(self) -> None:
         with self._lock:

@@ -157,6 +157,22 @@ def test_a_step_without_events_costs_no_number(publisher: ZmqEventPublisher) -> 
     assert publisher.statistics().stream.last_seq == 1
 
 
+def test_an_item_and_the_end_wake_a_thread_that_has_nothing_to_do(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine's publisher looks seldom; its next event goes at once nevertheless."""
+    monkeypatch.setattr("kvevents.stream._DOZE_S", 600.0)
+    monkeypatch.setattr("kvevents.stream._AWAKE_S", 0.0)
+    with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
+        peer, stream = follow(client, publisher), publisher._stream
+        for number in range(20):
+            until(lambda: stream._is_dozing, "it dozes")
+            publisher.publish(stored(number))
+            assert list(peer.decoded()[1].events) == stored(number)
+        until(lambda: stream._is_dozing, "it dozes")
+    assert not stream._thread.is_alive()
+
+
 def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
