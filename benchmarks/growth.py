@@ -1,201 +1,192 @@
-"""Do memory and requests/s stay flat? Many requests with unique prompts pass through a real router,
-whose replicas store and evict.
+"""Does memory stay flat? Many requests pass through a real router, whose replicas store and evict,
+come and go.
 
-    python -m benchmarks.growth --requests 200000
+    python -m benchmarks.growth --requests 1000000
 
-The replicas and clients run in this process, the router in another. This exercises everything that
-a router keeps per prompt: the index, recently sent prefixes, and with --text-share the cache of
-token ids, which fills up to its limit.
+Replicas and clients are programs in C, so that the router sets the pace. Completions of token ids
+and chats, a fifth of each streamed, no two the same; replicas publish stored and removed blocks all
+the time, and a few more come and go under ever new names, as pods do. This exercises all that a
+router keeps: the index, who used which prompt last, what was sent lately, token ids of texts, the
+log of requests, and the hour that the live page shows. Some of it fills for minutes before it
+reaches its bound, so only the second half tells whether memory grows. With `--evict 0` nothing is
+ever said to be evicted, and `policy.mirror_max_keys` fills up, the largest bound.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import time
-from collections import deque
+import http.client
+import tempfile
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from random import Random
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from benchmarks.figures import report, slope
-from tests.support.engine_stub import EngineStub, Exchange, always, unique
-from tests.support.http_client import HttpClient, connect
+from benchmarks.peers.contestants import MODEL
+from benchmarks.peers.programs import Prompts, Replicas, build, load, request
+from benchmarks.peers.proxying import id_prompts, text_prompts, tokenizer
+from benchmarks.peers.publishing import Publisher
+from benchmarks.under_events import Events
 from tests.support.router_process import RouterProcess, router_process
 
-MIB = 1024 * 1024
-ANSWER = json.dumps(
-    {"id": "x", "choices": [{"index": 0, "text": "."}], "usage": {"prompt_tokens": 1}}
-).encode()
-EVENTS = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    b'e\r\ndata: {"a":1}\n\r\n1\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
-)
-CONFIG = {
-    "server": {"max_concurrent_requests": 10_000},
-    "health": {"interval_s": 10, "timeout_s": 10, "engine_load_stale_after_s": 20},
-    "observability": {"log_level": "warning"},
-}
+_MIB = 1024 * 1024
+_SLICE_S = 10.0
+_TEXT_SHARE = 0.2
+_STREAM_SHARE = 0.2
 
 
-class Slice(NamedTuple):
-    """What one slice of the requests cost."""
+class Slice(msgspec.Struct):
+    """What the requests so far left behind."""
 
     requests: int
-    requests_per_s: float
+    errors: int
+    replicas_that_came: int
     rss_mib: float
+    descriptors: int
+    tasks: int
 
 
-class Replica:
-    """Holds the last *held* prompts that it was sent, and publishes that."""
+class Pods:
+    """Replicas that come and go, each under a name of its own."""
 
-    def __init__(self, model: str, held: int) -> None:
-        self.stub = EngineStub(
-            model,
-            self.serve,
-            has_events=True,
-            tokenizing=always(b'{"tokens": [1, 2, 3], "count": 3}'),
-        )
-        self._held = held
-        self._prompts: deque[list[int]] = deque()
+    def __init__(self, port: int, urls: list[str], every_s: float) -> None:
+        self._port, self._urls, self._every_s = port, urls, every_s
+        self._is_over = threading.Event()
+        self.came = 0
 
-    async def serve(self, exchange: Exchange) -> None:
-        """Respond, and store the prompt."""
-        body = exchange.request.json
-        self.stub.requests.clear()
-        if isinstance(body["prompt"], list):
-            self._take(body["prompt"])
-        if body["stream"]:
-            await exchange.send(EVENTS)
-        else:
-            await exchange.whole(ANSWER)
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let them come and go while the context is open."""
+        thread = threading.Thread(target=self._pass)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
 
-    def _take(self, ids: list[int]) -> None:
-        self._prompts.append(ids)
-        self.stub.store(ids)
-        if len(self._prompts) > self._held:
-            self.stub.evict(self._prompts.popleft())
+    def _pass(self) -> None:
+        while self._urls and not self._is_over.wait(self._every_s):
+            if self.came >= len(self._urls):
+                self._go(self.came - len(self._urls))
+            url = self._urls[self.came % len(self._urls)]
+            pod = {"id": f"pod-{self.came}", "url": url, "models": [MODEL], "kv_events": []}
+            found = request(self._port, "/replicas", pod)
+            if found.status != 201:
+                raise RuntimeError(f"{pod}: status {found.status}: {found.body[:200]!r}")
+            self.came += 1
 
-
-@dataclass
-class Requests:
-    """Request bodies, all different."""
-
-    model: str
-    tokens: int
-    stream_share: float
-    text_share: float
-
-    def __post_init__(self) -> None:
-        self._random = Random(0)
-        self._made = 0
-
-    def take(self, count: int) -> Iterator[dict[str, Any]]:
-        """Return the next *count* of them."""
-        for _ in range(count):
-            self._made += 1
-            yield {
-                "model": self.model,
-                "prompt": self._prompt(),
-                "stream": self._random.random() < self.stream_share,
-            }
-
-    def _prompt(self) -> Any:
-        if self._random.random() < self.text_share:
-            return f"{self._made} " * (self.tokens // 2)
-        first = self._made * 7919
-        return [(first + index * 104_729) % 2**31 for index in range(self.tokens)]
+    def _go(self, number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection.request("DELETE", f"/replicas/pod-{number}")
+        connection.getresponse().read()
+        connection.close()
 
 
-async def work(client: HttpClient, bodies: Iterator[dict[str, Any]]) -> None:
-    """Act as one client: one request at a time, as long as there are any."""
-    for body in bodies:
-        answer = await client.ask("POST", "/v1/completions", body)
-        if answer.status != 200:
-            raise RuntimeError(f"status {answer.status}: {answer.body[:200]!r}")
+def _kinds() -> list[tuple[float, Prompts]]:
+    """Prompts, and the share of the time for which each kind is sent."""
+    found = []
+    for share, prompts in ((1 - _TEXT_SHARE, id_prompts), (_TEXT_SHARE, text_prompts)):
+        found.append((share * (1 - _STREAM_SHARE), prompts(1)))
+        found.append((share * _STREAM_SHARE, prompts(1, stream=True)))
+    return found
 
 
-async def run_slice(
-    router: RouterProcess, requests: Requests, count: int, concurrency: int
-) -> Slice:
-    """Send *count* of the requests, then measure the router."""
-    began = time.perf_counter()
-    bodies = requests.take(count)
-    await asyncio.gather(*(run_client(router, bodies) for _ in range(concurrency)))
-    rate = count / (time.perf_counter() - began)
-    return Slice(count, round(rate, 1), round(router.rss_bytes / MIB, 2))
-
-
-async def run_client(router: RouterProcess, bodies: Iterator[dict[str, Any]]) -> None:
-    async with connect(router.port) as client:
-        await work(client, bodies)
-
-
-def summary(slices: list[Slice]) -> dict[str, float]:
-    """How memory and speed change over time, without the first fifth, in which caches fill."""
-    counted = slices[len(slices) // 5 :]
-    thousands = [
-        sum(part.requests for part in slices[: slices.index(part) + 1]) / 1000 for part in counted
-    ]
-    rates = [part.requests_per_s for part in counted]
+def _config(
+    urls: list[str], endpoints: list[str], tokenizer_path: Path | None, mirror_keys: int
+) -> dict[str, Any]:
+    model: dict[str, Any] = {"name": MODEL}
+    if tokenizer_path is not None:
+        model["tokenizer"] = str(tokenizer_path)
     return {
-        "rss_kib_per_1000_requests": round(
-            1024 * slope(list(zip(thousands, (part.rss_mib for part in counted), strict=True))), 3
-        ),
-        "requests_per_s_mean": round(sum(rates) / len(rates), 1),
-        "requests_per_s_change_per_1000_requests": round(
-            slope(list(zip(thousands, rates, strict=True))), 3
-        ),
-        "rss_mib_first": counted[0].rss_mib,
-        "rss_mib_last": counted[-1].rss_mib,
+        "server": {"max_concurrent_requests": 10_000},
+        "observability": {"log_level": "error"},
+        "policy": {"mirror_max_keys": mirror_keys},
+        "models": [model],
+        "replicas": [
+            {
+                "id": f"r{number}",
+                "url": url,
+                "models": [MODEL],
+                "kv_events": [{"endpoint": endpoints[number], "topic": ""}] if endpoints else [],
+            }
+            for number, url in enumerate(urls)
+        ],
     }
 
 
-async def growth(arguments: argparse.Namespace) -> None:
-    """Run the whole benchmark."""
-    model = unique("model")
-    replicas = [Replica(model, arguments.held_prompts) for _ in range(arguments.replicas)]
-    stubs = [replica.stub for replica in replicas]
-    slices: list[Slice] = []
-    with router_process(CONFIG) as router:
-        for stub in stubs:
-            await stub.start()
-        async with router.serving(*stubs):
-            requests = Requests(
-                model, arguments.prompt_tokens, arguments.stream_share, arguments.text_share
-            )
-            for number in range(arguments.slices):
-                count = arguments.requests // arguments.slices
-                slices.append(await run_slice(router, requests, count, arguments.concurrency))
-                report("growth", slice=number + 1, **slices[-1]._asdict())
-            await router.until_idle()
-        for stub in stubs:
-            await stub.stop()
-    report("growth", requests=sum(part.requests for part in slices), **summary(slices))
+def _run(router: RouterProcess, pods: Pods, programs: Path, options: argparse.Namespace) -> None:
+    kinds, slices = _kinds(), [_seen(router, pods, 0, 0)]
+    requests = errors = 0
+    while requests < options.requests:
+        for share, prompts in kinds:
+            found = load(programs, router.port, prompts, options.concurrency, _SLICE_S * share)
+            requests += found["requests"]
+            errors += found["errors"]
+        slices.append(_seen(router, pods, requests, errors))
+        report("growth", **msgspec.structs.asdict(slices[-1]))
+    half = [each for each in slices if each.requests >= requests / 2]
+    points = [(each.requests / 1e6, each.rss_mib) for each in half]
+    report(
+        "growth",
+        requests=requests,
+        errors=errors,
+        replicas_that_came=pods.came,
+        rss_mib_at_first=slices[0].rss_mib,
+        second_half_rss_mib=[min(y for _, y in points), max(y for _, y in points)],
+        second_half_mib_per_million_requests=round(slope(points), 1),
+        descriptors=[slices[1].descriptors, slices[-1].descriptors],
+        tasks=[slices[1].tasks, slices[-1].tasks],
+    )
+
+
+def _seen(router: RouterProcess, pods: Pods, requests: int, errors: int) -> Slice:
+    metrics = request(router.port, "/metrics").body.decode()
+    (tasks,) = (
+        line for line in metrics.splitlines() if line.startswith("kvroute_event_loop_tasks ")
+    )
+    return Slice(
+        requests,
+        errors,
+        pods.came,
+        round(router.rss_bytes / _MIB, 1),
+        len(list(Path(f"/proc/{router.process.pid}/fd").iterdir())),
+        int(float(tasks.split()[1])),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=200_000)
-    parser.add_argument("--slices", type=int, default=20)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument(
-        "--held-prompts",
-        type=int,
-        default=500,
-        help="that each replica keeps before it evicts the oldest",
-    )
-    parser.add_argument("--stream-share", type=float, default=0.5)
-    parser.add_argument(
-        "--text-share", type=float, default=0.0, help="prompts that a replica has to tokenise"
-    )
-    asyncio.run(growth(parser.parse_args()))
+    add = parser.add_argument
+    add("--requests", type=int, default=1_000_000)
+    add("--concurrency", type=int, default=32)
+    add("--replicas", type=int, default=8)
+    add("--evict", type=float, default=20_000, help="blocks stored and removed a second; 0: none")
+    add("--pods", type=int, default=4, help="replicas that come and go")
+    add("--pod-s", type=float, default=0.5, help="until the next one comes, and the oldest goes")
+    add("--mirror-keys", type=int, default=1_048_576, help="the option policy.mirror_max_keys")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        programs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-bench-")))
+        build(programs)
+        replicas = stack.enter_context(Replicas(programs, options.replicas + options.pods, 4, 5))
+        publisher = Publisher(options.replicas if options.evict else 0)
+        stack.callback(publisher.close)
+        urls, pod_urls = replicas.urls[: options.replicas], replicas.urls[options.replicas :]
+        files = stack.enter_context(tokenizer())
+        config = _config(urls, publisher.endpoints, files, options.mirror_keys)
+        router = stack.enter_context(router_process(config))
+        events = Events(publisher, options.replicas, options.evict, 16) if options.evict else None
+        publisher.wait_for_subscribers()
+        pods = Pods(router.port, pod_urls, options.pod_s)
+        with pods.passing(), events.flowing() if events else nullcontext():
+            _run(router, pods, programs, options)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
         "6",
     ),
     ("benchmarks.real_engine_quality", "--repetitions", "2", "--rounds", "1"),
-    ("benchmarks.growth", "--requests", "20000"),
+    ("benchmarks.growth", "--requests", "50000"),
     ("benchmarks.soak", "--minutes", "3", "--replicas", "8", "--rate", "30"),
     ("benchmarks.overload", "--seconds", "60", "--calm-seconds", "30"),
     ("benchmarks.http_clients", "--requests", "2000"),

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--check-s",
         type=float,
-        default=1.0,
+        default=2.0,
         help="between health checks, and how long one may take: more on a machine with other load",
     )
     parser.add_argument("--seed", type=int, default=1)

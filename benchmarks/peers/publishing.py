@@ -89,7 +89,11 @@ class Publisher:
         while left:
             _, ready, _ = select.select([], left, [], 1.0)
             for peer in ready:
-                sent = peer.send(left[peer][:_PIECE_BYTES])
+                try:
+                    sent = peer.send(left[peer][:_PIECE_BYTES])
+                except ConnectionError:  # it comes back, and gets what is sent from then on
+                    self._peers[self._peers.index(peer)] = None
+                    sent = len(left[peer])
                 left[peer] = left[peer][sent:]
                 if not left[peer]:
                     del left[peer]
@@ -116,6 +120,8 @@ def _shake_hands(peer: socket.socket) -> None:
 
 def _read(peer: socket.socket, size: int) -> bytes:
     data = b""
+    if size > _PIECE_BYTES:
+        raise ConnectionError(f"the subscriber announces {size} bytes")
     while len(data) < size:
         more = peer.recv(size - len(data))
         if not more:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +26,7 @@ PATIENCE_S = 60.0
 _DONE = b"data: [DONE]\n\n"
 _TOKENIZER = ByteTokenizer()
 _BYTES = 256
+_QUESTIONS, _TALKS, _TURNS = 250, 24, 6
 _RUNNER = SimulatedRunner(TimeModel(), RealClock(), _BYTES)
 
 
@@ -82,6 +83,9 @@ class Workload:
     """Questions about documents that many share, and conversations that go on: as texts, as token
     ids and as chats; half of the responses are streamed.
 
+    There are so many questions and conversations and no more, so that whatever a router remembers
+    of prompts is full after some minutes: what grows then is a leak.
+
     Args:
         models: Names, each asked as often as the others.
         seed: Of all choices.
@@ -90,10 +94,11 @@ class Workload:
     def __init__(self, models: Sequence[str], seed: int) -> None:
         self.random = Random(seed)
         self._models = list(models)
-        self._documents = [self._text(length) for length in (150, 300, 300, 600, 600, 1200)]
-        self._talks: dict[str, deque[list[dict[str, str]]]] = {
-            model: deque(maxlen=12) for model in models
-        }
+        self._documents = [self._text(length) for length in (150, 300, 300, 500, 500, 800)]
+        self._questions = [self._text(self.random.randint(1, 60)) for _ in range(_QUESTIONS)]
+        self._talks = [self._talk() for _ in range(_TALKS)]
+        self._turns = {model: [0] * _TALKS for model in models}
+        """How far each conversation with a model has come; after its last turn it begins again."""
 
     def next(self, model: str | None = None) -> Sent:
         """One request, to a model chosen at random where none is given."""
@@ -102,34 +107,36 @@ class Workload:
         if kind < 0.3:
             path, body, ids = self._chat(model)
         else:
-            text = self.random.choice(self._documents) + self._text(self.random.randint(1, 60))
+            text = self.random.choice(self._documents) + self.random.choice(self._questions)
             ids = _TOKENIZER.encode(text, True)
             path, body = "/v1/completions", {"prompt": text if kind < 0.6 else ids}
         count = self.random.choice((1, 2, 4, 12))
         body |= {"model": model, "max_tokens": count, "ignore_eos": True, "temperature": 0}
         if self.random.random() < 0.5:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        sent = Sent(model, body, path, continuation(ids, count), time.monotonic())
-        if kind < 0.3:
-            self._talks[model].append(
-                [*body["messages"], {"role": "assistant", "content": sent.expected}]
-            )
-        return sent
+        return Sent(model, body, path, continuation(ids, count), time.monotonic())
 
     def _chat(self, model: str) -> tuple[str, dict[str, Any], list[int]]:
-        talks = self._talks[model]
-        if talks and self.random.random() < 0.7:
-            messages = talks.popleft()
-        else:
-            messages = [{"role": "system", "content": self.random.choice(self._documents)}]
-        messages = [*messages, {"role": "user", "content": self._text(self.random.randint(5, 40))}]
-        if len(messages) > 12:
-            messages = messages[:2]
+        """The next turn of a conversation."""
+        number = self.random.randrange(_TALKS)
+        turn, talk = self._turns[model][number], self._talks[number]
+        self._turns[model][number] = (turn + 1) % (len(talk) // 2)
+        messages = talk[: 2 * turn + 2]
         return (
             "/v1/chat/completions",
             {"messages": messages},
             _TOKENIZER.encode_chat(Chat(messages)),
         )
+
+    def _talk(self) -> list[dict[str, str]]:
+        """A conversation with all its questions and answers; its last message is a question."""
+        messages = [{"role": "system", "content": self.random.choice(self._documents)}]
+        for _ in range(_TURNS):
+            messages.append({"role": "user", "content": self._text(self.random.randint(5, 40))})
+            ids = _TOKENIZER.encode_chat(Chat(messages))
+            answer = continuation(ids, self.random.choice((1, 2, 4, 12)))
+            messages.append({"role": "assistant", "content": answer})
+        return messages[:-1]
 
     def _text(self, length: int) -> str:
         return "".join(self.random.choices("abcdefgh ", k=length))

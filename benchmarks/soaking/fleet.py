@@ -24,8 +24,8 @@ _SPEED = {
     "step_overhead_s": 0.004,
     "prefill_tokens_per_s": 40_000,
     "decode_tokens_per_s": 10_000,
-    "num_blocks": 1500,
-    "max_model_len": 4096,
+    "num_blocks": 800,
+    "max_model_len": 2048,
     "max_num_seqs": 32,
     "enable_faults": True,
 }
@@ -157,7 +157,7 @@ class Fleet:
 def _engine(number: int, models: int) -> Replica:
     preset = PRESETS[number % models]
     addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    tier = {"cpu_blocks": 3000} if number // models % 4 == 3 else {}
+    tier = {"cpu_blocks": 1600} if number // models % 4 == 3 else {}
     options = {"served_model_name": preset, **_SPEED, **tier}
     events, replay = addresses
     engine = EngineProcess(
