@@ -30,7 +30,7 @@ from kvevents.sockets import (
 from kvevents.zmtp import SubscriberEnd
 
 _READ_BYTES = 64 * 1024
-_MAX_WAITING_BYTES = 2**20
+_MAX_WAITING_BYTES = 2**18
 """Received and not taken yet; the rest waits in the kernel, and then at the publisher."""
 _KEEPALIVE = (
     ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),

@@ -92,6 +92,8 @@ class SubscriberEnd:
     def skip_to(self, at: int) -> None:
         """Go on there: whole messages of the `run` were taken."""
         self._at = at
+        if at == len(self._data):
+            self._let_go()
 
     def next_batch(self, topic: bytes | None) -> Batch | None:
         """The next message, None if it is not here as a whole.
@@ -139,7 +141,15 @@ class SubscriberEnd:
             if len(frames[0]) < 256:
                 self._head = bytes((_MORE, len(frames[0]))) + frames[0] + bytes((_MORE, 8))
             return batch
+        if self._at == len(self._data):
+            self._let_go()
         return None
+
+    def _let_go(self) -> None:
+        """Keep nothing of what was read to its end: of many quiet streams that is much."""
+        self._data, self._at = bytes(self._behind), 0
+        if self._behind:
+            self._behind = bytearray()
 
     def _next_frame(self, most_bytes: int) -> tuple[int, bytes] | None:
         if not self._has(2):

@@ -113,9 +113,9 @@ async def test_what_nobody_takes_stays_with_the_publisher(publisher: zmq.Socket[
         for seq in range(64):
             send(publisher, seq, bytes(256 * 1024))
         wire = made._wire  # type: ignore[attr-defined]
-        await until(lambda: wire.waiting_bytes > 2**20, "a mebibyte")
+        await until(lambda: wire.waiting_bytes > 2**18, "a quarter of a mebibyte")
         await until(lambda: not made._is_reading, "the end of reading")  # type: ignore[attr-defined]
-        assert wire.waiting_bytes <= 2**20 + 64 * 1024
+        assert wire.waiting_bytes <= 2**18 + 64 * 1024
         assert [batch.seq for batch in await take(made, 64)] == list(range(64))
 
 

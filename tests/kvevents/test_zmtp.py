@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,39 @@ def test_batches_are_read_in_whatever_pieces_they_come(
     found += taken(end)
     assert found == [Batch(at, body) for at, (body, _, _) in enumerate(sent)]
     assert end.waiting_bytes == 0
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_was_read_to_its_end_is_not_kept(at_once: bool) -> None:
+    """Of a thousand streams that are quiet now it would be 64 MB."""
+    end, data = connected(), batch(1, bytes(50_000))
+    end.give(batch(0, b""))
+    taken(end)
+    end.give(data)
+    kept = sys.getrefcount(data)
+    if at_once:
+        end.skip_to(len(data))
+    else:
+        taken(end)
+    assert sys.getrefcount(data) == kept - 1
+    assert (end.waiting_bytes, end.run()) == (0, None)
+
+
+def test_what_came_behind_a_run_is_in_the_next_one() -> None:
+    """What is received while a run waits is not joined to it."""
+    end, data = connected(), batch(1, b"one")
+    end.give(batch(0, b"zero"))
+    taken(end)
+    end.give(data)
+    end.give(batch(2, b"two"))
+    run = end.run()
+    assert run is not None
+    assert run.data[run.at :] == data
+    end.skip_to(len(data))
+    run = end.run()
+    assert run is not None
+    assert run.data[run.at :] == batch(2, b"two")
+    assert taken(end) == [Batch(2, b"two")]
 
 
 def test_it_greets_says_ready_and_subscribes_once_the_publisher_has() -> None:
