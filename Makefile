@@ -25,7 +25,7 @@ CXX ?= g++
 CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs reference lock audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs reference lock sbom audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -83,6 +83,13 @@ lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
 	    --extra otel --extra valkey \
 	    --no-annotate --custom-compile-command 'make lock' $(ARGS) --output-file deploy/requirements.lock pyproject.toml
+
+# The bill of materials of the wheels (CycloneDX): what they depend on, by version and hash.
+sbom: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
+	@mkdir -p build/sbom
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
+	    --validate --output-file build/sbom/kvroute.cdx.json deploy/requirements.lock
 
 # Known vulnerabilities of what the image installs; asks PyPI.
 audit: $(INSTALLED)
