@@ -68,6 +68,7 @@ NOT_RUN = {
     ("docs/engine.md", "pip install"): "installs; the engine is run in tests/e2e",
     ("docs/engine.md", "kvroute engine --preset"): "as README's, with another size",
     ("docs/engines.md", "vllm serve"): "a GPU",
+    ("docs/engines.md", "LMCACHE_ENABLE_KV_EVENTS"): "a GPU",
     ("docs/engines.md", "python -m sglang"): "a GPU",
     ("docs/index.md", "git clone"): "the network; CI begins with it",
     ("docs/index.md", "python3 -m venv"): "installs; make test begins with the same",
