@@ -66,6 +66,7 @@ def _measure(
         try:
             # Connections, and learned rates.
             load(programs, port, prompts, options.concurrency, 1.0)
+            idle_cores = _idle_cores(process.pid)
             before, theirs = _cpu_s(process.pid), replicas.cpu_s() + _ended_cpu_s()
             found = load(programs, port, prompts, options.concurrency, options.seconds)
             cpu_s = _cpu_s(process.pid) - before
@@ -86,8 +87,16 @@ def _measure(
         router_cpu_us=cpu_us,
         others_cpu_us=round(others_s / requests * 1e6, 1),
         cores_used=round(cpu_s / found["seconds"], 2),
+        idle_cores=round(idle_cores, 3),
     )
     return rate, cpu_us
+
+
+def _idle_cores(pid: int, seconds: float = 2.0) -> float:
+    """What a router uses without requests: for health checks, and the board of its workers."""
+    before = _cpu_s(pid)
+    time.sleep(seconds)
+    return (_cpu_s(pid) - before) / seconds
 
 
 def _start(workers: int, urls: list[str], directory: Path) -> tuple[subprocess.Popen[bytes], int]:
