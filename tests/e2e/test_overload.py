@@ -100,13 +100,13 @@ async def test_what_waits_goes_by_priority_and_length_and_each_gets_its_response
 ) -> None:
     """No request beyond the limit reaches the replica, and none is lost."""
     async with full(router) as (crowd, stub, go):
-        await crowd.send(300)
+        await crowd.send(9000)
         await crowd.send(20)
         await crowd.send(800, {"x-priority": "high"})
         assert (stub.active, await crowd.waiting()) == (1, 3)
         go.set()
         assert [each.status for each in await crowd.answers()] == [200] * 4
-        assert crowd.served_lengths() == [1, 800, 20, 300]
+        assert crowd.served_lengths() == [1, 800, 20, 9000]
         assert stub.peak == 1
         found = await router.metrics()
         assert found.sum("kvroute_queue_wait_seconds_count", model=stub.model) == 4
