@@ -798,7 +798,11 @@ async def test_a_thousand_concurrent_streams_finish() -> None:
             body = await client.ask(b"%d" % index)
             assert body == event("a") + event(str(index)) * 3 + DONE
 
-    async with raw_server(handle) as replica, proxy_server([attempt(replica)]) as proxy:
+    patient = replace(TIMEOUTS, connect_s=60, first_byte_s=120, idle_s=120)
+    async with (
+        raw_server(handle) as replica,
+        proxy_server([attempt(replica)], patient) as proxy,
+    ):
         await asyncio.gather(*(one(proxy.port, index) for index in range(count)))
         await eventually(
             lambda: (
