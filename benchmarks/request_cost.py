@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--requests", type=int, default=100, help="in a batch")
     parser.add_argument("--calls", action="store_true", help="print calls by module")
+    parser.add_argument("--no-events", action="store_true", help="caches are estimated")
     parser.add_argument("--beside", type=Path, help="another tree, measured batch by batch in turn")
     parser.add_argument("--on-demand", action="store_true", help="measure a batch for each line")
     options = parser.parse_args()
@@ -264,7 +265,7 @@ async def _one(
         client.end = b"0\r\n\r\n"
         chunk = b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT)
         _Replica.pieces = (_STREAM, *([chunk] * _TOKENS), b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-    if form in ("ids", "stream", "route"):
+    if form in ("ids", "stream", "route") and not options.no_events:
         _publish(service, json.loads(next(bodies))["prompt"])
 
     def request() -> bytes:

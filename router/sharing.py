@@ -120,6 +120,8 @@ class Sharing:
 
     def _pack(self, each: Prefilling, before: SharedPrefix | None) -> SharedPrefix:
         if before is not None:
+            if before.queued_tokens == each.queued_tokens:
+                return before
             return msgspec.structs.replace(before, queued_tokens=each.queued_tokens)
         model = self._models.get(each.model)
         return SharedPrefix(
@@ -175,7 +177,8 @@ class Sharing:
                     if heard is None:
                         continue
                     self._recent.remember(heard.source, heard.keys, now)
-                self._known[name] = heard._replace(queued_tokens=prefix.queued_tokens)
+                heard.queued_tokens = prefix.queued_tokens
+                self._known[name] = heard
         return list(self._known.values())
 
     def _heard(self, prefix: SharedPrefix) -> Prefilling | None:

@@ -10,6 +10,7 @@ The files; each imports only what is listed above it:
 
     ownership.py   which of several requests used each part of a prefix last
     prefix_tree.py how much of a prompt others share
+    in_prefill.py  prompts that are being computed, and how much of them a new one shares
     traffic.py     rates, and how probable it is that what is idle will be used again
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
     approximate.py what a cache holds whose events are not there
@@ -21,15 +22,14 @@ from router.mirror.approximate import (
     ApproximateStatistics,
     ApproximateVisit,
 )
+from router.mirror.in_prefill import STEP, are_equal
 from router.mirror.mirror import (
     IDLE,
-    STEP,
     CacheOutlook,
     Mirror,
     MirrorStatistics,
     Prefilling,
     Visit,
-    are_equal,
 )
 
 __all__ = [

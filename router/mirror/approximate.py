@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.index import SourceId
-from router.mirror.mirror import STEP, Mirror
+from router.mirror.in_prefill import STEP
+from router.mirror.mirror import Mirror
 from router.mirror.ownership import Ownership, Use
 from router.mirror.traffic import FadingRatio
 
@@ -95,10 +96,7 @@ class ApproximateCache:
             prompts: The keys of each, every `STEP` tokens.
             most_tokens: Of all prompts, those that a hit may cover.
         """
-        keys = 0
-        for prompt in prompts:
-            for start, end, _ in self._content.segments(prompt):
-                keys += end - start
+        keys = sum(map(self._content.leading, prompts))
         return ApproximateHit(max(min(keys * STEP, most_tokens), 0), self._trust.value)
 
     def eviction_age_s(self, now: float) -> float | None:

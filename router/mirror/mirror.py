@@ -13,20 +13,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from kvevents.layout import GroupKind
 from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.mirror.in_prefill import STEP, UNKNOWN, InPrefill, Layout, layout_of, tokens_shared
 from router.mirror.ownership import Ownership, Use
-from router.mirror.prefix_tree import PrefixTree, equal_keys
 from router.mirror.traffic import FadingRate, ModelTraffic
 
 FADE_S = 30.0
 """How long what was sent to a cache counts in its rates."""
-STEP = 64
-"""Tokens between two keys of a prefix; the same for all prompts of a model."""
 
 
 class CacheOutlook(NamedTuple):
@@ -44,7 +42,8 @@ class CacheOutlook(NamedTuple):
     """Requests that were sent to it lately."""
 
 
-class Prefilling(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Prefilling:
     """A prompt that is being computed at a cache for a request, or has just been."""
 
     number: int
@@ -77,24 +76,6 @@ class MirrorStatistics:
     """What is kept for these, in keys: this is what is bounded."""
 
 
-class _Layout(NamedTuple):
-    """What matters of a cache's layout."""
-
-    hit_tokens: int
-    """Hits are multiples of it."""
-    has_states: bool
-    """A hit needs a state (Mamba), which is kept at the end of a prompt only."""
-    has_gaps: bool
-    """A prompt may be reusable as a whole and not in part: windows move on."""
-    blocks_per_key: float
-    """That `STEP` tokens take in all groups when they are computed."""
-    full_blocks_per_key: float
-    """Of these, those that a request needs until its end."""
-
-
-_UNKNOWN = _Layout(1, has_states=False, has_gaps=False, blocks_per_key=0.0, full_blocks_per_key=0.0)
-
-
 @dataclass(eq=False, slots=True)
 class _Cache:
     """One cache."""
@@ -124,7 +105,7 @@ class _Cache:
     outlook: _Outlook | None = None
     """The last one that was given; None: something has happened since."""
     outlook_until: float = 0.0
-    layout: _Layout = field(default_factory=lambda: _UNKNOWN)
+    layout: Layout = UNKNOWN
     looks: int = 0
 
 
@@ -145,6 +126,7 @@ class Visit:
         "reuse",
         "started_at",
         "tokens",
+        "told",
         "uncached_tokens",
         "uses",
     )
@@ -175,6 +157,8 @@ class Visit:
         """Of the prompt, those that will be cached when the engine admits it."""
         self.known_until = math.inf
         """When its prompt no longer counts as being computed."""
+        self.told: Prefilling | None = None
+        """What others are told of it."""
         self.uses = []
         for prompt in prompts:
             use, _ = cache.content.begin(prompt.prefix_keys(STEP))
@@ -229,19 +213,17 @@ class Mirror:
         self._clock = clock
         self._caches: dict[SourceId, _Cache] = {}
         self._models: dict[str, ModelTraffic] = {}
-        self._by_root: dict[int, dict[Visit, _Cache]] = {}
-        """By the first key of a prompt, who computes it, or has just done so."""
-        self._shared: PrefixTree[_Cache] = PrefixTree()
-        """The prompts of all these."""
-        self._lengths: dict[tuple[int, int], int] = {}
-        """How many of these there are, by last key and tokens."""
+        self._own: InPrefill[Visit, _Cache] = InPrefill(lambda cache: cache.layout)
+        """What is computed for requests of this router, or has just been."""
+        self._others: InPrefill[Prefilling, SourceId] = InPrefill(self._layout)
+        """What is computed for others."""
+        self._heard: dict[Prefilling, None] = {}
+        """The same."""
         self._has_states = False
         """Whether a hit needs a state in some cache."""
         self._computed: deque[Visit] = deque()
         """Those that have just done so."""
         self._visits = 0
-        self._heard: dict[int, list[Prefilling]] = {}
-        """By the first key of a prompt, who computes it for others."""
 
     # --- what is sent -----------------------------------------------------------------------------
 
@@ -287,7 +269,7 @@ class Mirror:
         cache.prefilling[visit] = None
         self._forget_computed(now)
         if visit.keys:
-            self._count(visit, cache)
+            self._own.add(visit, cache)
         return visit
 
     def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic) -> None:
@@ -338,26 +320,28 @@ class Mirror:
         the latest last."""
         self._forget_computed(self._clock())
         names = {id(model): name for name, model in self._models.items()}
-        found = [
-            Prefilling(
-                visit.number,
-                name,
-                cache.source,
-                visit.tokens,
-                visit.uncached_tokens if visit in cache.prefilling else 0,
-                visit.keys,
-            )
-            for visits in self._by_root.values()
-            for visit, cache in visits.items()
-            if visit.uncached_tokens >= STEP and (name := names.get(id(visit.model)))
-        ]
-        return sorted(found)
+        found = []
+        for visit, cache in self._own:
+            if visit.uncached_tokens < STEP or (name := names.get(id(visit.model))) is None:
+                continue
+            told = visit.told
+            if told is None:
+                told = visit.told = Prefilling(
+                    visit.number, name, cache.source, visit.tokens, 0, visit.keys
+                )
+            told.queued_tokens = visit.uncached_tokens if visit in cache.prefilling else 0
+            found.append(told)
+        found.sort(key=attrgetter("number"))
+        return found
 
-    def hear(self, others: Sequence[Prefilling]) -> None:
-        """Take over what is being computed for others, in place of what was."""
-        self._heard = {}
-        for other in others:
-            self._heard.setdefault(other.keys[0], []).append(other)
+    def hear(self, others: Iterable[Prefilling]) -> None:
+        """Take over what is being computed for others, in place of what was; the same object
+        stands for the same prompt."""
+        before, self._heard = self._heard, dict.fromkeys(others)
+        for gone in before.keys() - self._heard.keys():
+            self._others.remove(gone)
+        for new in self._heard.keys() - before.keys():
+            self._others.add(new, new.source)
 
     def forget(self, replica: str) -> None:
         """Forget what is cached at a replica, at all its ranks: it restarted, failed, or was
@@ -466,37 +450,15 @@ class Mirror:
         self._forget_computed(self._clock())
         if not keys:
             return {}
-        if self._has_states or (keys[-1], tokens) in self._lengths:
-            best = self._compared_with_each(keys, tokens)
-        else:
-            best = {cache: count * STEP for cache, count in self._shared.shared(keys).items()}
         found = {
             cache.source: shared
-            for cache, shared in best.items()
+            for cache, shared in self._own.shared(keys, tokens, self._has_states).items()
             if self._caches.get(cache.source) is cache  # else its replica has failed since
         }
-        for other in self._heard.get(keys[0], ()) if self._heard else ():
-            near = self._caches.get(other.source)
-            layout = _UNKNOWN if near is None else near.layout
-            known = found.get(other.source, 0)
-            if shared := _tokens_shared(keys, tokens, other, layout, known):
-                found[other.source] = shared
+        if self._heard:
+            for source, shared in self._others.shared(keys, tokens, self._has_states).items():
+                found[source] = max(found.get(source, 0), shared)
         return found
-
-    def _compared_with_each(self, keys: Sequence[int], tokens: int) -> dict[_Cache, int]:
-        """How many leading tokens of a prompt each cache is computing, where more than equal keys
-        matters: an equal prompt shares what is behind its last key as well, and a state is kept at
-        the end of a prompt only."""
-        best: dict[_Cache, int] = {}
-        count = len(keys)
-        for visit, cache in self._by_root.get(keys[0], {}).items():
-            known, theirs = best.get(cache, 0), visit.keys
-            low = known // STEP
-            if low < count and (low >= len(theirs) or theirs[low] != keys[low]):
-                continue  # most of those that begin alike: they share no more than is known
-            if shared := _tokens_shared(keys, tokens, visit, cache.layout, known):
-                best[cache] = shared
-        return best
 
     def expected(
         self,
@@ -524,7 +486,7 @@ class Mirror:
             # A window that has moved on within a prompt is the first to go.
             is_kept = not cache.layout.has_gaps or ahead < self._evictable(cache)
             if is_kept and visit.keys and visit.keys[0] == keys[0]:
-                shared = _tokens_shared(keys, prompt_tokens, visit, cache.layout, shared)
+                shared = tokens_shared(keys, prompt_tokens, visit, cache.layout, shared)
         unit = cache.layout.hit_tokens
         return max(left, min(shared, prompt_tokens - 1) // unit * unit)
 
@@ -598,27 +560,11 @@ class Mirror:
 
     def _forget_computed(self, now: float) -> None:
         while self._computed and self._computed[0].known_until <= now:
-            self._discount(self._computed.popleft())
+            self._own.remove(self._computed.popleft())
 
-    def _count(self, visit: Visit, cache: _Cache) -> None:
-        """What it computes is counted on from now on."""
-        keys, lengths = visit.keys, self._lengths
-        self._by_root.setdefault(keys[0], {})[visit] = cache
-        self._shared.add(keys, cache)
-        length = keys[-1], visit.tokens
-        lengths[length] = lengths.get(length, 0) + 1
-
-    def _discount(self, visit: Visit) -> None:
-        """No longer: events have told of it."""
-        keys, lengths = visit.keys, self._lengths
-        same_root = self._by_root[keys[0]]
-        self._shared.remove(keys, same_root.pop(visit))
-        if not same_root:
-            del self._by_root[keys[0]]
-        length = keys[-1], visit.tokens
-        lengths[length] -= 1
-        if not lengths[length]:
-            del lengths[length]
+    def _layout(self, source: SourceId) -> Layout:
+        cache = self._caches.get(source)
+        return UNKNOWN if cache is None else cache.layout
 
     def _eviction_age_s(self, cache: _Cache, now: float) -> float | None:
         held = cache.index.blocks_held(cache.source)
@@ -639,7 +585,7 @@ class Mirror:
         index, source = cache.index, cache.source
         cache.outlook = None
         if cache.looks % 256 == 0:
-            cache.layout = _layout_of(index, source)
+            cache.layout = layout_of(index, source)
             self._has_states |= cache.layout.has_states
         cache.looks += 1
         cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
@@ -666,51 +612,6 @@ def _is_gone(use: Use, index: PrefixIndex, source: SourceId) -> bool:
     if use.prompt is None:
         return True
     return index.match_source(use.prompt, source).gpu_cached_tokens <= use.owned_from * STEP
-
-
-def _layout_of(index: PrefixIndex, source: SourceId) -> _Layout:
-    cache = index.statistics().get(source)
-    layout = None if cache is None else cache.layout
-    if layout is None:
-        return _UNKNOWN
-    groups = [group for group in layout.groups if group.kind is not GroupKind.NOT_CACHED]
-    return _Layout(
-        layout.scheduler_block_size,
-        any(group.kind is GroupKind.MAMBA for group in groups),
-        any(group.kind is not GroupKind.FULL for group in groups),
-        sum(STEP / group.block_size for group in groups),
-        sum(STEP / group.block_size for group in groups if group.kind is GroupKind.FULL),
-    )
-
-
-def are_equal(keys: Sequence[int], tokens: int, other: Visit | Prefilling) -> bool:
-    """Whether two prompts are taken for the same: as long, and equal up to the last key.
-
-    Args:
-        keys: Of the one; there are some.
-        tokens: Its length.
-        other: The other.
-    """
-    theirs = other.keys
-    return tokens == other.tokens and len(keys) == len(theirs) and keys[-1] == theirs[-1]
-
-
-def _tokens_shared(
-    keys: Sequence[int], tokens: int, visit: Visit | Prefilling, layout: _Layout, known: int
-) -> int:
-    """How many leading tokens of a prompt a visit computes; at least as many as are *known*."""
-    theirs, low = visit.keys, known // STEP
-    most = min(len(keys), len(theirs))
-    if not layout.has_states and are_equal(keys, tokens, visit):  # all but its last token
-        return max((tokens - 1) // layout.hit_tokens * layout.hit_tokens, known)
-    if low >= most or keys[low] != theirs[low]:
-        return known
-    if not layout.has_states:
-        return equal_keys(keys, theirs, low + 1, most) * STEP
-    # A state is kept only at the end of what the request computes.
-    end = visit.tokens // layout.hit_tokens * layout.hit_tokens
-    whole = -(-end // STEP)
-    return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
 
 
 IDLE = CacheOutlook()

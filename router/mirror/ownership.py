@@ -195,6 +195,13 @@ class Ownership:
             newer += len(last.keys) - last.owned_from
         return older
 
+    def leading(self, keys: Sequence[int]) -> int:
+        """How many leading keys of a prompt somebody owns."""
+        at, count, find = 0, len(keys), self._runs.get
+        while at < count and (run := find(keys[at])) is not None:
+            at = self._end_of(run, keys, at)
+        return at
+
     def segments(self, keys: Sequence[int]) -> Iterator[tuple[int, int, Use]]:
         """The stretches of *keys* that one request each owns: where one begins and ends, and who
         that is."""

@@ -378,19 +378,11 @@ class RoutePlanner:
                 continue
             # An engine always computes the last token of a prompt.
             hit = cache.hit(found.keys, request.prompt_tokens - len(found.keys))
-            candidate = replace(
-                standings.candidate(number),
-                gpu_cached_tokens=hit.tokens,
-                cached_tokens=hit.tokens,
-                by_tier=(),
-                suspect=False,
-                approximate_trust=max(hit.trust, LEAST_TRUST),
-            )
+            standings.put_estimate(number, hit.tokens, max(hit.trust, LEAST_TRUST))
             age = cache.eviction_age_s(found.now)
             if age is not None and self._mirror is not None:
                 reuse = self._mirror.reuse_probability(request.model, age)
-                candidate = replace(candidate, eviction_age_s=age, reuse_probability=reuse)
-            standings.put(number, candidate)
+                standings.outlooks[number] = (age, reuse, *standings.outlooks[number][2:])
 
     def _find(
         self, index: PrefixIndex, prompts: Sequence[HashedPrompt], prompt_tokens: int

@@ -50,13 +50,14 @@ class Standings:
     """The candidates of one decision: item i of every column is about candidate i."""
 
     __slots__ = (
+        "_other_tiers",
+        "_tiers_of",
         "cached_tokens",
         "gpu_cached_tokens",
         "outlooks",
         "progress_tokens",
         "recent_tokens",
         "states",
-        "tiers_of",
     )
 
     def __init__(
@@ -86,7 +87,9 @@ class Standings:
         self.recent_tokens = recent_tokens
         self.progress_tokens = progress_tokens
         self.outlooks = outlooks
-        self.tiers_of = tiers_of
+        self._tiers_of = tiers_of
+        self._other_tiers: dict[int, tuple[tuple[str, int], ...]] = {}
+        """Of those that were put in place of others."""
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Standings:
@@ -111,14 +114,31 @@ class Standings:
             number: Which one goes.
             candidate: Which one comes.
         """
-        tiers_of = self.tiers_of
         self.states[number] = state_of(candidate)
         self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
         self.cached_tokens[number] = candidate.cached_tokens
         self.recent_tokens[number] = candidate.recent_tokens
         self.progress_tokens[number] = candidate.progress_tokens
         self.outlooks[number] = _outlook_of(candidate)
-        self.tiers_of = lambda each: candidate.by_tier if each == number else tiers_of(each)
+        self._other_tiers[number] = candidate.by_tier
+
+    def put_estimate(self, number: int, tokens: int, trust: float) -> None:
+        """Let an estimate stand for the hit of candidate *number*.
+
+        Args:
+            number: Its number.
+            tokens: That it may have cached.
+            trust: See `Candidate.approximate_trust`; not 0.
+        """
+        state = self.states[number]
+        self.states[number] = (*state[:3], trust, *state[4:])
+        self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
+        self._other_tiers[number] = ()
+
+    def tiers_of(self, number: int) -> tuple[tuple[str, int], ...]:
+        """The `by_tier` of candidate *number*."""
+        other = self._other_tiers.get(number)
+        return self._tiers_of(number) if other is None else other
 
     def requests(self, number: int) -> int:
         """Requests known to be at candidate *number*."""

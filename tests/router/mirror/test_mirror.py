@@ -21,8 +21,7 @@ from kvevents.publisher import announce
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
-from router.mirror import Mirror, Visit
-from router.mirror.mirror import STEP
+from router.mirror import STEP, Mirror, Prefilling, Visit
 from tests.support.blocks import FULL
 
 R0, R1 = SourceId("r0"), SourceId("r1")
@@ -496,14 +495,20 @@ def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> 
 
 @given(
     sent=st.lists(
-        st.tuples(st.sampled_from([(5, 9), (2, 7), (3,), (0,)]), st.integers(1, 640), st.booleans())
+        st.tuples(
+            st.sampled_from([(5, 9), (2, 7), (3,), (0,)]),
+            st.integers(1, 640),
+            st.sampled_from([R0, R1]),
+            st.booleans(),
+        )
     ),
     asked=st.tuples(st.sampled_from([(5, 9), (2, 7), (3,)]), st.integers(1, 640)),
 )
 def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
-    sent: list[tuple[tuple[int, ...], int, bool]], asked: tuple[tuple[int, ...], int]
+    sent: list[tuple[tuple[int, ...], int, SourceId, bool]], asked: tuple[tuple[int, ...], int]
 ) -> None:
-    """However many begin alike; an equal one shares all but the last token."""
+    """However many begin alike, and whoever sent them; an equal one shares all but the last token,
+    and one that another router no longer tells of shares nothing."""
 
     def ids_of(parts: tuple[int, ...], length: int) -> list[int]:
         ids = list(range(1000))
@@ -513,14 +518,23 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
 
     mirrored, wanted = Mirrored(), ids_of(*asked)
     expected: dict[SourceId, int] = {}
-    for parts, length, is_first in sent:
-        ids, source = ids_of(parts, length), R0 if is_first else R1
-        mirrored.begin(ids, source)
+    heard: list[Prefilling] = []
+    for number, (parts, length, source, is_ours) in enumerate(sent):
+        ids = ids_of(parts, length)
+        if is_ours:
+            mirrored.begin(ids, source)
+        elif keys := mirrored.prompt(ids).prefix_keys(STEP):
+            heard.append(Prefilling(number, "m", source, length, length, keys))
+            gone = mirrored.prompt(wanted).prefix_keys(STEP)
+            mirrored.mirror.hear(
+                [*heard, Prefilling(-1, "m", source, len(wanted), 1, gone)] if gone else heard
+            )
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, wanted)))  # noqa: B905
         keyed = length // STEP * STEP
         is_equal = length == len(wanted) and keyed and same >= keyed  # as far as keys tell
         shared = length - 1 if is_equal else same // STEP * STEP
         if shared:
             expected[source] = max(expected.get(source, 0), shared)
+    mirrored.mirror.hear(heard)
     keys = mirrored.prompt(wanted).prefix_keys(STEP)
     assert mirrored.mirror.in_prefill(keys, len(wanted)) == expected

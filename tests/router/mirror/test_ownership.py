@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +74,9 @@ class _Reference:
     def use(self, use: Use) -> None:
         self.last |= dict.fromkeys(use.keys, use)
 
+    def leading(self, keys: Sequence[int]) -> int:
+        return len(list(takewhile(self.last.__contains__, keys)))
+
     def owned(self, use: Use) -> set[int]:
         return {key for key, user in self.last.items() if user is use}
 
@@ -106,6 +111,7 @@ def test_ownership_is_that_of_the_last_user_of_every_key(steps: list[tuple[str, 
         for use in owning:
             assert set(use.keys[use.owned_from :]) == plain.owned(use)
         assert len(ownership) == len(plain.last)
+        assert all(ownership.leading(path) == plain.leading(path) for path in PATHS)
         for count in (0.0, 1.0, 2.5, 6.0, 1000.0):
             left = math.ceil(count)
             for use in owning:

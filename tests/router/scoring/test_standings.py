@@ -257,3 +257,26 @@ def test_a_ranking_is_a_sequence_of_places() -> None:
     assert ranking[0] is ranking[0]
     with pytest.raises(IndexError):
         ranking[4]
+
+
+def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
+    """Thousands of replicas may be without events, or have data-parallel ranks: the estimate or the
+    best rank of each is put in its place."""
+    count = 3000
+    standings = Standings.of([Candidate(replica_id=f"r{i}") for i in range(count)])
+    tiers = (("cpu", 32),)
+    for i in range(0, count, 2):
+        other = Candidate(replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers)
+        standings.put(i, other)
+        standings.put_estimate(i + 1, 16, 0.5)
+    for i in (0, count - 2):
+        assert standings.tiers_of(i) == tiers
+        assert standings.candidate(i) == Candidate(
+            replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers
+        )
+        assert standings.candidate(i + 1) == Candidate(
+            replica_id=f"r{i + 1}",
+            gpu_cached_tokens=16,
+            cached_tokens=16,
+            approximate_trust=0.5,
+        )
