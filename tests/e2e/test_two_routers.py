@@ -159,18 +159,31 @@ async def _all_is_heard(routers: Sequence[RouterProcess], stubs: Sequence[Engine
 async def _load_is_known_everywhere(
     routers: Sequence[RouterProcess], stubs: Sequence[EngineStub]
 ) -> None:
+    """All four workers agree on it, whichever answers."""
     release = asyncio.Event()
     for stub in stubs:
         stub.behaviour = after(release)
-    one, other = routers
-    async with under_way(1, one.port, stubs[0], 100_000) as (request,):
-        await eventually(lambda: any(stub.active for stub in stubs), "it is sent")
-        busy = next(stub for stub in stubs if stub.active)
-        deadline = time.monotonic() + DEADLINE_S
-        while not (await other.replica(busy.name))["others"]["prefilling_requests"]:
-            assert time.monotonic() < deadline, "the other router does not know of it"
+    async with under_way(4, routers[0].port, stubs[0], 100_000, apart=1000) as asked:
+        await eventually(lambda: sum(stub.active for stub in stubs) == 4, "all are sent")
+        expected = [stub.active for stub in stubs]
+        for router in routers:
+            await _agrees(router, stubs, expected)
         release.set()
-        assert (await request).status == 200
+        assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+
+
+async def _agrees(
+    router: RouterProcess, stubs: Sequence[EngineStub], expected: Sequence[int]
+) -> None:
+    in_a_row, deadline = 0, time.monotonic() + DEADLINE_S
+    while in_a_row < 8:
+        known = [await router.replica(stub.name) for stub in stubs]
+        seen = [
+            each["load"]["prefilling_requests"] + each["others"]["prefilling_requests"]
+            for each in known
+        ]
+        in_a_row = in_a_row + 1 if seen == expected else 0
+        assert time.monotonic() < deadline, f"{seen} are known to be under way, not {expected}"
 
 
 async def _without_the_server_each_goes_on(
@@ -179,18 +192,30 @@ async def _without_the_server_each_goes_on(
     balancer: Balancer,
     stubs: Sequence[EngineStub],
 ) -> None:
-    server.kill()
-    for router in routers:
-        await router.until(
-            lambda now: now.sum("kvroute_board_up", board="valkey") == 0, "it is away"
-        )
-    async with under_way(8, balancer.port, stubs[0], 200_000, apart=1000) as asked:
-        assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
-    server.start()
-    for router in routers:
-        await router.until(
-            lambda now: now.sum("kvroute_board_writers", board="valkey") == 4, "all hear again"
-        )
+    """It is killed and comes back under load: what is under way goes on, and what comes is
+    served."""
+    release = asyncio.Event()
+    for stub in stubs:
+        stub.behaviour = after(release)
+    async with under_way(8, balancer.port, stubs[0], 200_000, apart=1000) as before:
+        await eventually(lambda: sum(stub.active for stub in stubs) == 8, "all are sent")
+        server.kill()
+        for router in routers:
+            await router.until(
+                lambda now: now.sum("kvroute_board_up", board="valkey") == 0, "it is away"
+            )
+        async with under_way(8, balancer.port, stubs[0], 220_000, apart=1000) as meanwhile:
+            await eventually(lambda: sum(stub.active for stub in stubs) == 16, "all are sent")
+            server.start()
+            for router in routers:
+                await router.until(
+                    lambda now: now.sum("kvroute_board_writers", board="valkey") == 4,
+                    "all hear again",
+                )
+                await _agrees(router, stubs, [stub.active for stub in stubs])
+            release.set()
+            answers = await asyncio.gather(*before, *meanwhile)
+            assert [answer.status for answer in answers] == [200] * 16
 
 
 async def _one_is_killed_under_load(
