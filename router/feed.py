@@ -283,7 +283,7 @@ class Feed:
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
     def _tidy(self, index: PrefixIndex) -> None:
-        """Take away what was dropped, a little in each pass of the event loop."""
+        """Take away what was dropped or cleared, a little in each pass of the event loop."""
 
         def work(_: float) -> bool:
             self._tidy(index)
@@ -418,6 +418,8 @@ class _SourceFeed:
             self._look_at_key()
         if result.problem is not None:
             self.report(MalformedBatch(result.problem))
+        if result.cleared:
+            self._tidy(self.index)
         self._has_had_lower_tiers |= result.has_lower_tiers
         if result.is_incomplete:
             return Effect.INCOMPLETE

@@ -381,7 +381,11 @@ class NativeIndex(PrefixIndex):
     ) -> ApplyResult:
         """What the core did, with what Python finds out from it."""
         (stored, removed, waiting, skipped, overflow, given_up) = done[:6]
-        (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced) = done[6:]
+        (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced, slot) = done[6:]
+        if slot != known.slot:  # what it held is left behind, to be taken away by `tidy`
+            known.slot = slot
+            self._slots = {**self._slots, source: slot}
+            self._has_leftovers = True
         if may_show_function and known.finder.may_find and known.learner.layout is not None:
             self._find_hash_function(known, payload)
         if unplaced or known.unplaced or known.finder.chain is not None:

@@ -353,7 +353,7 @@ public:
         index_.unset_layout(slot, is_announced, lookahead);
     }
 
-    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple. A
+    // What the batch did, and in which slot its source is since: an `ApplyResult` where nothing needs Python's attention, else a tuple. A
     // list of news to tell the layout learner, with nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
@@ -366,8 +366,9 @@ public:
             ReleasedIf released(is_large);
             Locked locked(mutex_, !is_large);
             check(slot);
+            Source& of = index_.source(slot);
             outcome = index_.apply(slot, bytes, done.result, news);
-            if (outcome == Index::Outcome::applied) look_at(index_.source(slot), done);
+            if (outcome == Index::Outcome::applied) look_at(of, done);
         }
         if (outcome == Index::Outcome::odd) return nb::none();
         if (outcome == Index::Outcome::applied) {
@@ -387,8 +388,9 @@ public:
             ReleasedIf released(is_large);
             Locked locked(mutex_, !is_large);
             check(slot);
+            Source& of = index_.source(slot);
             is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, done.result);
-            if (is_applied) look_at(index_.source(slot), done);
+            if (is_applied) look_at(of, done);
         }
         return is_applied ? as_tuple(done) : nb::none();
     }
@@ -654,6 +656,7 @@ private:
     // What a batch did, and how its source stands since.
     struct Done {
         Applied result;
+        u32 slot = 0;
         bool has_lower_tiers = false, may_show_function = false, is_news = false;
         u64 unplaced = 0;
 
@@ -664,7 +667,9 @@ private:
         }
     };
 
-    static void look_at(Source& of, Done& done) {
+    void look_at(Source& of, Done& done) {
+        done.slot = of.slot;
+        if (done.result.cleared) dropped_ += done.result.removed;
         done.has_lower_tiers = of.has_lower_tiers();
         done.unplaced = of.unplaced;
         done.may_show_function =
@@ -685,7 +690,7 @@ private:
         return nb::make_tuple(result.stored, result.removed, result.waiting, result.skipped,
                               result.overflow, result.given_up, result.cleared,
                               result.is_incomplete, done.has_lower_tiers, done.may_show_function,
-                              done.unplaced);
+                              done.unplaced, done.slot);
     }
 
     NamedShares named(u32 slot, const Shares& shares) {
@@ -749,7 +754,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 10;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 11;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 

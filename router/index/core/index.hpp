@@ -59,9 +59,7 @@ public:
     // --- sources ---
 
     u32 add_source() {
-        u32 slot = 0;
-        while ((slot < sources_.size() && sources_[slot]) || is_leaving(slot)) ++slot;
-        if (slot >= sources_.size()) sources_.resize(slot + 1);
+        const u32 slot = free_slot();
         sources_[slot] = std::make_unique<Source>(slot, space_.table_secret());
         ++version_;
         return slot;
@@ -126,6 +124,7 @@ public:
 
     // Applies one batch, unless it is odd or holds news: then nothing has happened, but that the
     // news count as told.
+    // A large clear gives the source another slot.
     Outcome apply(u32 slot, std::span<const u8> payload, Applied& result, std::vector<News>& news) {
         Source& of = source(slot);
         if (!read(payload, false)) return Outcome::odd;
@@ -208,7 +207,10 @@ private:
     friend class StateReader;
     friend class Inspector;
 
-    // A source that was dropped, and what is left of it in the nodes from `next` on.
+    // So many may be on their way out at once; a clear that comes then does its work itself.
+    static constexpr std::size_t kMostLeaving = 8;
+
+    // What a source has left, and how much of it there is in the nodes from `next` on.
     struct Leaving {
         std::unique_ptr<Source> source;
         u64 left;
@@ -512,7 +514,10 @@ private:
     u64 clear(Source& of, u32 tier) {
         u64 removed = 0, left = of.tiers[tier].blocks;
         if (!left) return 0;
-        if (of.tiers[tier].since_empty.are_all()) {
+        if (!of.tiers[tier].since_empty.are_all() && left == of.places &&
+            leaving_.size() < kMostLeaving) {
+            removed = move_out(of);
+        } else if (of.tiers[tier].since_empty.are_all()) {
             // A copy: with the last block that goes, the tier's own starts anew.
             const std::vector<u64> hashes = of.tiers[tier].since_empty.hashes();
             for (u64 hash : hashes) {
@@ -528,6 +533,30 @@ private:
         std::erase_if(of.arrivals,
                       [&](const auto& each) { return tier_of_plane(each.first) == tier; });
         return removed;
+    }
+
+    // Leaves all that a source holds to `work_off`, and lets it go on in another slot; returns how
+    // many copies there were. What is gone in this way is not among the forgotten.
+    u64 move_out(Source& of) {
+        const u64 copies = of.copies;
+        const u32 from = of.slot, to = free_slot();
+        auto left = std::make_unique<Source>(from, space_.table_secret());
+        left->tiers = of.tiers;
+        left->further_copies.swap(of.further_copies);
+        leaving_.push_back({std::move(left), of.entries, 0});
+        sources_[to] = std::move(sources_[from]);  // `of` itself stays where it is
+        while (!sources_.back()) sources_.pop_back();
+        of.stand_at(to);
+        of.hold_nothing();
+        ++version_;
+        return copies;
+    }
+
+    u32 free_slot() {
+        u32 slot = 0;
+        while ((slot < sources_.size() && sources_[slot]) || is_leaving(slot)) ++slot;
+        if (slot >= sources_.size()) sources_.resize(slot + 1);
+        return slot;
     }
 
     // Takes an entry out of a tier; returns how many copies there were. `left`: blocks of the tier.

@@ -394,11 +394,15 @@ struct TierUnit {
     u64 tokens = 0;
 };
 
+#ifndef KVROUTE_FEW_HASHES  // the fuzzers have fewer
+#define KVROUTE_FEW_HASHES 4096
+#endif
+
 // The hashes that came into a tier since it was empty, as long as they are few: a clear finds them
 // without a walk over what all sources hold. A walk is paid for by more stores than are kept here.
 class FewHashes {
 public:
-    static constexpr std::size_t kMost = 4096;
+    static constexpr std::size_t kMost = KVROUTE_FEW_HASHES;
 
     bool are_all() const { return are_all_; }
     const std::vector<u64>& hashes() const { return hashes_; }
@@ -451,9 +455,28 @@ struct ToldGroup {
 struct Source {
     // `secret`: see `SecretHash`.
     Source(u32 number, u64 secret)
-        : slot(number), word(number / 64), bit(u64{1} << (number % 64)), tiers(1),
-          forgotten(secret), waiting(secret), copy_watch(secret), secret_(secret) {
+        : tiers(1), forgotten(secret), waiting(secret), copy_watch(secret), secret_(secret) {
+        stand_at(number);
         tiers[0].name = "GPU";
+    }
+
+    void stand_at(u32 number) {
+        slot = number;
+        word = number / 64;
+        bit = u64{1} << (number % 64);
+    }
+
+    // As its blocks are gone, so is what counts them. What it has shown of itself stays.
+    void hold_nothing() {
+        for (Tier& tier : tiers) {
+            tier.blocks = 0;
+            tier.groups.clear();
+            tier.since_empty.restart();
+        }
+        counts.assign(counts.size(), 0);
+        entries = unplaced = copies = places = tier_found = not_found = 0;
+        further_copies.clear();
+        arrivals.clear();
     }
 
     u32 slot;

@@ -743,6 +743,48 @@ def test_a_tier_that_holds_little_is_cleared_in_no_time_whatever_others_hold(
     assert seconds(200_000) < 8 * usual
 
 
+def test_a_large_cache_that_is_cleared_begins_anew(implementation: Implementation) -> None:
+    """At every update of an engine's weights, say. What it held may be taken away later, but nobody
+    finds it any more: neither in the same batch, nor after many clears, nor what it had copies of.
+    Other sources keep theirs."""
+    long, short, other = Prefix(tokens(16 * 5000)), Prefix(tokens(160, first=1)), SourceId("other")
+    index = index_with(implementation)
+    index.add(other, LayoutHints(hash_seeds=()))
+    held = [long.stored(0, FULL), long.stored(1, window(64)), long.stored(0, FULL, 0, 1600)]
+    few = [short.stored(0, FULL), short.stored(1, window(64))]
+    index.apply(other, EventBatch(0.0, list(held)))
+    for _ in range(12):
+        assert apply(index, *held).stored == 10_100
+        assert gpu_hit(index, long.tokens) == 80_000
+        result = apply(index, AllBlocksCleared(), *few)
+        assert result == ApplyResult(stored=20, removed=10_100, cleared=True)
+        assert (gpu_hit(index, long.tokens), gpu_hit(index, short.tokens)) == (0, 160)
+        assert gpu_hit(index, long.tokens, other) == 80_000
+        assert statistics(index).blocks == {(0, "GPU"): 10, (1, "GPU"): 10}
+        assert index.removals(SOURCE) == 0
+        assert apply(index, AllBlocksCleared()) == ApplyResult(removed=20, cleared=True)
+    apply(index, *held)
+    index.tidy()
+    assert apply(index, AllBlocksCleared()).removed == 10_100
+    while index.tidy():
+        assert gpu_hit(index, long.tokens) == 0
+    implementation.expect_sound(index)
+    index.drop(other)
+    implementation.expect_empty(index)
+
+
+def test_a_large_tier_is_cleared_beside_another(implementation: Implementation) -> None:
+    """Blocks that both of them hold stay in the other."""
+    long, index = Prefix(tokens(16 * 5000)), index_with(implementation)
+    apply(index, long.stored(0, FULL), long.offloaded(0, range(16, 160 + 1, 16)))
+    assert apply(index, AllBlocksCleared()) == ApplyResult(
+        removed=5000, cleared=True, has_lower_tiers=True
+    )
+    assert statistics(index).blocks == {(0, "CPU"): 10}
+    assert index.match([*long.tokens, 1])[SOURCE] == Hit(0, 160, by_tier=(("CPU", 160),))
+    implementation.expect_sound(index)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_well_formed_batch_makes_the_index_fail(
     implementation: Implementation, seed: int
