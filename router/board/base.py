@@ -20,6 +20,9 @@ INTERVAL_S = 0.02
 """Between two looks at what changed."""
 SPACING_S = 0.002
 """Between two that are asked for."""
+MOST_SHARE = 0.05
+"""Of a process's time, the most that saying may take, and hearing as well: where there is much to
+say, it is said less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,9 @@ class BoardExchange:
         self._clock = clock
         self._said = b""
         self._heard: dict[str, tuple[bytes, Slot | None]] = {}
-        self._looked_at = 0.0
         self._soon: asyncio.TimerHandle | None = None
+        self._say_after = self._hear_after = 0.0
+        """Not before these times, on the clock."""
 
     async def run(self) -> None:
         """Exchange until cancelled."""
@@ -103,7 +107,8 @@ class BoardExchange:
                 for task in tasks:
                     if task.done():
                         task.result()
-                await asyncio.sleep(INTERVAL_S)
+                busy_until = max(self._say_after, self._hear_after)
+                await asyncio.sleep(max(INTERVAL_S, busy_until - self._clock()))
         finally:
             if self._soon is not None:
                 self._soon.cancel()
@@ -114,11 +119,12 @@ class BoardExchange:
     def soon(self) -> None:
         """Something has begun that the others should know of before the next look."""
         if self._soon is None:
-            self._soon = asyncio.get_running_loop().call_later(SPACING_S / 2, self._publish_now)
+            delay_s = max(SPACING_S / 2, self._say_after - self._clock())
+            self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)
 
     def catch_up(self) -> None:
         """Hear what others have said since the last look, unless that was just now."""
-        if self._clock() - self._looked_at >= SPACING_S:
+        if self._clock() >= self._hear_after:
             self._read()
 
     def _publish_now(self) -> None:
@@ -126,6 +132,7 @@ class BoardExchange:
         self._publish()
 
     def _publish(self) -> None:
+        begun_at = self._clock()
         data = encode_slot(self._collect())
         for board in self.boards:
             if data != self._said:
@@ -133,9 +140,11 @@ class BoardExchange:
             else:
                 board.refresh()
         self._said = data
+        now = self._clock()
+        self._say_after = now + (now - begun_at) / MOST_SHARE
 
     def _read(self) -> None:
-        self._looked_at = self._clock()
+        begun_at = self._clock()
         found: dict[str, tuple[bytes, Slot | None]] = {}
         has_changed = False
         for board in self.boards:
@@ -149,6 +158,8 @@ class BoardExchange:
         if has_changed or len(found) != len(self._heard):
             self._heard = found
             self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
+        now = self._clock()
+        self._hear_after = now + max(SPACING_S, (now - begun_at) / MOST_SHARE)
 
     def _decoded(self, board: Board, data: bytes) -> Slot | None:
         try:

@@ -25,6 +25,7 @@ from router.mirror.approximate import (
 from router.mirror.in_prefill import STEP, are_equal
 from router.mirror.mirror import (
     IDLE,
+    WORTH_TELLING,
     CacheOutlook,
     Mirror,
     MirrorStatistics,
@@ -35,6 +36,7 @@ from router.mirror.mirror import (
 __all__ = [
     "IDLE",
     "STEP",
+    "WORTH_TELLING",
     "ApproximateCache",
     "ApproximateCaches",
     "ApproximateStatistics",

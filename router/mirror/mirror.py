@@ -23,6 +23,8 @@ from router.mirror.in_prefill import STEP, UNKNOWN, InPrefill, Layout, layout_of
 from router.mirror.ownership import Ownership, Use
 from router.mirror.traffic import FadingRate, ModelTraffic
 
+WORTH_TELLING = 256
+"""Uncached tokens from which others are told of a prompt at once."""
 FADE_S = 30.0
 """How long what was sent to a cache counts in its rates."""
 
@@ -197,6 +199,8 @@ class Mirror:
     """Below this share of what it once held it evicts nothing, though it did."""
     OUTLOOK_S = 0.05
     """How long what was said of a cache holds while nothing begins or ends there."""
+    SOON_S = 0.02
+    """A short prompt that is computed within this time is not told to others."""
     EVENTS_S = 0.25
     """After a prompt's first token, until events have told of its blocks for sure."""
 
@@ -316,20 +320,28 @@ class Mirror:
     # --- what others are told, and tell -----------------------------------------------------------
 
     def prefilling(self) -> list[Prefilling]:
-        """What is being computed for requests of this router, as far as it is worth waiting for,
-        the latest last."""
-        self._forget_computed(self._clock())
+        """What is being computed for requests of this router, as far as others should know of it
+        before its events tell them, the latest last.
+
+        A short prompt that is computed at once is not among it: to tell and to hear of it costs
+        more than to compute it twice.
+        """
+        now = self._clock()
+        self._forget_computed(now)
         names = {id(model): name for name, model in self._models.items()}
         found = []
         for visit, cache in self._own:
-            if visit.uncached_tokens < STEP or (name := names.get(id(visit.model))) is None:
-                continue
-            told = visit.told
+            told, is_queued = visit.told, visit in cache.prefilling
             if told is None:
+                is_long = visit.uncached_tokens >= WORTH_TELLING
+                is_slow = is_queued and now - visit.started_at >= self.SOON_S
+                name = names.get(id(visit.model))
+                if name is None or not (is_long or (is_slow and visit.uncached_tokens >= STEP)):
+                    continue
                 told = visit.told = Prefilling(
                     visit.number, name, cache.source, visit.tokens, 0, visit.keys
                 )
-            told.queued_tokens = visit.uncached_tokens if visit in cache.prefilling else 0
+            told.queued_tokens = visit.uncached_tokens if is_queued else 0
             found.append(told)
         found.sort(key=attrgetter("number"))
         return found

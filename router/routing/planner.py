@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
-from router.mirror import ApproximateCaches, ApproximateVisit, Mirror, Visit
+from router.mirror import WORTH_TELLING, ApproximateCaches, ApproximateVisit, Mirror, Visit
 from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
@@ -40,8 +40,6 @@ from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
-WORTH_TELLING = 256
-"""Uncached tokens of a request that others should hear of at once."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
 
