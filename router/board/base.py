@@ -21,8 +21,10 @@ INTERVAL_S = 0.02
 SPACING_S = 0.002
 """Between two that are asked for."""
 MOST_SHARE = 0.05
-"""Of a process's time, the most that saying may take, and hearing as well: where there is much to
+"""Of a processor's time, the most that saying may take, and hearing as well: where there is much to
 say, it is said less often."""
+MOST_PAUSE_S = 0.25
+"""But no less often than this, however much that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class BoardExchange:
         collect: Callable[[], Slot],
         take: Callable[[Mapping[str, Slot]], None],
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Say and hear nothing yet.
 
@@ -86,11 +89,14 @@ class BoardExchange:
             collect: What to say, now.
             take: Hears what all others say, by writer, whenever it has changed.
             clock: A monotonic clock, in seconds.
+            cpu_clock: The processor time of this thread, in seconds. It stands still while others
+                have the processor, however long that is.
         """
         self.boards = boards
         self._collect = collect
         self._take = take
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._said = b""
         self._heard: dict[str, tuple[bytes, Slot | None]] = {}
         self._soon: asyncio.TimerHandle | None = None
@@ -132,7 +138,7 @@ class BoardExchange:
         self._publish()
 
     def _publish(self) -> None:
-        begun_at = self._clock()
+        begun_at = self._cpu_clock()
         data = encode_slot(self._collect())
         for board in self.boards:
             if data != self._said:
@@ -140,11 +146,14 @@ class BoardExchange:
             else:
                 board.refresh()
         self._said = data
-        now = self._clock()
-        self._say_after = now + (now - begun_at) / MOST_SHARE
+        self._say_after = self._clock() + self._pause_s(begun_at)
+
+    def _pause_s(self, begun_at: float) -> float:
+        """Until the next time, after work that began at *begun_at* of the processor's clock."""
+        return min((self._cpu_clock() - begun_at) / MOST_SHARE, MOST_PAUSE_S)
 
     def _read(self) -> None:
-        begun_at = self._clock()
+        begun_at = self._cpu_clock()
         found: dict[str, tuple[bytes, Slot | None]] = {}
         has_changed = False
         for board in self.boards:
@@ -158,8 +167,7 @@ class BoardExchange:
         if has_changed or len(found) != len(self._heard):
             self._heard = found
             self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
-        now = self._clock()
-        self._hear_after = now + max(SPACING_S, (now - begun_at) / MOST_SHARE)
+        self._hear_after = self._clock() + max(SPACING_S, self._pause_s(begun_at))
 
     def _decoded(self, board: Board, data: bytes) -> Slot | None:
         try:

@@ -92,6 +92,24 @@ def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrore
     assert mirrored.in_prefill(IDS) == {}
 
 
+def test_others_are_told_of_long_prompts_and_of_those_that_wait(mirrored: Mirrored) -> None:
+    """Of a short one that is computed at once its events tell as soon."""
+
+    def told() -> list[tuple[int, int]]:
+        return [(each.tokens, each.queued_tokens) for each in mirrored.mirror.prefilling()]
+
+    long, short, quick = mirrored.begin(IDS), mirrored.begin(NEW[:200]), mirrored.begin(NEW[:100])
+    assert told() == [(1000, 1000)]
+    quick.first_token()
+    mirrored.clock.now += Mirror.SOON_S
+    assert told() == [(1000, 1000), (200, 200)]
+    short.first_token()
+    long.first_token()
+    assert told() == [(1000, 0), (200, 0)], "until their events have come for sure"
+    mirrored.clock.now += Mirror.EVENTS_S
+    assert told() == []
+
+
 def test_what_a_failed_replica_was_computing_counts_no_more(mirrored: Mirrored) -> None:
     """It will never be a hit there."""
     mirrored.begin(IDS)

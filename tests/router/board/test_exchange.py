@@ -1,0 +1,85 @@
+"""How often a process and its boards exchange what they know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+from typing_extensions import override
+
+from router.board import Board, BoardExchange, BoardStatistics, Slot
+from router.board.base import MOST_PAUSE_S, SPACING_S
+from router.board.slots import encode_slot
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class OneOther(Board):
+    """One other process, which says something new whenever it is asked."""
+
+    kind = "memory"
+
+    def __init__(self) -> None:
+        self.said = self.asked = 0
+
+    @override
+    def publish(self, slot: bytes) -> None:
+        self.said += 1
+
+    @override
+    def refresh(self) -> None:
+        self.said += 1
+
+    @override
+    def read(self) -> Mapping[str, bytes]:
+        self.asked += 1
+        return {"1": encode_slot(Slot(begun={"r0": self.asked}))}
+
+    @override
+    def note_broken(self) -> None:
+        raise AssertionError
+
+    @override
+    def statistics(self) -> BoardStatistics:
+        return BoardStatistics(True, 1, 0.0, self.said, 0)
+
+    @override
+    async def run(self, on_news: Callable[[], None]) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "waited_s", "pause_s"),
+    [
+        (0.0, 0.0, SPACING_S),
+        (0.001, 0.0, 0.02),
+        (0.01, 0.0, 0.2),
+        (5.0, 0.0, MOST_PAUSE_S),
+        (0.0, 60.0, SPACING_S),
+    ],
+    ids=["nothing", "little", "much", "too much", "it waited for the processor"],
+)
+def test_what_costs_much_is_heard_less_often_but_often_enough(
+    cpu_s: float, waited_s: float, pause_s: float
+) -> None:
+    """A worker must not spend its time on hearing others, nor be without them for long."""
+    clock, cpu, board = Clock(), Clock(), OneOther()
+
+    def take(_slots: Mapping[str, Slot]) -> None:
+        cpu.now += cpu_s
+        clock.now += cpu_s + waited_s
+
+    exchange = BoardExchange([board], Slot, take, clock, cpu)
+    exchange.catch_up()
+    clock.now += pause_s * 0.99
+    exchange.catch_up()
+    assert board.asked == 1
+    clock.now += pause_s * 0.02
+    exchange.catch_up()
+    assert board.asked == 2
