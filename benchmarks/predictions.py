@@ -60,7 +60,7 @@ def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
             options.conversations, options.documents
         ),
         phases=[PlayPhase(f"{at_a_time} at a time", at_a_time)],
-        modes=[mode for mode in MODES if mode.policy is None],
+        modes=[mode for mode in MODES if mode.policy != "round_robin"],
         plays=1,
         policy="prefix",
     )

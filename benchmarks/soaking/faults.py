@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from benchmarks.soaking.clients import Fate, Sent
@@ -210,8 +211,11 @@ _TAKE_STREAMS = ("engine_killed", "engine_frozen", "line_cut", "line_silent")
 
 
 def _runs(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    """Whether any thread of a process is left: until the last has ended, its sockets are open."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if thread.read_text().rpartition(")")[2].split()[0] not in "ZX":
+                return True
     return False
 
 

@@ -24,6 +24,8 @@ from router.observability.labels import group_label
 _CACHE_BLOCKS = 140
 _SIMULATED = ("--simulate", "--prefill-tokens-per-s", "10000")
 """Slow enough that the times to compute stand out from those of a busy machine."""
+_FILE_COLUMNS = 130
+"""Where the output goes into a file, which has no width of its own."""
 _INTRODUCTION = """\
 The same questions about shared documents, routed in four ways. Every document is longer
 than the model's sliding window, and the caches are too small for all of them. To reuse
@@ -33,6 +35,9 @@ one, a replica needs all of it in full attention, and its end in the window.
   blind, any copy       ignores groups: a block is held while any group has it
   blind, first removal  ignores groups: a block is gone when any group drops it
   round robin           does not look at caches
+
+The blind ones weigh what they believe to be cached against load (the policy `prefix`).
+kvroute's own also knows what each cache would have to evict.
 """
 
 
@@ -66,7 +71,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--policy",
         default="least_delay",
-        help="the policy of the first three ways (default: %(default)s)",
+        help="kvroute's policy (default: %(default)s)",
     )
     parser.add_argument(
         "--torch", action="store_true", help="engines that compute; by default they only wait"
@@ -121,6 +126,8 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
 
 def _play_live(settings: DemoSettings) -> Scene:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_COLUMNS)
     console.print(Text(_INTRODUCTION))
     with Live(console=console, refresh_per_second=4) as live:
         return run_until_signal(play(settings, lambda scene: live.update(_view(scene))))

@@ -45,10 +45,12 @@ class RoutingMode:
 
 MODES = (
     RoutingMode("kvroute"),
-    RoutingMode("blind, any copy", blind_index="group-blind-any-copy"),
-    RoutingMode("blind, first removal", blind_index="group-blind"),
+    RoutingMode("blind, any copy", "prefix", "group-blind-any-copy"),
+    RoutingMode("blind, first removal", "prefix", "group-blind"),
     RoutingMode("round robin", "round_robin"),
 )
+"""The blind ones weigh what they believe to be cached against load, as routers without groups do;
+what a cache would evict for a prompt they cannot know."""
 
 PHASES = (
     PlayPhase("one at a time", clients=1, is_settled=True),
