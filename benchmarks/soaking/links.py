@@ -166,7 +166,8 @@ class Balancer(Link):
     def __init__(self, ports: Mapping[str, Callable[[], int]]) -> None:
         super().__init__(0)
         self._ports = dict(ports)
-        self._ready: dict[str, bool] = dict.fromkeys(ports, False)
+        self.ready: dict[str, bool] = dict.fromkeys(ports, False)
+        """What each said last."""
         self._withdrawn: set[str] = set()
         self._turn = 0
         self.chosen: dict[int, str] = {}
@@ -184,7 +185,7 @@ class Balancer(Link):
 
     async def _watch(self, name: str) -> None:
         while True:
-            self._ready[name] = await self._is_ready(name)
+            self.ready[name] = await self._is_ready(name)
             await asyncio.sleep(0.2)
 
     async def _is_ready(self, name: str) -> bool:
@@ -196,10 +197,10 @@ class Balancer(Link):
         assert end.transport is not None
         client = end.transport.get_extra_info("peername")[1]
         names = list(self._ports)
-        for _ in names:
-            self._turn += 1
-            name = names[self._turn % len(names)]
-            if self._ready[name] and name not in self._withdrawn:
+        # Others take their turns while this one connects.
+        self._turn = first = (self._turn + 1) % len(names)
+        for name in names[first:] + names[:first]:
+            if self.ready[name] and name not in self._withdrawn:
                 with contextlib.suppress(ConnectionRefusedError):
                     self.chosen[client] = name
                     return await self.connect_to(self._ports[name]())

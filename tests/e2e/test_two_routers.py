@@ -24,8 +24,8 @@ class Balancer:
     """Passes TCP connections on to servers in turn; one that refuses is passed over."""
 
     def __init__(self, ports: Sequence[int]) -> None:
-        self._ports = itertools.cycle(ports)
-        self._count = len(ports)
+        self._ports = list(ports)
+        self._turns = itertools.count()
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
 
@@ -45,9 +45,11 @@ class Balancer:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
-            for _ in range(self._count):
+            # Others take their turns while this one connects.
+            first = next(self._turns) % len(self._ports)
+            for port in self._ports[first:] + self._ports[:first]:
                 with contextlib.suppress(ConnectionRefusedError):
-                    there = await asyncio.open_connection("127.0.0.1", next(self._ports))
+                    there = await asyncio.open_connection("127.0.0.1", port)
                     with contextlib.closing(there[1]):
                         await asyncio.gather(_pump(reader, there[1]), _pump(there[0], writer))
                     return
