@@ -362,3 +362,5 @@ class _Replay:
             self._summary.malformed += 1
         else:
             self._summary.malformed += result.unreadable > 0
+            while result.cleared and self._index.tidy():
+                continue

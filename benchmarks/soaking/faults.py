@@ -212,10 +212,11 @@ _TAKE_STREAMS = ("engine_killed", "engine_frozen", "line_cut", "line_silent")
 
 def _runs(pid: int) -> bool:
     """Whether any thread of a process is left: until the last has ended, its sockets are open."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if thread.read_text().rpartition(")")[2].split()[0] not in "ZX":
-                return True
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the whole process is gone
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if (thread / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    return True
     return False
 
 

@@ -108,8 +108,9 @@ class BoardExchange:
         tasks = [asyncio.create_task(board.run(self.catch_up)) for board in self.boards]
         try:
             while True:
-                self._publish()
-                self._read()
+                if self._clock() >= self._say_after:
+                    self._publish()
+                self.catch_up()
                 for task in tasks:
                     if task.done():
                         task.result()
@@ -135,7 +136,10 @@ class BoardExchange:
 
     def _publish_now(self) -> None:
         self._soon = None
-        self._publish()
+        if self._clock() >= self._say_after:
+            self._publish()
+        else:  # it was said meanwhile, but perhaps not all of it
+            self.soon()
 
     def _publish(self) -> None:
         begun_at = self._cpu_clock()

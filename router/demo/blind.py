@@ -88,6 +88,10 @@ class GroupBlindIndex(PrefixIndex):
         self._index.drop(source)
 
     @override
+    def tidy(self) -> bool:
+        return self._index.tidy()
+
+    @override
     def prepare(
         self,
         token_ids: Sequence[int],

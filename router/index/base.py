@@ -104,6 +104,9 @@ class SourceLimits:
     forgotten: int = 8192
     """Prefixes remembered after the last copy went: an offload tier announces a block after the GPU
     has evicted it."""
+    cleared_at_once: int = 4096
+    """Blocks of one tier that are taken away within the call that clears them; what an index leaves
+    behind of more than these, nobody finds, and `PrefixIndex.tidy` takes it away."""
 
 
 _KEY_MASK = 2**64 - 1

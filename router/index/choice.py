@@ -14,7 +14,7 @@ from router.index.reference.index import ReferenceIndex
 
 _log = logging.getLogger(__name__)
 
-CORE_VERSION = 11
+CORE_VERSION = 12
 """Of the compiled module, as core/binding.cpp names it: what it takes and returns."""
 
 IndexChoice: TypeAlias = Literal["auto", "native", "reference"]

@@ -270,6 +270,7 @@ class NativeIndex(PrefixIndex):
             limits.waiting_tokens,
             limits.waiting_batches,
             limits.forgotten,
+            limits.cleared_at_once,
         ]
         return Core(point, fold, bounds, NO_HIT, ApplyResult)
 

@@ -8,6 +8,7 @@ else, is each of them looked at.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -114,7 +115,11 @@ class InPrefill(Generic[_Prompt, _Holder]):
             return self._compared_with_each(keys, tokens)
         found = {holder: count * STEP for holder, count in self._prefixes.shared(keys).items()}
         for holder in self._equals.get((keys[-1], tokens), ()):
-            found[holder] = max(found[holder], _all_but_last(tokens, self._layout_of(holder)))
+            most = _most_reusable(tokens, self._layout_of(holder))
+            found[holder] = max(found.get(holder, 0), most)
+        if tokens % STEP == 0:  # only then do keys cover the last token
+            for holder, shared in found.items():
+                found[holder] = min(shared, _most_reusable(tokens, self._layout_of(holder)))
         return found
 
     def _compared_with_each(self, keys: Sequence[int], tokens: int) -> dict[_Holder, int]:
@@ -176,19 +181,21 @@ def tokens_shared(
         known: Tokens that are there anyhow; the least that is returned.
     """
     theirs, low = other.keys, known // STEP
-    most = min(len(keys), len(theirs))
+    most, most_tokens = min(len(keys), len(theirs)), _most_reusable(tokens, layout)
     if not layout.has_states and are_equal(keys, tokens, other):
-        return max(_all_but_last(tokens, layout), known)
+        return max(most_tokens, known)
     if low >= most or keys[low] != theirs[low]:
         return known
     if not layout.has_states:
-        return equal_keys(keys, theirs, low + 1, most) * STEP
+        return max(min(equal_keys(keys, theirs, low + 1, most) * STEP, most_tokens), known)
     # A state is kept only at the end of what the request computes.
     end = other.tokens // layout.hit_tokens * layout.hit_tokens
     whole = -(-end // STEP)
-    return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
+    is_shared = 0 < whole <= most and keys[whole - 1] == theirs[whole - 1]
+    return end if is_shared and end <= most_tokens else known
 
 
-def _all_but_last(tokens: int, layout: Layout) -> int:
-    """The most that can be reused of a prompt: its last token is always computed."""
-    return (tokens - 1) // layout.hit_tokens * layout.hit_tokens
+def _most_reusable(tokens: int, layout: Layout) -> int:
+    """The most that can be reused of a prompt: its last token is always computed. Of one of unknown
+    length (0), all that there is."""
+    return (tokens - 1) // layout.hit_tokens * layout.hit_tokens if tokens else sys.maxsize

@@ -11,6 +11,7 @@ since.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,12 +223,14 @@ class Mirror:
         self._others: InPrefill[Prefilling, SourceId] = InPrefill(self._layout)
         """What is computed for others."""
         self._heard: dict[Prefilling, None] = {}
-        """The same."""
+        """All of these, to tell which are new and which have gone."""
         self._has_states = False
         """Whether a hit needs a state in some cache."""
         self._computed: deque[Visit] = deque()
         """Those that have just done so."""
-        self._visits = 0
+        self._last_number = secrets.randbelow(1 << 48)
+        """Begins anywhere: others must not take a prompt of this process for one of another process
+        that had its name before."""
 
     # --- what is sent -----------------------------------------------------------------------------
 
@@ -266,8 +269,8 @@ class Mirror:
         traffic = self._model(model)
         visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
         visit.expected_tokens = expected
-        self._visits += 1
-        visit.number = self._visits
+        self._last_number += 1
+        visit.number = self._last_number
         if cache.first is None:
             cache.first, cache.first_since = visit, now
         cache.prefilling[visit] = None
@@ -321,7 +324,8 @@ class Mirror:
 
     def prefilling(self) -> list[Prefilling]:
         """What is being computed for requests of this router, as far as others should know of it
-        before its events tell them, the latest last.
+        before its events tell them, the latest last. The same objects each time, brought up to
+        date.
 
         A short prompt that is computed at once is not among it: to tell and to hear of it costs
         more than to compute it twice.

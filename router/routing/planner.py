@@ -380,7 +380,7 @@ class RoutePlanner:
             age = cache.eviction_age_s(found.now)
             if age is not None and self._mirror is not None:
                 reuse = self._mirror.reuse_probability(request.model, age)
-                standings.outlooks[number] = (age, reuse, *standings.outlooks[number][2:])
+                standings.put_eviction(number, age, reuse)
 
     def _find(
         self, index: PrefixIndex, prompts: Sequence[HashedPrompt], prompt_tokens: int

@@ -135,6 +135,16 @@ class Standings:
         self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
         self._other_tiers[number] = ()
 
+    def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
+        """Let an estimate stand for what candidate *number* would evict next.
+
+        Args:
+            number: Its number.
+            age_s: See `Candidate.eviction_age_s`.
+            reuse: See `Candidate.reuse_probability`.
+        """
+        self.outlooks[number] = (age_s, reuse, *self.outlooks[number][2:])
+
     def tiers_of(self, number: int) -> tuple[tuple[str, int], ...]:
         """The `by_tier` of candidate *number*."""
         other = self._other_tiers.get(number)

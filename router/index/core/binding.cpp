@@ -302,7 +302,7 @@ public:
          nb::object result)
         : types_{nb::borrow(no_hit.type()), no_hit, std::move(result)}, index_({first_secret, second_secret},
                  Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
-                        limits.at(5)}),
+                        limits.at(5), limits.at(6)}),
           matcher_(index_) {}
 
     u32 add(const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
@@ -353,8 +353,9 @@ public:
         index_.unset_layout(slot, is_announced, lookahead);
     }
 
-    // What the batch did, and in which slot its source is since: an `ApplyResult` where nothing needs Python's attention, else a tuple. A
-    // list of news to tell the layout learner, with nothing applied yet; None where the batch is odd.
+    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple, which
+    // also says in which slot the source is now. A list of news to tell the layout learner, with
+    // nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
         std::vector<News> news;
@@ -611,6 +612,7 @@ public:
     nb::bytes export_source(u32 slot) {
         Locked locked(mutex_);
         check(slot);
+        index_.work_off();  // a source remembers some of what it left behind
         const std::vector<u8> bytes = StateWriter(index_).write(slot);
         return nb::bytes(bytes.data(), bytes.size());
     }
@@ -754,7 +756,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 11;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 12;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 

@@ -17,6 +17,7 @@
 // Engines that hash alike share nodes; engines with other seeds have other nodes under one key.
 #pragma once
 
+#include <deque>
 #include <limits>
 #include <memory>
 
@@ -67,33 +68,44 @@ public:
 
     // Nobody finds the source any more, and its slot is taken until `work_off` is done with it.
     void drop_source(u32 slot) {
-        const u64 entries = sources_[slot]->entries;
-        if (entries) leaving_.push_back({std::move(sources_[slot]), entries, 0});
-        sources_[slot].reset();
+        const std::unique_ptr<Source> gone = std::move(sources_[slot]);
+        for (Leaving& each : leaving_) {
+            if (each.heir == gone.get()) each.heir = nullptr;
+        }
+        if (gone->entries) leave_behind(*gone, nullptr);
         while (!sources_.empty() && !sources_.back()) sources_.pop_back();
         ++version_;
     }
 
-    // Takes away what dropped sources held. A node that is looked at costs 1 of the budget, one that
-    // is left 16: some 10 nanoseconds each.
+    // Takes away what was left behind, of all slots in one walk over the nodes. A node that is looked
+    // at costs 1 of the budget, each source that it is taken from 16: some 10 nanoseconds each.
     void work_off(std::int64_t budget = std::numeric_limits<std::int64_t>::max()) {
         while (!leaving_.empty() && budget > 0) {
-            Leaving& first = leaving_.front();
-            first.next = nodes_.visit_from(first.next, budget, [&](u32 id, Node& node) {
-                if (!first.left || !node.is_held_by(first.source->word, first.source->bit)) {
-                    return 1;
-                }
-                --first.left;
-                drop_from(*first.source, id, node);
-                return 16;
+            std::vector<Leaving*> by_slot;
+            std::vector<u64> bits_of_word;
+            for (Leaving& each : leaving_) {
+                if (each.slot >= by_slot.size()) by_slot.resize(each.slot + 1);
+                if (each.word >= bits_of_word.size()) bits_of_word.resize(each.word + 1);
+                by_slot[each.slot] = &each;
+                bits_of_word[each.word] |= each.bit;
+            }
+            std::size_t unfinished = leaving_.size();
+            next_ = nodes_.visit_from(next_, budget, [&](u32 id, const Node& node) {
+                slots_of(node, bits_of_word, scratch_slots_);
+                for (u32 slot : scratch_slots_) unfinished -= !take_away(*by_slot[slot], id);
+                const std::int64_t cost = 1 + 16 * static_cast<std::int64_t>(scratch_slots_.size());
+                return unfinished ? cost : budget;
             });
-            if (!first.left || first.next >= nodes_.end()) leaving_.pop_front();
+            const bool is_at_end = next_ >= nodes_.end();
+            if (is_at_end) next_ = 0;
+            for (Leaving& each : leaving_) each.laps += is_at_end;
+            std::erase_if(leaving_, [](const Leaving& each) { return !each.left || each.laps > 1; });
         }
     }
     bool has_work_left() const { return !leaving_.empty(); }
     bool is_leaving(u32 slot) const {
         return std::any_of(leaving_.begin(), leaving_.end(),
-                           [&](const Leaving& each) { return each.source->slot == slot; });
+                           [&](const Leaving& each) { return each.slot == slot; });
     }
 
     bool has_source(u32 slot) const { return slot < sources_.size() && sources_[slot]; }
@@ -123,8 +135,7 @@ public:
     // --- events ---
 
     // Applies one batch, unless it is odd or holds news: then nothing has happened, but that the
-    // news count as told.
-    // A large clear gives the source another slot.
+    // news count as told. Where `result.cleared`, the source may have another slot than before.
     Outcome apply(u32 slot, std::span<const u8> payload, Applied& result, std::vector<News>& news) {
         Source& of = source(slot);
         if (!read(payload, false)) return Outcome::odd;
@@ -207,15 +218,65 @@ private:
     friend class StateReader;
     friend class Inspector;
 
-    // So many may be on their way out at once; a clear that comes then does its work itself.
-    static constexpr std::size_t kMostLeaving = 8;
+    // So many slots may be left behind at once; a clear that comes then does its work itself. More
+    // than a fleet has replicas that are cleared together, and few enough to look through.
+    static constexpr std::size_t kMostLeaving = 256;
 
-    // What a source has left, and how much of it there is in the nodes from `next` on.
+    // A slot whose bits `work_off` takes away: its source was dropped, or cleared and stands in
+    // another slot since.
     struct Leaving {
-        std::unique_ptr<Source> source;
-        u64 left;
-        u32 next;
+        u32 slot;
+        u32 word;
+        u64 bit;
+        u64 left;      // nodes that still have the bit
+        u32 laps = 0;  // how often the walk has come to the end of the nodes since
+        Source* heir;  // the source that was cleared: it knows the keys of what it held
+        std::unordered_map<u64, u32> further_copies;
     };
+
+    void leave_behind(Source& of, Source* heir) {
+        leaving_.push_back({of.slot, of.word, of.bit, of.entries, 0, heir, {}});
+        leaving_.back().further_copies.swap(of.further_copies);
+    }
+
+    // Which slots that are left behind a node is held by; `bits_of_word`: of all such slots.
+    static void slots_of(const Node& node, const std::vector<u64>& bits_of_word,
+                         std::vector<u32>& out) {
+        out.clear();
+        for (u32 word = 0; word < bits_of_word.size(); ++word) {
+            if (!bits_of_word[word]) continue;
+            for (u64 bits = node.holders(word) & bits_of_word[word]; bits; bits &= bits - 1) {
+                out.push_back(word * 64 + static_cast<u32>(std::countr_zero(bits)));
+            }
+        }
+    }
+
+    // Frees a node, which may go with it, from a slot; whether others are left to be freed from it.
+    bool take_away(Leaving& from, u32 id) {
+        Node& node = nodes_[id];
+        Source* heir = from.heir;
+        if (heir != nullptr && node.is_placed() && heir->forgotten.size() < limits_.forgotten &&
+            entry_of(*heir, node.hash) == kNone && !heir->forgotten.find(node.hash)) {
+            heir->forgotten.put(node.hash, node.key(), limits_.forgotten);
+        }
+        drop_from(from, id, node);
+        return --from.left > 0;
+    }
+
+    // The key of what a source held before it was cleared, until `work_off` comes to it.
+    bool has_left_behind(const Source& of, u64 hash, Key& out) const {
+        for (auto each = leaving_.rbegin(); each != leaving_.rend(); ++each) {
+            if (each->heir != &of) continue;
+            for (u32 id = first_of(hash); id != kNone; id = nodes_[id].next_hash) {
+                if (!nodes_[id].is_held_by(each->word, each->bit)) continue;
+                if (nodes_[id].is_placed()) {
+                    out = nodes_[id].key();
+                    return true;
+                }
+            }
+        }
+        return false;
+    }
 
     struct HashHashes {
         const NodeStore* nodes;
@@ -300,7 +361,8 @@ private:
 
     void clear_tier(Source& of, const Event& event, Applied& result) {
         const u32 tier = event.is_on_gpu ? 0 : tier_named(of, event.tier);
-        if (tier != kNone) result.removed += clear(of, tier);
+        if (tier == kNone) return;
+        result.removed += may_move_out(of, tier) ? move_out(of) : clear(of, tier);
         if (!event.is_on_gpu) return;
         result.cleared = true;
         of.copy_watch.forget();
@@ -514,10 +576,7 @@ private:
     u64 clear(Source& of, u32 tier) {
         u64 removed = 0, left = of.tiers[tier].blocks;
         if (!left) return 0;
-        if (!of.tiers[tier].since_empty.are_all() && left == of.places &&
-            leaving_.size() < kMostLeaving) {
-            removed = move_out(of);
-        } else if (of.tiers[tier].since_empty.are_all()) {
+        if (of.tiers[tier].since_empty.are_all()) {
             // A copy: with the last block that goes, the tier's own starts anew.
             const std::vector<u64> hashes = of.tiers[tier].since_empty.hashes();
             for (u64 hash : hashes) {
@@ -535,16 +594,20 @@ private:
         return removed;
     }
 
+    // Whether a clear is large and leaves nothing. Only one of the GPU: for `Applied::cleared` it is
+    // looked at in which slot the source is since.
+    bool may_move_out(const Source& of, u32 tier) const {
+        return tier == 0 && of.tiers[0].blocks == of.places &&
+               !of.tiers[0].since_empty.are_all() && leaving_.size() < kMostLeaving;
+    }
+
     // Leaves all that a source holds to `work_off`, and lets it go on in another slot; returns how
-    // many copies there were. What is gone in this way is not among the forgotten.
+    // many copies there were.
     u64 move_out(Source& of) {
         const u64 copies = of.copies;
         const u32 from = of.slot, to = free_slot();
-        auto left = std::make_unique<Source>(from, space_.table_secret());
-        left->tiers = of.tiers;
-        left->further_copies.swap(of.further_copies);
-        leaving_.push_back({std::move(left), of.entries, 0});
-        sources_[to] = std::move(sources_[from]);  // `of` itself stays where it is
+        leave_behind(of, &of);
+        sources_[to] = std::move(sources_[from]);  // the pointer: `of` lies where it lay
         while (!sources_.back()) sources_.pop_back();
         of.stand_at(to);
         of.hold_nothing();
@@ -615,7 +678,7 @@ private:
             if (tier_of_plane(plane)) tier.groups.push_back(group_of_plane(plane));
         }
         tier.blocks += 1;
-        tier.since_empty.came(hash);
+        tier.since_empty.came(hash, limits_.cleared_at_once);
         of.places += 1;
         if (tier_of_plane(plane) && !tier.removes) of.arrivals_in(plane).came(hash);
     }
@@ -625,7 +688,7 @@ private:
         of.entries += 1;
         of.uses_int_hashes = is_int;
         Key known;
-        if (of.forgotten.take(hash, known)) {
+        if (of.forgotten.take(hash, known) || has_left_behind(of, hash, known)) {
             const u32 id = node_for(hash, head, known);
             settle(of, id, is_below);
             return id;
@@ -808,7 +871,7 @@ private:
             return true;
         }
         const Key* forgotten = of.forgotten.find(hash);
-        if (forgotten == nullptr) return false;
+        if (forgotten == nullptr) return has_left_behind(of, hash, out);
         out = *forgotten;
         return true;
     }
@@ -1043,7 +1106,7 @@ private:
     }
 
     // Takes a source out of a node, without a trace.
-    void drop_from(Source& of, u32 id, Node& node) {
+    void drop_from(Leaving& of, u32 id, Node& node) {
         std::vector<u32>& rows = scratch_rows_;
         rows.clear();
         bool has_special = false;
@@ -1052,7 +1115,13 @@ private:
             has_special |= plane_of_row(row) >= kPlanes;
             if (word_of_row(row) == of.word && node.row_bits()[i] & of.bit) rows.push_back(row);
         }
-        for (u32 row : rows) node.unset(row, of.bit);
+        for (u32 row : rows) {
+            node.unset(row, of.bit);
+            // One by one: to give all of them back at the end would take long.
+            if (!of.further_copies.empty()) {
+                of.further_copies.erase(u64{id} << 16 | plane_of_row(row));
+            }
+        }
         if (has_special && !node.is_bare() && node.is_placed()) refresh_link(id);
         release_if_bare(id);
     }
@@ -1155,6 +1224,8 @@ private:
     IdTable<KeyHashes> by_key_;
     std::vector<std::unique_ptr<Source>> sources_;
     std::deque<Leaving> leaving_;
+    u32 next_ = 0;  // where `work_off` goes on
+    std::vector<u32> scratch_slots_;
     u64 version_ = 0;
 
     Batch batch_;

@@ -115,6 +115,16 @@ struct Node {
         return false;
     }
 
+    // Which of the 64 sources of a word hold the block anywhere.
+    u64 holders(u32 word) const {
+        u64 found = 0;
+        for (u32 i = 0; i < row_count(); ++i) {
+            const u32 key = row_keys()[i];
+            if (word_of_row(key) == word && plane_of_row(key) < kPlanes) found |= row_bits()[i];
+        }
+        return found;
+    }
+
     void set(u32 key, u64 bit) {
         if (first_row == key) {
             bits |= bit;

@@ -18,6 +18,7 @@ struct Limits {
     u64 waiting_tokens = 4'194'304;
     u64 waiting_batches = 10'000;
     u64 forgotten = 8192;
+    u64 cleared_at_once = 4096;
 };
 
 // For the tables of the standard library: an engine chooses its hashes, and with equal places for
@@ -394,22 +395,16 @@ struct TierUnit {
     u64 tokens = 0;
 };
 
-#ifndef KVROUTE_FEW_HASHES  // the fuzzers have fewer
-#define KVROUTE_FEW_HASHES 4096
-#endif
-
 // The hashes that came into a tier since it was empty, as long as they are few: a clear finds them
 // without a walk over what all sources hold. A walk is paid for by more stores than are kept here.
 class FewHashes {
 public:
-    static constexpr std::size_t kMost = KVROUTE_FEW_HASHES;
-
     bool are_all() const { return are_all_; }
     const std::vector<u64>& hashes() const { return hashes_; }
 
-    void came(u64 hash) {
+    void came(u64 hash, u64 bound) {
         if (!are_all_) return;
-        are_all_ = hashes_.size() < kMost;
+        are_all_ = hashes_.size() < bound;
         if (are_all_) {
             hashes_.push_back(hash);
         } else {

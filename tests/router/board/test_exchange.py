@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
 
 import pytest
 from typing_extensions import override
 
 from router.board import Board, BoardExchange, BoardStatistics, Slot
-from router.board.base import MOST_PAUSE_S, SPACING_S
+from router.board.base import MOST_PAUSE_S, MOST_SHARE, SPACING_S
 from router.board.slots import encode_slot
 
 
@@ -83,3 +84,29 @@ def test_what_costs_much_is_heard_less_often_but_often_enough(
     clock.now += pause_s * 0.02
     exchange.catch_up()
     assert board.asked == 2
+
+
+async def test_news_all_the_time_are_told_and_heard_no_more_often_than_allowed() -> None:
+    """The turn that comes by itself and the one for news share one allowance."""
+    cpu, board, said_at, heard_at = Clock(), OneOther(), [], []
+    loop = asyncio.get_running_loop()
+
+    def collect() -> Slot:
+        cpu.now += 0.002
+        said_at.append(loop.time())
+        return Slot(begun={"r0": len(said_at)})
+
+    def take(_slots: Mapping[str, Slot]) -> None:
+        cpu.now += 0.002
+        heard_at.append(loop.time())
+
+    exchange = BoardExchange([board], collect, take, loop.time, cpu)
+    running = asyncio.create_task(exchange.run())
+    while len(said_at) < 8 or len(heard_at) < 8:
+        exchange.soon()
+        exchange.catch_up()
+        await asyncio.sleep(0)
+    running.cancel()
+    for times in (said_at, heard_at):
+        pauses = [late - early for early, late in itertools.pairwise(times)]
+        assert min(pauses) > 0.002 / MOST_SHARE * 0.99

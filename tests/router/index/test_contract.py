@@ -785,6 +785,64 @@ def test_a_large_tier_is_cleared_beside_another(implementation: Implementation) 
     implementation.expect_sound(index)
 
 
+def test_a_large_lower_tier_that_is_cleared_alone(implementation: Implementation) -> None:
+    """With nothing on the GPU beside it; in the middle of a run of batches, too."""
+    long, few = Prefix(tokens(16 * 5000)), Prefix(tokens(160, first=1))
+    for clear in (TierBlocksCleared("CPU"), AllBlocksCleared("CPU")):
+        index = index_with(implementation)
+        apply(index, long.stored(0, FULL), long.offloaded(0, range(16, 80_000 + 1, 16)))
+        apply(index, AllBlocksCleared())
+        assert apply(index, clear, few.stored(0, FULL)) == ApplyResult(stored=10, removed=5000)
+        assert statistics(index).blocks == {(0, "GPU"): 10}
+        assert gpu_hit(index, few.tokens) == 160
+        implementation.expect_sound(index)
+        index.drop(SOURCE)
+        implementation.expect_empty(index)
+
+
+@pytest.mark.parametrize("is_tidied", [False, True])
+def test_an_offload_that_ends_after_a_large_clear_is_found(
+    implementation: Implementation, is_tidied: bool
+) -> None:
+    """It names hashes alone: the key of each is remembered of what the GPU held."""
+    long, index = Prefix(tokens(16 * 5000)), index_with(implementation)
+    apply(index, long.stored(0, FULL))
+    apply(index, AllBlocksCleared())
+    while is_tidied and index.tidy():
+        continue
+    assert apply(index, long.offloaded(0, range(16, 1600 + 1, 16))).waiting == 0
+    while index.tidy():
+        continue
+    assert statistics(index).unplaced == 0
+    assert index.match([*long.tokens, 1])[SOURCE] == Hit(0, 1600, by_tier=(("CPU", 1600),))
+    implementation.expect_sound(index)
+
+
+def test_a_whole_fleet_is_cleared_and_leaves(implementation: Implementation) -> None:
+    """Weights are updated everywhere at once, and again before the last time is worked off."""
+    long, index = Prefix(tokens(16 * 4200)), implementation.create(None)
+    sources = [SourceId(f"replica-{number}") for number in range(12)]
+    for source in sources:
+        index.add(source, LayoutHints(hash_seeds=()))
+    for _ in range(3):
+        for source in sources:
+            index.apply(source, EventBatch(0.0, [long.stored(0, FULL)]))
+        assert {gpu_hit(index, long.tokens, source) for source in sources} == {67_200}
+        for source in sources:
+            index.apply(source, EventBatch(0.0, [AllBlocksCleared()]))
+        assert {gpu_hit(index, long.tokens, source) for source in sources} == {0}
+        index.tidy()
+    for source in sources[::2]:
+        index.apply(source, EventBatch(0.0, [long.stored(0, FULL)]))
+    for source in sources[1::2]:
+        index.drop(source)
+    assert {gpu_hit(index, long.tokens, source) for source in sources[::2]} == {67_200}
+    implementation.expect_sound(index)
+    for source in sources[::2]:
+        index.drop(source)
+    implementation.expect_empty(index)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_well_formed_batch_makes_the_index_fail(
     implementation: Implementation, seed: int

@@ -8,7 +8,7 @@ from itertools import takewhile
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.simulation.layouts import TIME_MODEL
@@ -79,7 +79,7 @@ def test_an_equal_prompt_counts_up_to_its_last_token(mirrored: Mirrored) -> None
     assert mirrored.mirror.in_prefill(keys, len(IDS)) == {R0: 999}
     assert mirrored.mirror.in_prefill(keys, len(IDS) + 1) == {R0: 960}
     shorter = mirrored.prompt(IDS[:960]).prefix_keys(STEP)
-    assert mirrored.mirror.in_prefill(shorter, 960) == {R0: 960}
+    assert mirrored.mirror.in_prefill(shorter, 960) == {R0: 959}
 
 
 def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrored) -> None:
@@ -108,6 +108,17 @@ def test_others_are_told_of_long_prompts_and_of_those_that_wait(mirrored: Mirror
     assert told() == [(1000, 0), (200, 0)], "until their events have come for sure"
     mirrored.clock.now += Mirror.EVENTS_S
     assert told() == []
+
+
+def test_a_prompt_is_not_taken_for_one_of_a_process_that_was_there_before() -> None:
+    """A worker that was started again tells under the same name as the one that died."""
+    numbers = set()
+    for _ in range(20):
+        mirrored = Mirrored()
+        mirrored.begin(IDS)
+        mirrored.begin(NEW)
+        numbers |= {each.number for each in mirrored.mirror.prefilling()}
+    assert len(numbers) == 40
 
 
 def test_what_a_failed_replica_was_computing_counts_no_more(mirrored: Mirrored) -> None:
@@ -509,6 +520,8 @@ def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> 
     assert cache.in_prefill(NEW[:1100]) == {R0: 1024}
     assert cache.in_prefill([*NEW[:1000], *IDS]) == {}
     assert cache.in_prefill(NEW[:1000]) == {}
+    keys = cache.prompt(NEW[:1024]).prefix_keys(STEP)
+    assert cache.mirror.in_prefill(keys, 1024) == {}, "its last token is computed in any case"
 
 
 @given(
@@ -522,6 +535,8 @@ def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> 
     ),
     asked=st.tuples(st.sampled_from([(5, 9), (2, 7), (3,)]), st.integers(1, 640)),
 )
+@example([((5, 9), 64, R0, False)], ((5, 9), 64))
+@example([((5, 9), 640, R0, True)], ((5, 9), 64))
 def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
     sent: list[tuple[tuple[int, ...], int, SourceId, bool]], asked: tuple[tuple[int, ...], int]
 ) -> None:
@@ -550,7 +565,7 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, wanted)))  # noqa: B905
         keyed = length // STEP * STEP
         is_equal = length == len(wanted) and keyed and same >= keyed  # as far as keys tell
-        shared = length - 1 if is_equal else same // STEP * STEP
+        shared = min(length if is_equal else same // STEP * STEP, len(wanted) - 1)
         if shared:
             expected[source] = max(expected.get(source, 0), shared)
     mirrored.mirror.hear(heard)

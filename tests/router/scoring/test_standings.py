@@ -269,6 +269,7 @@ def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
         other = Candidate(replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers)
         standings.put(i, other)
         standings.put_estimate(i + 1, 16, 0.5)
+        standings.put_eviction(i + 1, 3.0, 0.25)
     for i in (0, count - 2):
         assert standings.tiers_of(i) == tiers
         assert standings.candidate(i) == Candidate(
@@ -278,5 +279,7 @@ def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
             replica_id=f"r{i + 1}",
             gpu_cached_tokens=16,
             cached_tokens=16,
+            eviction_age_s=3.0,
+            reuse_probability=0.25,
             approximate_trust=0.5,
         )

@@ -24,9 +24,7 @@ public:
 
     void expect_sound() {
         found_.assign(index_.sources_.size(), {});
-        for (const auto& each : index_.leaving_) {
-            found_.resize(std::max<std::size_t>(found_.size(), each.source->slot + 1));
-        }
+        look_at_leaving();
         std::size_t hashes = 0, keys = 0;
         index_.nodes_.for_each([&](u32 id, Node& node) {
             expect_sound_rows(node);
@@ -39,6 +37,10 @@ public:
         EXPECT(index_.by_key_.size() == keys);
         for (u32 slot = 0; slot < found_.size(); ++slot) {
             if (index_.has_source(slot)) expect_counted(index_.source(slot), found_[slot]);
+        }
+        for (const auto& each : index_.leaving_) {
+            EXPECT(each.left > 0 && found_[each.slot].entries == each.left);
+            EXPECT(each.further_copies.size() == found_[each.slot].further);
         }
     }
 
@@ -82,11 +84,23 @@ private:
         std::set<std::pair<u64, u32>> keys, tier_keys;
     };
 
-    const Source& holder(u32 slot) {
+    // A source as it would be if it still stood in each slot that is left behind.
+    void look_at_leaving() {
+        leaving_.clear();
         for (const auto& each : index_.leaving_) {
-            if (each.source->slot == slot) return *each.source;
+            found_.resize(std::max<std::size_t>(found_.size(), each.slot + 1));
+            Source& as_it_was = leaving_.try_emplace(each.slot, each.slot, kSecret).first->second;
+            EXPECT(as_it_was.word == each.word && as_it_was.bit == each.bit);
+            as_it_was.tiers.resize(kMaxTiers);
+            as_it_was.further_copies = each.further_copies;
+            const auto has_heir = [&](const auto& of) { return of.get() == each.heir; };
+            EXPECT(!each.heir || std::ranges::any_of(index_.sources_, has_heir));
         }
-        return index_.source(slot);
+    }
+
+    const Source& holder(u32 slot) {
+        const auto found = leaving_.find(slot);
+        return found == leaving_.end() ? index_.source(slot) : found->second;
     }
 
     static void expect_sound_rows(const Node& node) {
@@ -197,9 +211,12 @@ private:
         EXPECT(waiting.tokens == tokens && tokens <= index_.limits_.waiting_tokens);
     }
 
+    static constexpr u64 kSecret = 1;
+
     Index& index_;
     Matcher& matcher_;
     std::vector<Found> found_;
+    std::map<u32, Source> leaving_;  // by slot
 };
 
 }  // namespace kvroute

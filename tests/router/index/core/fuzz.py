@@ -25,8 +25,6 @@ STREAMS = HERE.parents[2] / "conformance" / "streams"
 PAYLOAD, JSON, STATE, PROGRAM, TABLE, RUN = (bytes([target]) for target in range(6))
 """The first byte of an input, as `targets.cpp` reads it."""
 LARGEST = 4096
-FEW = "-DKVROUTE_FEW_HASHES=2"
-"""So that a clear of three blocks is a large one."""
 
 
 def first_inputs(programs: int = 64) -> Iterator[bytes]:
@@ -78,7 +76,7 @@ def build(folder: Path) -> Path:
     code = compiled(
         folder / "targets.o",
         *("-O1", "-g1", "-c", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-        *("-fsanitize-coverage=trace-pc", FEW, str(HERE / "targets.cpp")),
+        *("-fsanitize-coverage=trace-pc", str(HERE / "targets.cpp")),
     )
     return compiled(
         folder / "fuzzer",
@@ -95,7 +93,7 @@ def build_with_clang(folder: Path, clang: str) -> Path:
     """
     fuzzer = folder / "fuzzer"
     sanitizers = "-fsanitize=fuzzer,address,undefined"
-    flags = ("-std=c++20", "-O1", "-g", sanitizers, f"-I{CORE}", FEW)
+    flags = ("-std=c++20", "-O1", "-g", sanitizers, f"-I{CORE}")
     command = (clang, *flags, str(HERE / "targets.cpp"), "-o", str(fuzzer))
     subprocess.run(command, check=True)
     return fuzzer

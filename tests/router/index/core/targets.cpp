@@ -12,6 +12,13 @@ using namespace kvroute;
 
 namespace {
 
+// As usual, but that a clear of three blocks is a large one.
+Limits roomy() {
+    Limits limits;
+    limits.cleared_at_once = 2;
+    return limits;
+}
+
 constexpr std::array<u64, 2> kSecrets = {0x0123456789ABCDEF, 0x0FEDCBA987654321};
 
 // Bytes that steer; zeros once they are used up.
@@ -216,7 +223,7 @@ public:
 
 private:
     static Limits limits_of(u8 choice) {
-        return choice & 1 ? Limits() : Limits{6, 3, 3, 24, 4, 3};
+        return choice & 1 ? roomy() : Limits{6, 3, 3, 24, 4, 3, 2};
     }
 
     void run_step(u32 choice) {
@@ -393,7 +400,7 @@ private:
 // --- targets ---
 
 void read_payload(Input in) {
-    Index index(kSecrets, in.byte() & 1 ? Limits() : Limits{6, 3, 3, 24, 4, 3});
+    Index index(kSecrets, in.byte() & 1 ? roomy() : Limits{6, 3, 3, 24, 4, 3, 2});
     Matcher matcher(index);
     const u32 slot = index.add_source();
     const bool is_canonical = in.byte() & 1;
@@ -423,7 +430,7 @@ void read_json(Input in) {
 }
 
 void read_state(Input in) {
-    Index index(kSecrets, Limits());
+    Index index(kSecrets, roomy());
     Matcher matcher(index);
     const u32 other = index.add_source(), slot = index.add_source();
     Applied result;

@@ -44,7 +44,7 @@ def main(path: Path) -> None:
     module = load(path)
     from router.index.base import NO_HIT, ApplyResult  # noqa: PLC0415  # after the module
 
-    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192], NO_HIT, ApplyResult)
+    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192, 4096], NO_HIT, ApplyResult)
     for _ in range(SOURCES):
         add_source(core)
     batches = [stored(number, blocks) for number, blocks in enumerate(BLOCKS, 1)]
