@@ -39,6 +39,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.text_path", "--requests", "6000", "--slices", "3"),
     ("benchmarks.request_cost", "--batches", "20"),
     ("benchmarks.workers", "--rounds", "2"),
+    ("benchmarks.board_delay",),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

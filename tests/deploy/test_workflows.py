@@ -43,3 +43,10 @@ def test_a_release_is_refused_unless_its_tag_is_the_version(tag: str, code: int)
     environment = {**os.environ, "GITHUB_REF_NAME": f"v{tag}"}
     shell = ["bash", "-e", "-c", script]
     assert subprocess.run(shell, cwd=ROOT, env=environment, check=False).returncode == code
+
+
+def test_actions_are_pinned_by_digest() -> None:
+    """A tag can be moved to other code, which would run with what a release may do."""
+    used = [step["uses"] for step in steps() if "uses" in step]
+    assert used
+    assert [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
