@@ -580,6 +580,12 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         parts.shortages.note("memory")
         return await refuse(request, Overloaded("is out of memory"))
 
+    async def fail(request: Request, _error: Exception) -> Response:
+        # It is logged by whoever runs the application.
+        why = "the router failed to serve this request; its log says why"
+        return await refuse(request, RequestError(why))
+
+    app.add_exception_handler(Exception, fail)
     for kind in (MemoryError, OSError, RuntimeError):
         app.add_exception_handler(kind, refuse_for_memory)
     app.add_exception_handler(RequestError, refuse)

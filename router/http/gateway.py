@@ -587,13 +587,16 @@ class Passage:
         """Count what its response did cost, and let the next one have its room, or its place."""
         observer, usage, waiter = self._observer, self._usage, self._waiter
         self._usage = self._waiter = None
-        tokens = None if observer is None else observer.response_tokens()
-        if usage is not None:
-            usage.leave(tokens or 0)
-        if waiter is not None:
-            entrance = self._gateway.entrance
-            assert entrance is not None
-            entrance.room.over(waiter, tokens)
+        tokens = None
+        try:
+            tokens = None if observer is None else observer.response_tokens()
+        finally:
+            if usage is not None:
+                usage.leave(tokens or 0)
+            if waiter is not None:
+                entrance = self._gateway.entrance
+                assert entrance is not None
+                entrance.room.over(waiter, tokens)
 
 
 def _dropped_headers(server: ServerConfig, guard: Guard) -> frozenset[bytes]:

@@ -162,7 +162,8 @@ class Exchange:
 
     def ask_for_body(self) -> None:
         """Tell a client that waits for it that its body is wanted."""
-        if self.expects_continue and not self.response_started:
+        is_understood = self.scope["http_version"] != "1.0"  # RFC 9110 10.1.1
+        if self.expects_continue and is_understood and not self.response_started:
             self.expects_continue = False
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -395,9 +396,14 @@ class DirectHttpProtocol(HttpToolsProtocol):
         # uvicorn marks only the last request it has read as disconnected, which may be far behind
         # the one being served.
         running = self._running
-        if running is not None and not running.response_complete:
-            mark_disconnected(running)
-        super().connection_lost(exc)
+        try:
+            if running is not None and not running.response_complete:
+                mark_disconnected(running)
+        finally:
+            super().connection_lost(exc)
+            # Requests refer to their connection, too: see `Passage._close`.
+            self._running = self.cycle = None  # type: ignore[assignment]
+            self.pipeline.clear()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -70,10 +70,13 @@ class Waiter:
     is_waiting: bool = False
     is_charged: bool = False
     """Whether its tenant has paid for it."""
+    line: Line | None = None
+    """Where it entered: its model's may be another by the time it ends."""
 
     def let_go(self) -> None:
         """It is over: the line may remember its place for a while, and nothing of the request."""
         self.can_start, self.start, self.refuse = _never, _nothing, _nothing
+        self.line = None
 
 
 def _never() -> bool:

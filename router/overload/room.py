@@ -96,6 +96,7 @@ class WaitingRoom:
         line = self._lines.get(model)
         if line is None:
             line = self._lines[model] = Line(self._limits)
+        waiter.line = line
         if is_room and not line.waiting:
             line.pass_by(waiter, now)
             self._listener.started(model, waiter.priority, 0.0)
@@ -120,7 +121,7 @@ class WaitingRoom:
             waiter: It.
             response_tokens: Those of its response; None if that is not known.
         """
-        line = self._lines.get(waiter.model)
+        line = waiter.line
         if line is not None and waiter.is_waiting:
             line.leave(waiter)
             self._count()

@@ -478,4 +478,7 @@ class Relay:
         except Exception:
             # Whoever ends it has more to do: close the connection, look at the next one.
             logger.exception("the end of a request could not be recorded")
-        self._on_over()
+        try:
+            self._on_over()
+        except Exception:
+            logger.exception("what a request held could not be given back")

@@ -167,7 +167,7 @@ def _read(body: bytes) -> ReportedUsage:
     except msgspec.ValidationError:
         # JSON, but with something else where a usage would stand.
         return ReportedUsage()
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return _read_tail(body)
     inner = whole.message or whole.response
     found = whole.usage or (inner.usage if inner is not None else None)

@@ -404,8 +404,7 @@ class ReplicaRegistry:
         self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
 
     def _end(self, watcher: Watcher) -> None:
-        watcher.cancel()
-        for task in watcher.tasks:
+        for task in watcher.cancel():
             if not task.done():
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)

@@ -161,7 +161,7 @@ class Watcher:
         self._healthy = asyncio.Event()
         self._discovery_due = 0.0
         self._look_now = asyncio.Event()
-        self.tasks = (
+        self.tasks: tuple[asyncio.Task[None], ...] = (
             self._start(self._watch_health(), "health"),
             self._start(self._watch_details(), "details"),
         )
@@ -180,11 +180,14 @@ class Watcher:
         """Ask it nothing but its health."""
         self._healthy.clear()
 
-    def cancel(self) -> None:
-        """Cancel both tasks; await `tasks` for their end."""
+    def cancel(self) -> tuple[asyncio.Task[None], ...]:
+        """Cancel both tasks, and return them: await their end."""
         self._closing = True
-        for task in self.tasks:
+        # What ends a task remembers the frames that it ran through, and with them this watcher.
+        tasks, self.tasks = self.tasks, ()
+        for task in tasks:
             task.cancel()
+        return tasks
 
     def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(

@@ -197,13 +197,15 @@ class Dispatcher:
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
+        if spec.stored_response is not None:
+            return self._decide_later(asked)
         tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
         tokenized_at = time.perf_counter()
-        if tokenized is None or spec.stored_response is not None:
+        if tokenized is None:
             return self._decide_later(asked)
         looked_up = tokenized if spec.reads_cache else ()
         if _tokens_in(looked_up) > asked.model.index.inline_tokens:
-            return self._decide_later(asked)
+            return self._look_up_later(asked, tokenized, (started, tokenized_at))
         prompts = prepare(asked.model.index, looked_up)
         replicas = self._serving(asked.model, asked.lora_name)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
@@ -286,7 +288,12 @@ class Dispatcher:
         spec, model = asked.spec, asked.model
         started = time.perf_counter()
         tokenized = await model.tokenization.tokenize(spec, lora_name=asked.lora_name)
-        tokenized_at = time.perf_counter()
+        return await self._look_up_later(asked, tokenized, (started, time.perf_counter()))
+
+    async def _look_up_later(
+        self, asked: Asked, tokenized: Sequence[TokenizedPrompt], times: tuple[float, float]
+    ) -> Decision:
+        spec, model = asked.spec, asked.model
         looked_up = tokenized if spec.reads_cache else ()
         prompts = await self._run(
             lambda: prepare(model.index, looked_up),
@@ -295,7 +302,7 @@ class Dispatcher:
         replicas = self._serving(model, asked.lora_name)
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
-        return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
+        return self._decide(asked, tokenized, prompts, replicas, times)
 
     def _decide(
         self,

@@ -161,9 +161,20 @@ class OtelTracing:
             spans: list[ReadableSpan] = []
             requests = 0
             while self._waiting and len(spans) < self._batch:
-                spans += self._maker.spans(self._waiting.popleft())
-                requests += 1
-            self._send(spans, requests)
+                if made := self._made(self._waiting.popleft()):
+                    spans += made
+                    requests += 1
+            if spans:
+                self._send(spans, requests)
+
+    def _made(self, trace: RequestTrace) -> list[ReadableSpan]:
+        """The spans of a request; none if they cannot be made."""
+        try:
+            return self._maker.spans(trace)
+        except Exception:
+            logger.exception("a request could not be traced")
+            self._failed.inc()
+            return []
 
     def _send(self, spans: Sequence[ReadableSpan], requests: int) -> None:
         try:

@@ -29,6 +29,7 @@ MAX_UNFRAMED_BYTES = 64 * 1024
 # it.
 HIGH_WATER_BYTES = 64 * 1024
 MIN_PASSED_BYTES = 32
+_MAX_PASSED_BYTES = 0xFFF
 """Of a chunk that is handed on as it came. Shorter ones may be a part of a stream's last event,
 which a reader may have to see together."""
 
@@ -86,7 +87,8 @@ class HttpConnection(asyncio.Protocol):
         self.closed = False
         self.idle_since = 0.0
         self._pool = pool
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser
+        """While it is open: both refer to each other."""
         self._response: UpstreamResponse | None = None
         self._transport: asyncio.Transport | None = None
         self._violation = ""
@@ -161,6 +163,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
         if self._unwanted:
             self._transport.abort()
             return
@@ -182,6 +185,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        del self._parser
         response, self._response = self._response, None
         self._pool.connection_closed(self)
         if response is None:
@@ -208,7 +212,7 @@ class HttpConnection(asyncio.Protocol):
         # Its size has two digits, or three: `1f CRLF`, the chunk, CRLF.
         size = len(data) - (6 if len(data) < 262 else 7)
         if (
-            size < MIN_PASSED_BYTES
+            not MIN_PASSED_BYTES <= size <= _MAX_PASSED_BYTES
             or not data.endswith(b"\n\r\n")
             or not data.startswith(b"%x\r\n" % size)
         ):

@@ -182,10 +182,13 @@ class UpstreamResponse:
 
         It must not be read after this.
         """
-        self._waiter = None
+        self._waiter = self._on_chunk = None
         if not self.complete and self.error is None and self.source is not None:
             self.source.cut()
         self._chunks.clear()
+        if self.error is not None:
+            # Its frames are those of the reader, who has this response.
+            self.error.__traceback__ = None
 
     def _take(self) -> bytes:
         chunks = self._chunks

@@ -344,6 +344,16 @@ async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(
         ) == 2
 
 
+async def test_a_prompt_behind_a_stored_response_counts_once(router: RouterProcess) -> None:
+    """It was taken for two: one before it was known who has the response, and one after."""
+    async with engines(1) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "input": "a", "previous_response_id": "resp_1"}
+        await router.post("/route", {"endpoint": "/v1/responses", **body})
+        known = await router.metrics()
+        for name in ("tokenized", "untokenized"):
+            assert known.sum(f"kvroute_{name}_prompts_total", model=stub.model) <= 1
+
+
 async def test_a_replica_whose_tokenizer_hangs_delays_a_text_by_half_a_second_and_once(
     router: RouterProcess,
 ) -> None:

@@ -234,7 +234,10 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         "type": "function",
     }
     if turns and turns[-1]["role"] == "assistant":
-        turns[-1].setdefault("tool_calls", []).append(call)
+        calls = turns[-1].get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise RequestBodyError("$.input[].tool_calls", describe(calls), "must be a list")
+        turns[-1] = {**turns[-1], "tool_calls": [*(calls or []), call]}
     else:
         turns.append({"role": "assistant", "tool_calls": [call]})
 

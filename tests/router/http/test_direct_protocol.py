@@ -162,6 +162,15 @@ async def test_a_client_that_waits_for_it_is_asked_for_its_body() -> None:
         assert (await client.read_answer()).body == b"hi"
 
 
+async def test_a_client_of_http_1_0_is_not_asked_for_its_body() -> None:
+    """It knows no interim responses (RFC 9110 10.1.1)."""
+    async with direct_server() as app, connect(app.port) as client:
+        head = b"POST /a HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+        await client.write(head)
+        await client.write(b"hi")
+        assert (await client.reader.readuntil(b"\r\n")).endswith(b" 200 OK\r\n")
+
+
 async def test_only_the_running_request_hears_that_its_client_left() -> None:
     """Those behind it have not begun."""
     async with under_way("/first", "/second") as (app, client, _):

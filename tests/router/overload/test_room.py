@@ -32,7 +32,7 @@ class Place:
         self.room = WaitingRoom(LineLimits(**limits), listener, lambda: self.now, Random(1))
 
     def waiter(self, model: str = "m", tokens: int = 10, **given: Any) -> Waiter:
-        new = Waiter(model=model, tenant="t", tokens=tokens, **given)
+        new = Waiter(model=model, tokens=tokens, **{"tenant": "t", **given})
         new.can_start = lambda: self.room_for[model] > 0
         new.start = lambda: self._start(new)
         new.refuse = lambda error: self.refused.append((new, error))
@@ -180,6 +180,22 @@ async def test_who_waits_for_a_model_that_is_gone_is_told_so(place: MakePlace) -
     here.room.forget("m")
     assert isinstance(here.refused[0][1], NoReplica)
     assert here.room.statistics() == {}
+
+
+async def test_a_request_may_outlive_its_line(place: MakePlace) -> None:
+    """Its replica was replaced while it ran: it is settled where it entered, not where others of
+    its model wait now."""
+    here = place()
+    first = here.enter()
+    here.room_for["m"] = 1
+    here.room.look()
+    assert here.started == [first]
+    here.room.forget("m")
+    second = here.enter(tenant="another")
+    here.end(first)
+    assert here.started == [first, second]
+    here.end(second)
+    here.end(here.enter())
 
 
 # --- who comes in ---------------------------------------------------------------------------------

@@ -199,6 +199,10 @@ def test_deep_nesting_behind_the_key_is_survived() -> None:
     """A hostile tail must not end in a RecursionError."""
     assert read(b'data: "usage":' + b'{"a":' * 10_000 + b"\n") == ReportedUsage()
     assert read(b'{"usage":' + b"[" * 30_000) == ReportedUsage()
+    nested = b'"a":' + b"[" * 1500 + b"]" * 1500
+    for whole in (b"{%b}", b"data: {%b}\n\n"):
+        assert read(whole % (nested + b',"usage":{"prompt_tokens":3}')).prompt_tokens == 3
+        assert read(whole % (b'"usage":{%b}' % nested)) == ReportedUsage()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=10))

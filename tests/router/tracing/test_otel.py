@@ -92,6 +92,20 @@ def test_what_waits_for_the_collector_is_bounded_and_the_rest_counted(
     assert metrics.traces.labels("exported").value == 3
 
 
+def test_a_request_that_cannot_be_told_of_costs_no_other_its_trace(
+    metrics: RouterMetrics, collector: OtlpCollector
+) -> None:
+    """It is counted, and the thread that sends goes on."""
+    tracing = made(metrics, TracingConfig(enabled=True, endpoint=collector.url))
+    traces = ended(tracing, 3)
+    traces[1].trace_id = "no number"
+    tracing.start()
+    tracing.stop()
+    assert {span.trace_id for span in collector.spans} == {traces[0].trace_id, traces[2].trace_id}
+    assert metrics.traces.labels("failed").value == 1
+    assert metrics.traces.labels("exported").value == 2
+
+
 def test_a_share_of_new_traces_is_recorded(metrics: RouterMetrics) -> None:
     """None and all are exact; the rest is the SDK's."""
     for share in (0.0, 1.0):

@@ -6,10 +6,11 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream import Origin, Timeouts, UpstreamClient
+from router.upstream import Origin, ResponseBroken, Timeouts, UpstreamClient
 from router.upstream.connection import HttpConnection
 from router.upstream.response import UpstreamResponse
 from router.upstream.turns import LoopTurns
@@ -114,6 +115,25 @@ def test_a_chunk_behind_a_part_of_a_size_is_not_passed() -> None:
     reader.connection.data_received(b"3")
     reader.connection.data_received(chunk)
     assert (reader.passed, reader.body) == (0, b"x" + chunk[4:])
+
+
+def test_a_large_chunk_without_its_end_is_not_passed() -> None:
+    """With five digits the size of the whole is that of a part, if its text ends in line ends."""
+    piece = b"data: " + b"y" * 70_000 + b"\r\n\r\n"
+    (chunk,) = framed([piece])
+    reader = Reader()
+    reader.connection.data_received(HEAD)
+    reader.connection.data_received(chunk[:-2])
+    reader.connection.data_received(b"\r\n")
+    reader.connection.data_received(b"0\r\n\r\n")
+    assert (reader.passed, reader.body) == (0, piece)
+    assert reader.response.at_end
+    forged = b"%x\r\n" % 4097 + b"y" * 4095 + b"\n\r\n"
+    reader = Reader()
+    reader.connection.data_received(HEAD)
+    with pytest.raises(ResponseBroken):
+        reader.connection.data_received(forged)
+    assert reader.passed == 0
 
 
 def test_a_reader_that_stops_gets_no_more_chunks() -> None:

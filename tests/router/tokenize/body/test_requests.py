@@ -613,3 +613,16 @@ def test_an_input_without_items_is_named_as_what_it_is() -> None:
     with pytest.raises(RequestBodyError, match=r"\$\.input: an empty list"):
         _parse(Endpoint.RESPONSES, {"input": []})
     assert _parse(Endpoint.RESPONSES, {"input": [], "instructions": "x"}).prompts
+
+
+def test_a_call_joins_those_of_the_message_before_it() -> None:
+    """If it has any, and they are calls."""
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+    for before in ({}, {"tool_calls": None}, {"tool_calls": []}):
+        items = [{"role": "user", "content": "a"}, {"role": "assistant"} | before, call]
+        (prompt,) = _parse(Endpoint.RESPONSES, {"input": items}).prompts
+        assert [each["id"] for each in prompt.messages[1]["tool_calls"]] == ["c"]
+    items[1] = {"role": "assistant", "tool_calls": "secret"}
+    with pytest.raises(RequestBodyError, match=r"tool_calls.*must be a list") as error:
+        _parse(Endpoint.RESPONSES, {"input": items})
+    assert "secret" not in str(error.value)
