@@ -20,7 +20,7 @@ from kvevents.sealing import HashKey, sealed
 
 logger = logging.getLogger(__name__)
 
-_ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)
+_ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
 """Raised for a value that msgpack has no form for."""
 
 
@@ -55,6 +55,8 @@ class CacheSource:
         self.state = CacheState(announcement)
         self.rejected_events = 0
         """See `kvevents.publisher.PublisherStatistics`."""
+        self.losses = 0
+        """Times that the state became incomplete."""
         self._rank = data_parallel_rank
         self._with_block_size = with_block_size
         self._hash_key = hash_key
@@ -63,17 +65,18 @@ class CacheSource:
 
     def opening(self) -> bytes:
         """The layout."""
-        return self._encode(time.time(), [self.state.layout])
+        return self._encode(time.time(), (self.state.layout,))
 
     def heartbeat(self) -> bytes:
         """A batch without events."""
-        return self._encode(time.time(), [])
+        return self._encode(time.time(), ())
 
     def payload(self, item: EngineStep) -> bytes:
         """Write a step, and apply it to the state."""
         item = self._shown(item)
-        payload = self._encode(item.ts, item.events)
-        self._note(item)
+        payload, events = self._encode_valid(item.ts, item.events)
+        state = None if item.state is None else self._encode_valid(item.ts, item.state)[1]
+        self._note(EngineStep(item.ts, events, state))
         return payload
 
     def note(self, item: EngineStep) -> None:
@@ -104,9 +107,12 @@ class CacheSource:
     def _note(self, item: EngineStep) -> None:
         try:
             self._follow(item)
-        except TypeError:
-            # A field is not of its declared type, for example a hash that is a list. The events
-            # before it are applied already.
+        except Exception:
+            # A field is not of its declared type, for example a hash that is a list, or an event of
+            # no known type: an engine's mistake must not end its publisher. The events before it
+            # are applied already.
+            if not self.rejected_events:
+                logger.exception("publisher: an event could not be applied to the cache state")
             self.rejected_events += 1
             self.note_loss()
 
@@ -123,6 +129,7 @@ class CacheSource:
                 "publisher: events were lost before the cache state was updated; "
                 "snapshots are refused until it is complete again"
             )
+        self.losses += 1
         self.state.mark_incomplete()
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
@@ -142,17 +149,29 @@ class CacheSource:
         return snapshot
 
     def _encode(self, ts: float, events: Sequence[Event]) -> bytes:
+        return self._encode_valid(ts, tuple(events))[0]
+
+    def _encode_valid(
+        self, ts: float, events: tuple[Event, ...]
+    ) -> tuple[bytes, tuple[Event, ...]]:
+        """A payload, and the events that are in it: all that can be encoded."""
         try:
-            return self._encode_all(ts, events)
+            return self._encode_all(ts, events), events
         except _ENCODING_ERRORS:
-            valid = [event for event in events if _is_valid(event)]
+            valid = tuple(event for event in events if self._is_valid(event))
         if not self.rejected_events:
             logger.error(
                 "publisher: an event that cannot be encoded was left out; "
                 "further ones are only counted"
             )
         self.rejected_events += len(events) - len(valid)
-        return self._encode_all(ts, valid)
+        return self._encode_all(ts, valid), valid
+
+    def _is_valid(self, event: Event) -> bool:
+        try:
+            return not decode(self._encode_all(0.0, (event,))).unreadable
+        except (*_ENCODING_ERRORS, MalformedBatch):
+            return False
 
     def _encode_all(self, ts: float, events: Sequence[Event]) -> bytes:
         if self._with_block_size:
@@ -172,10 +191,3 @@ class CacheSource:
             return shown
         # Holes make a run look as if its blocks were larger; entries inside blocks are smaller.
         return min(shown or groups[index].block_size, groups[index].block_size)
-
-
-def _is_valid(event: Event) -> bool:
-    try:
-        return not decode(encode(EventBatch(0.0, [event]))).unreadable
-    except (*_ENCODING_ERRORS, MalformedBatch):
-        return False

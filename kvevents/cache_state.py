@@ -220,8 +220,10 @@ class CacheState:
                 self.blocks -= group.remove(event) if group else 0
             elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)):
                 self.blocks -= sum(group.clear(event.tier) for group in self._groups.values())
-            else:
+            elif isinstance(event, CacheLayout):
                 self.layout = event
+            else:
+                raise TypeError(f"an event of type {type(event).__name__}")
 
     def mark_incomplete(self) -> None:
         """Note that events were missed."""

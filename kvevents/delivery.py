@@ -236,6 +236,8 @@ class Delivery:
 
     def _is_foreign(self, publisher_id: str | None) -> bool:
         known = self.tracker.publisher_id
+        if self.tracker.last is None:
+            return False  # nothing was applied that another process could contradict
         return publisher_id is not None and known is not None and publisher_id != known
 
     def _apply(self, batch: Batch) -> Input:

@@ -21,6 +21,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[Any]"
 
 SCHEMES = ("tcp", "ipc", "inproc")
+_MAX_PORT_DIGITS = 5
 ANY_PORT = 0
 """The operating system picks a free port."""
 
@@ -89,7 +90,8 @@ def _parse_tcp(place: str, text: str, rest: str) -> ZmqEndpoint:
         )
     if port == "*":
         return ZmqEndpoint("tcp", host, ANY_PORT)
-    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+    is_number = port.isascii() and port.isdecimal() and len(port) <= _MAX_PORT_DIGITS
+    if not (is_number and int(port) <= 65535):
         raise EndpointError(
             f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], "
             "0 for any free one"

@@ -141,7 +141,8 @@ class ZmqEventPublisher(EventPublisher):
         announcement = announce(layout, chain, config.hash_key)
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
-        self._state_is_due = False
+        self._made_up_losses = 0
+        """Those for which the whole state was presented since."""
         self._source = CacheSource(
             announcement, data_parallel_rank, config.with_block_size, config.hash_key
         )
@@ -162,12 +163,10 @@ class ZmqEventPublisher(EventPublisher):
         if not events:
             self._stream.check_open()
             return True
-        if self._state_is_due and self._stream.has_room:
+        is_due = self._present_state is not None and self._source.losses > self._made_up_losses
+        if is_due and self._stream.has_room:
             return self._publish_with_state(events)
-        result = self._stream.offer(EngineStep(time.time(), tuple(events), None))
-        if result is OfferResult.LOST:
-            self._state_is_due = self._present_state is not None
-        return result is OfferResult.SENT
+        return self._stream.offer(EngineStep(time.time(), tuple(events), None)) is OfferResult.SENT
 
     def leave_out(self, batches: int) -> None:
         """Number the next *batches* without sending them, to test what a loss leads to."""
@@ -175,10 +174,12 @@ class ZmqEventPublisher(EventPublisher):
 
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
         assert self._present_state is not None
+        losses = self._source.losses
         step = EngineStep(time.time(), tuple(events), tuple(self._present_state()))
-        result = self._stream.offer(step)
-        self._state_is_due = result is OfferResult.LOST
-        return result is OfferResult.SENT
+        is_sent = self._stream.offer(step) is OfferResult.SENT
+        if is_sent:
+            self._made_up_losses = losses
+        return is_sent
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         self._stream.close(timeout_s)

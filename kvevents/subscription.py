@@ -16,7 +16,7 @@ from typing import Protocol
 import zmq
 
 from kvevents.endpoints import Context, ZmqEndpoint
-from kvevents.errors import EndpointError, HandshakeFailed, NoConnection
+from kvevents.errors import EndpointError, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.messages import Batch, WireRun, read_live
 from kvevents.sockets import (
     KEEPALIVE_IDLE_S,
@@ -65,7 +65,8 @@ class Subscription(Protocol):
             topic: The only topic that counts; None: every one.
 
         Raises:
-            MalformedBatch: A message that is not a batch.
+            MalformedBatch: A message that is not a batch; or what comes is not this protocol, which
+                ends the connection.
         """
 
     def run(self) -> WireRun | None:
@@ -141,9 +142,10 @@ class _PlainSubscription:
     def next_batch(self, topic: bytes | None) -> Batch | None:
         try:
             batch = self._wire.next_batch(topic)
-        except HandshakeFailed:
+        except HandshakeFailed as problem:
+            self._wire.drop()
             self._end()
-            return None
+            raise MalformedBatch(str(problem)) from None
         if batch is None:
             if self._wire.outgoing:
                 self._send()
@@ -158,7 +160,8 @@ class _PlainSubscription:
         self._wire.skip_to(at)
 
     def has_more(self) -> bool:
-        return self._wire.waiting_bytes > 0
+        wire = self._wire
+        return wire.waiting_bytes > 0 or not self._is_reading or len(wire.outgoing) > 0
 
     async def wait(self, timeout_s: float) -> None:
         await self._wake.wait(timeout_s)
@@ -283,10 +286,11 @@ class _PlainSubscription:
 
 def _new_socket(endpoint: ZmqEndpoint) -> tuple[socket.socket, tuple[str, int] | str]:
     """A socket that does not wait, and what it is to be connected to."""
-    host = endpoint.address.strip("[]")
+    host = endpoint.address
     if endpoint.scheme == "ipc":
         family, address = socket.AF_UNIX, "\0" + host[1:] if host.startswith("@") else host
     else:
+        host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)

@@ -22,6 +22,8 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _NULL + bytes(32)
 _READY, _ERROR, _PING, _PONG = b"\x05READY", b"\x05ERROR", b"\x04PING", b"\x04PONG"
 _OUR_READY = _READY + b"\x0bSocket-Type\x00\x00\x00\x03SUB"
 _PUBLISHERS = (b"PUB", b"XPUB")
+_MOST_LEFT_OUT = 1000
+"""Frames of one message."""
 _MAX_COMMAND_BYTES = 4096
 _PING_HEAD_BYTES = len(_PING) + 2
 """With how long the peer waits for us."""
@@ -60,6 +62,7 @@ class SubscriberEnd:
         """What came behind `_data` before that was read to its end."""
         self._frames: list[bytes] = []
         """Of the message under way; what is over `MAX_FRAMES` is left out."""
+        self._frames_left_out = 0
         self._head = b""
         """What the last usual message began with, up to its number."""
 
@@ -75,12 +78,18 @@ class SubscriberEnd:
             HandshakeFailed: The peer is not a publisher without encryption.
         """
         self.missing_bytes = 0
-        if self._at < len(self._data):
+        if self._at < len(self._data) or self._behind:
             self._behind += data
         else:
             self._data, self._at = data, 0
         if not self.is_ready:
             self._shake_hands()
+
+    def drop(self) -> None:
+        """Forget all that was given and not read."""
+        self._behind.clear()
+        self._frames.clear()
+        self._let_go()
 
     def run(self) -> WireRun | None:
         """What is here, for one who takes several messages at once and then says `skip_to`; None
@@ -133,8 +142,11 @@ class SubscriberEnd:
             if len(self._frames) <= MAX_FRAMES:
                 self._frames.append(body)
             if flags & _MORE:
+                self._frames_left_out += len(self._frames) > MAX_FRAMES
+                if self._frames_left_out > _MOST_LEFT_OUT:
+                    raise HandshakeFailed(f"a message of more than {_MOST_LEFT_OUT} frames")
                 continue
-            frames, self._frames = self._frames, []
+            frames, self._frames, self._frames_left_out = self._frames, [], 0
             if not frames[0].startswith(self._prefix):
                 continue  # as libzmq does: the publisher may not know yet what we want
             batch = read_live(frames, topic)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvevents.cache_source import CacheSource, EngineStep
-from kvevents.events import BlockRemoved, BlockStored, Event
+from kvevents.events import BlockRemoved, BlockStored, Event, TierBlocksCleared
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from tests.support.blocks import Prefix, tokens
@@ -67,6 +67,65 @@ def test_an_event_that_cannot_be_written_costs_no_other() -> None:
     (stored,) = msgspec.msgpack.decode(payload)[1]
     assert stored["block_size"] == 16
     assert source.rejected_events >= 1
+
+
+class Unknown(msgspec.Struct, tag=True, tag_field="type"):
+    """An event of an engine's own."""
+
+
+COPIES = BlockRemoved(list(PROMPT.stored(0, FULL).block_hashes), "GPU", 0, [1])
+ODD_TIER = replace(OURS, medium=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("event", "with_block_size"),
+    [
+        (COPIES, False),
+        (ODD_TIER, False),
+        (TierBlocksCleared(None), False),  # type: ignore[arg-type]
+        (replace(OFFLOADED, token_ids=None), True),  # type: ignore[arg-type]
+        (Unknown(), False),
+    ],
+    ids=["fewer counts than hashes", "a number as tier", "no tier", "no tokens", "an unknown type"],
+)
+def test_an_odd_event_does_not_end_the_stream(event: Any, with_block_size: bool) -> None:
+    """It is an engine's mistake, and must not cost it its publisher."""
+    source = CacheSource(announce(LAYOUT), 0, with_block_size)
+    source.payload(EngineStep(0.0, (OURS,), None))
+    source.payload(EngineStep(0.0, (event,), None))
+    snapshot = source.snapshot(1)
+    assert (snapshot is None) is (not source.state.is_complete)
+    assert snapshot is None or list(snapshot)
+    payload = source.payload(EngineStep(0.0, (OFFLOADED,), None))
+    assert len(msgspec.msgpack.decode(payload)[1]) == 1
+
+
+def test_a_block_that_cannot_be_told_is_not_in_a_snapshot_and_costs_no_other() -> None:
+    """It was joined there with its chain, and all of that was left out."""
+    prefix, source = Prefix(tokens(80)), CacheSource(announce(LAYOUT), 0)
+    blocks = [
+        replace(prefix.stored(0, FULL, at, at + 16), block_size=None) for at in range(0, 80, 16)
+    ]
+    blocks[2] = replace(blocks[2], lora_name=object())  # type: ignore[arg-type]
+    for block in blocks:
+        source.payload(EngineStep(0.0, (block,), None))
+    assert source.rejected_events == 1
+    snapshot = source.snapshot(5)
+    assert snapshot is not None
+    events = [event for payload in snapshot for event in msgspec.msgpack.decode(payload)[1]]
+    told = [each for event in events for each in event.get("block_hashes", ())]
+    assert len(told) == 4
+
+
+def test_after_each_loss_the_whole_state_is_due() -> None:
+    """`losses` says so to the publisher."""
+    source = CacheSource(announce(LAYOUT), 0)
+    source.payload(EngineStep(0.0, (replace(OURS, block_hashes=[[1]]),), None))  # type: ignore[list-item]
+    assert source.losses == 1
+    assert not source.state.is_complete
+    source.payload(EngineStep(0.0, (), (OURS,)))
+    assert source.state.is_complete
+    assert source.state.blocks == len(OURS.block_hashes)
 
 
 def written(events: list[Event], with_block_size: bool) -> list[dict[str, Any]]:

@@ -176,3 +176,9 @@ def test_a_configuration_with_a_malformed_address_is_refused(name: str) -> None:
 def test_the_default_address_is_not_reachable_from_outside() -> None:
     """Events carry prompts."""
     assert PublisherConfig().endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_a_port_of_any_length_is_refused_with_the_rule() -> None:
+    """Python refuses to read a number of more than 4,300 digits."""
+    with pytest.raises(EndpointError, match="must be a number in"):
+        ZmqEndpoint.parse("endpoint", "tcp://host:" + "9" * 5000)

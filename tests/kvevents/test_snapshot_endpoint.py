@@ -345,3 +345,16 @@ def test_a_large_batch_is_named_by_the_layout_that_it_begins_with() -> None:
     many = [BlockStored([number], None, [number] * 16, "GPU") for number in range(1000)]
     assert publisher_of(encode(EventBatch(0.0, [layout, *many]))) == "engine-1"
     assert publisher_of(encode(EventBatch(0.0, [*many, layout]))) is None
+
+
+async def test_a_snapshot_of_nothing_names_nobody(notebook: Notebook) -> None:
+    """Its endpoint is another, idle process's, or its process has ended before its first batch: the
+    stream was doubted where it had just begun, and its follower ended in an impossible state."""
+    with publishing(0, snapshots=lambda _publisher: snapshot(-1, name=OTHER)) as publisher:
+        async with follow(publisher, notebook, with_replay=True) as subscriber:
+            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await until(lambda: subscriber.statistics().snapshots > 0, "the snapshot")
+            last = publish(publisher, 3)
+            await until_live(subscriber, last)
+            assert whats(notebook) == ["batch 0", "batch 1", "batch 2"]
+            assert subscriber.statistics().publisher_id == NAME.hex()

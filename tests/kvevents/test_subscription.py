@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvevents.errors import EndpointError, NoConnection
+from kvevents.errors import EndpointError, MalformedBatch, NoConnection
 from kvevents.messages import Batch
 from kvevents.sockets import SocketConnection, SocketLimits
 from kvevents.subscription import Subscription, subscription
@@ -117,6 +117,37 @@ async def test_what_nobody_takes_stays_with_the_publisher(publisher: zmq.Socket[
         await until(lambda: not made._is_reading, "the end of reading")  # type: ignore[attr-defined]
         assert wire.waiting_bytes <= 2**18 + 64 * 1024
         assert [batch.seq for batch in await take(made, 64)] == list(range(64))
+
+
+async def test_more_is_to_be_done_while_the_socket_is_not_read(
+    publisher: zmq.Socket[bytes],
+) -> None:
+    """Whoever stops at a large batch that was the last one here would never hear of the next: it is
+    `next_batch` that begins to read again. The same holds for what has still to be sent."""
+    publisher.bind("tcp://127.0.0.1:*")
+    async with subscribed(publisher, publisher.getsockopt_string(zmq.LAST_ENDPOINT)) as made:
+        send(publisher, 0, bytes(400_000))
+        assert [batch.seq for batch in await take(made, 1)] == [0]
+        assert made.has_more()
+        assert made.next_batch(None) is None
+        assert not made.has_more()
+        send(publisher, 1, b"x")
+        assert [batch.seq for batch in await take(made, 1)] == [1]
+
+
+async def test_a_frame_that_is_too_long_ends_the_connection_with_the_reason(
+    publisher: zmq.Socket[bytes],
+) -> None:
+    """Else it would be opened again and again, and nobody be told why."""
+    publisher.bind("tcp://127.0.0.1:*")
+    limits = SocketLimits(connect_timeout_s=5.0, message_bytes=1000)
+    endpoint = publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+    async with subscribed(publisher, endpoint, limits=limits) as made:
+        send(publisher, 0, bytes(2000))
+        with pytest.raises(MalformedBatch, match="2000 bytes: it is too long"):
+            await take(made, 1)
+        assert made.is_down
+        assert made.next_batch(None) is None
 
 
 async def test_a_heartbeat_is_answered_while_nothing_else_comes() -> None:

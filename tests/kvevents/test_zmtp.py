@@ -72,10 +72,33 @@ def test_batches_are_read_in_whatever_pieces_they_come(
         end.give(data[:size])
         data = data[size:]
         if end.is_ready and rng.random() < 0.7:
-            found += taken(end)
+            # All that is here, or as many as a turn has time for.
+            most = rng.choice((1, 2, sys.maxsize))
+            while len(found) < len(sent) and most and (each := end.next_batch(None)):
+                found.append(each)
+                most -= 1
     found += taken(end)
     assert found == [Batch(at, body) for at, (body, _, _) in enumerate(sent)]
     assert end.waiting_bytes == 0
+
+
+def test_what_comes_behind_something_that_waits_is_not_read_before_it() -> None:
+    """The reader had stopped just where its first piece ends."""
+    end = connected()
+    first, second, third = (batch(seq, b"x") for seq in range(3))
+    end.give(first)
+    end.give(second)
+    assert end.next_batch(None) == Batch(0, b"x")
+    end.give(third)
+    assert [found.seq for found in taken(end)] == [1, 2]
+
+
+def test_a_message_without_end_ends_the_connection() -> None:
+    """Frames without a byte take time and no memory, which nothing else would bound."""
+    end = connected()
+    end.give(frame(b"", _MORE) * 5000)
+    with pytest.raises(HandshakeFailed, match="more than 1000 frames"):
+        end.next_batch(None)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
