@@ -40,6 +40,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.request_cost", "--batches", "20"),
     ("benchmarks.workers", "--rounds", "2"),
     ("benchmarks.board_delay",),
+    ("benchmarks.clears",),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

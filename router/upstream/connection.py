@@ -29,9 +29,10 @@ MAX_UNFRAMED_BYTES = 64 * 1024
 # it.
 HIGH_WATER_BYTES = 64 * 1024
 MIN_PASSED_BYTES = 32
-_MAX_PASSED_BYTES = 0xFFF
 """Of a chunk that is handed on as it came. Shorter ones may be a part of a stream's last event,
 which a reader may have to see together."""
+_MAX_PASSED_BYTES = 0xFFF
+"""A size of more than three digits is left to the parser."""
 
 
 class ConnectionPool(Protocol):
