@@ -431,8 +431,11 @@ def _check_layout(event: CacheLayout, place: str) -> None:
             f"{place}.none_hash has {len(event.none_hash)} bytes: "
             f"at most {MAX_NAME_LENGTH} are allowed"
         )
+    _check_range(event.retention_hints, 0, 2**31, f"{place}.retention_hints")
     for group in event.groups:
         _check_name(group.kind, f"{place}.groups.kind")
+    for index in event.eagle_groups or ():
+        _check_range(index, 0, len(event.groups) - 1, f"{place}.eagle_groups")
 
 
 def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:

@@ -79,7 +79,8 @@ class Consumer(Protocol):
         ...
 
     def report(self, problem: KVEventsError) -> None:
-        """Note that a message was refused; *problem* does not quote its contents."""
+        """Note that a message was refused, or with a `NoAnswer` that questions are not answered;
+        *problem* does not quote any contents."""
         ...
 
 
@@ -100,6 +101,10 @@ class RunConsumer(Consumer, Protocol):
         ...
 
 
+ENOUGH_UNANSWERED = 2
+"""Questions in a row without an answer, after which the endpoint is called silent."""
+
+
 @dataclass(slots=True)
 class StreamCounters:
     """What happened on a stream so far."""
@@ -115,6 +120,8 @@ class StreamCounters:
     """To the replay endpoint, most of them to make sure that nothing is missing."""
     unanswered: int = 0
     """Questions without an answer, or with one that was cut short."""
+    unanswered_in_a_row: int = 0
+    """Those since the last answer began."""
     replays: int = 0
     """Answers that brought batches."""
     snapshots: int = 0
@@ -198,6 +205,10 @@ class Delivery:
     def report(self, problem: KVEventsError) -> None:
         """Count and pass on what was refused."""
         self._counters.malformed += 1
+        self._consumer.report(problem)
+
+    def report_silence(self, problem: KVEventsError) -> None:
+        """Pass on that nobody answers; nothing was refused."""
         self._consumer.report(problem)
 
     def show(self, state: SourceState) -> None:

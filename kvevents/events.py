@@ -194,9 +194,15 @@ class CacheLayout(_Event, frozen=True):
     none_hash: bytes | None = None
     """Root of the hash chain."""
     eagle: bool = False
+    """Whether any group holds layers of an EAGLE or MTP drafter."""
     hash_key_id: str | None = None
     """Blocks are announced without token ids, under the key of this id (`kvevents.sealing`); None:
     under the engine's own hashes."""
+    retention_hints: int = 0
+    """Version of the hints about what to keep that the engine takes with a request; 0: none."""
+    eagle_groups: list[int] | None = None
+    """The groups that do; None: all of them or none, as *eagle* says. A reader that does not know
+    this field takes *eagle* for all, and predicts a block too little rather than too much."""
 
     __hash__ = _Event.__hash__
 

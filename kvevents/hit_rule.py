@@ -10,10 +10,11 @@ length L is *accepted* by
 - chunked local attention c: the blocks from `floor(L / c) * c` to L are present;
 - Mamba and linear attention: the one block that ends at L is present.
 
-With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the
-largest L, a multiple of the layout's `scheduler_block_size`, that every group accepts. `accepts` is
-that definition; `longest_hit` finds the same L by walking from block to block, and the tests hold
-one against the other (`tests/kvevents/test_hit_rule.py`).
+A group that holds layers of an EAGLE or MTP drafter (`KVCacheLayout.eagle`) must accept one block
+more than is reused, unless it is one of states. The hit is the largest L, a multiple of the
+layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition;
+`longest_hit` finds the same L by walking from block to block, and the tests hold one against the
+other (`tests/kvevents/test_hit_rule.py`).
 
 In three cases the code follows vLLM's coordinator rather than the definition, since a hit is what
 the engine really reuses: how groups agree with EAGLE (`_agree`), a short window with EAGLE and
@@ -98,18 +99,38 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
         prompt_tokens: Length of the prompt; EAGLE's extra block may end between *limit* and here.
     """
     together = equal_groups(layout)
-    # vLLM looks up a single group up to the limit and then drops a block; several groups that must
-    # agree may look beyond it.
-    several = sum(map(len, together)) > 1
-    reach = prompt_tokens if several and layout.eagle_sees_last_token else limit
-    hit = limit
-    for members in together:
-        if layout.groups[members[0]].kind is GroupKind.FULL:
-            hit = longest_accepted(layout, members[0], _in_all(members, present), hit, reach)
+    reach = _reach(layout, limit, prompt_tokens)
+    hit = longest_run(layout, present, limit, prompt_tokens)
     others = [
         members for members in together if layout.groups[members[0]].kind is not GroupKind.FULL
     ]
     return _agree(layout, {members[0]: _in_all(members, present) for members in others}, hit, reach)
+
+
+def longest_run(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
+    """The longest prefix that all groups of full attention accept, whatever the others hold;
+    *limit* where there are none.
+
+    Where it is longer than the hit, a window or a state is gone that once was there.
+
+    Args:
+        layout: The cache's groups.
+        present: As for `longest_hit`.
+        limit: Longest prefix wanted, in tokens.
+        prompt_tokens: Length of the prompt.
+    """
+    run, reach = limit, _reach(layout, limit, prompt_tokens)
+    for members in equal_groups(layout):
+        if layout.groups[members[0]].kind is GroupKind.FULL:
+            run = longest_accepted(layout, members[0], _in_all(members, present), run, reach)
+    return run
+
+
+def _reach(layout: KVCacheLayout, limit: int, prompt_tokens: int) -> int:
+    # vLLM looks up a single group up to the limit and then drops a block; several groups that must
+    # agree may look beyond it.
+    several = sum(map(len, equal_groups(layout))) > 1
+    return prompt_tokens if several and layout.eagle_sees_last_token else limit
 
 
 def longest_extended_hit(
@@ -191,7 +212,7 @@ class _UnitSearch:
                 hit = self._cut(index, hit, index in gave_extra)
                 if hit - self._gpu_hit < self._units[index]:
                     return 0
-                is_eagle = self._is_eagle(index)
+                is_eagle = _drops(self._layout, index)
                 if is_eagle:
                     gave_extra.add(index)
                 if hit < before:
@@ -220,16 +241,13 @@ class _UnitSearch:
             hit = _align(hit, unit)
         if hit - self._gpu_hit < unit:
             return 0
-        extra = int(self._is_eagle(index) and not gave_extra)
+        extra = int(_drops(self._layout, index) and not gave_extra)
         start, stop = self._gpu_hit // unit, min(-(-hit // unit) + extra, whole)
         if index in self._full:
             stop = self._end_of_run(index, start, stop)
         else:
             stop = self._end_of_window(index, start, stop, hit, extra)
         return min(hit, (stop - extra) * unit) if stop > start else 0
-
-    def _is_eagle(self, index: int) -> bool:
-        return self._layout.eagle and self._layout.groups[index].kind is not GroupKind.MAMBA
 
     def _end_of_run(self, index: int, start: int, stop: int) -> int:
         unit = self._units[index]
@@ -285,12 +303,14 @@ class _UnitSearch:
 def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
     """The indexes of all groups that cache, those with equal specs together.
 
-    Equal groups are looked up as one, so they give up EAGLE's block once and not one by one.
+    Equal groups are looked up as one, so they give up EAGLE's block once and not one by one. One
+    that gives it up equals none that does not: a drafter's own layers differ from the model's in
+    what a spec does not show.
     """
-    together: dict[KVCacheGroup, list[int]] = {}
+    together: dict[tuple[KVCacheGroup, bool], list[int]] = {}
     for index, group in enumerate(layout.groups):
         if group.kind is not GroupKind.NOT_CACHED:
-            together.setdefault(group, []).append(index)
+            together.setdefault((group, index in layout.eagle), []).append(index)
     return tuple(map(tuple, together.values()))
 
 
@@ -326,9 +346,11 @@ def _agree(layout: KVCacheLayout, groups: Mapping[int, Present], hit: int, reach
     while hit:
         shorter = hit
         for index, present in groups.items():
-            before, is_free = shorter, index in gave_extra
-            shorter = longest_accepted(layout, index, present, before, reach, without_extra=is_free)
-            if not is_free:
+            before, gives = shorter, index in layout.eagle and index not in gave_extra
+            shorter = longest_accepted(
+                layout, index, present, before, reach, without_extra=not gives
+            )
+            if gives:
                 gave_extra.add(index)
             elif shorter < before:
                 gave_extra.clear()
@@ -361,7 +383,7 @@ def longest_accepted(
         return limit
     if group.kind is GroupKind.MAMBA:
         return _longest_state(layout, index, present, limit)
-    extra = 0 if without_extra else _eagle_tokens(layout, group)
+    extra = 0 if without_extra else _eagle_tokens(layout, index)
     length = min(limit, reach - extra)
     if length <= 0:
         return 0
@@ -380,11 +402,17 @@ def _align(length: int, step: int) -> int:
     return length - length % step
 
 
-def _eagle_tokens(layout: KVCacheLayout, group: KVCacheGroup) -> int:
+def _drops(layout: KVCacheLayout, index: int) -> bool:
+    """Whether a group gives up EAGLE's block: no drafter has states."""
+    return index in layout.eagle and layout.groups[index].kind is not GroupKind.MAMBA
+
+
+def _eagle_tokens(layout: KVCacheLayout, index: int) -> int:
     """Tokens that the draft model must see again: a block, or less in a group of full attention if
     hits may end inside a block."""
-    if not layout.eagle:
+    if index not in layout.eagle:
         return 0
+    group = layout.groups[index]
     return (
         min(group.block_size, layout.scheduler_block_size)
         if group.kind is GroupKind.FULL

@@ -7,7 +7,7 @@ prompt such a cache can serve is in `kvevents/hit_rule.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,10 +73,15 @@ class KVCacheLayout:
     groups: tuple[KVCacheGroup, ...]
     hash_block_size: int
     scheduler_block_size: int
-    eagle: bool = False
+    eagle: frozenset[int] = frozenset()
+    """Groups, by index, whose last block of a hit is computed again: those that hold layers of an
+    EAGLE or MTP drafter, or all where the engine does not know which do."""
     eagle_sees_last_token: bool = True
     """Whether EAGLE's extra block may hold the prompt's last token, where several groups must
     agree: vLLM >= 0.32."""
+    prefix_replay_tokens: int = 0
+    """Tokens at the end of a hit that the engine computes again; it reuses nothing of a hit that
+    has no more."""
 
     @classmethod
     def build(
@@ -84,8 +89,9 @@ class KVCacheLayout:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int | None = None,
         scheduler_block_size: int | None = None,
-        eagle: bool = False,
+        eagle: bool | Iterable[int] = False,
         eagle_sees_last_token: bool = True,
+        prefix_replay_tokens: int = 0,
     ) -> KVCacheLayout:
         """Make a checked layout.
 
@@ -95,9 +101,8 @@ class KVCacheLayout:
                 the groups' block sizes.
             scheduler_block_size: Granularity of hits; None: the least common multiple of the
                 groups' block sizes.
-            eagle: Whether the engine drafts with EAGLE or MTP, which computes the last block of a
-                hit again.
-            eagle_sees_last_token: See the field.
+            eagle: The groups that hold layers of an EAGLE or MTP drafter; True: all.
+            eagle_sees_last_token: See the field, as for *prefix_replay_tokens*.
 
         Raises:
             LayoutError: A size is out of range or contradicts another; the message names group,
@@ -112,8 +117,9 @@ class KVCacheLayout:
             groups=tuple(groups),
             hash_block_size=hash_block_size or math.gcd(*sizes),
             scheduler_block_size=scheduler_block_size or math.lcm(*sizes),
-            eagle=eagle,
+            eagle=_indexes(eagle, len(groups)),
             eagle_sees_last_token=eagle_sees_last_token,
+            prefix_replay_tokens=prefix_replay_tokens,
         )
         _check_layout(layout)
         return layout
@@ -126,7 +132,8 @@ class KVCacheLayout:
             LayoutError: A kind is unknown, or sizes contradict each other.
         """
         groups = [group_from_spec(index, spec) for index, spec in enumerate(event.groups)]
-        return cls.build(groups, event.hash_block_size, event.scheduler_block_size, event.eagle)
+        eagle = event.eagle if event.eagle_groups is None else event.eagle_groups
+        return cls.build(groups, event.hash_block_size, event.scheduler_block_size, eagle)
 
 
 def group_from_spec(index: int, spec: GroupSpec) -> KVCacheGroup:
@@ -147,6 +154,12 @@ def group_from_spec(index: int, spec: GroupSpec) -> KVCacheGroup:
     group = KVCacheGroup(kind, spec.block_size, spec.sliding_window, spec.attention_chunk_size)
     _check_group(index, group)
     return group
+
+
+def _indexes(eagle: bool | Iterable[int], count: int) -> frozenset[int]:
+    if isinstance(eagle, bool):
+        return frozenset(range(count) if eagle else ())
+    return frozenset(eagle)
 
 
 def _check_group(index: int, group: KVCacheGroup) -> None:
@@ -171,6 +184,16 @@ def _check_layout(layout: KVCacheLayout) -> None:
         raise LayoutError(
             f"layout: scheduler_block_size {layout.scheduler_block_size} must be a multiple of "
             f"hash_block_size {layout.hash_block_size}"
+        )
+    for index in sorted(layout.eagle):
+        if not 0 <= index < len(layout.groups):
+            raise LayoutError(
+                f"layout: eagle names group {index}: "
+                f"it must be one of {len(layout.groups)} groups, counted from 0"
+            )
+    if not 0 <= layout.prefix_replay_tokens < 2**31:
+        raise LayoutError(
+            f"layout: prefix_replay_tokens {layout.prefix_replay_tokens} must lie in [0, {2**31})"
         )
     for index, group in enumerate(layout.groups):
         if group.block_size % layout.hash_block_size and group.kind is not GroupKind.NOT_CACHED:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from kvevents.delivery import StreamCounters
 from kvevents.errors import KVEventsError, MalformedBatch
@@ -157,6 +158,11 @@ class LiveStream:
             backlog at the answer     [7 8 9 10 11]     7, 8 and 9 are covered
         """
         self._covered = self._asked_behind
+
+    def waits_beyond(self, last: int | None) -> bool:
+        """Whether a batch with a number above *last* waited when the last question was asked."""
+        asked = islice(self._backlog, self._asked_behind)
+        return any(last is None or batch.seq > last for batch in asked)
 
     def forget_answers(self) -> None:
         """What was handed on before does not count any more."""

@@ -138,7 +138,7 @@ class ZmqEventPublisher(EventPublisher):
         """
         if config.hash_key is not None:
             _check_sealable(chain)
-        announcement = announce(layout, chain, config.hash_key)
+        announcement = announce(layout, chain, config.hash_key, config.retention_hints)
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
         self._made_up_losses = 0
@@ -203,7 +203,10 @@ def _check_sealable(chain: HashChain | None) -> None:
 
 
 def announce(
-    layout: KVCacheLayout, chain: HashChain | None = None, key: HashKey | None = None
+    layout: KVCacheLayout,
+    chain: HashChain | None = None,
+    key: HashKey | None = None,
+    retention_hints: int = 0,
 ) -> CacheLayout:
     """The event that announces a layout, under a publisher id that no other process has.
 
@@ -211,6 +214,7 @@ def announce(
         layout: The cache's groups.
         chain: The engine's hash function; None: consumers learn only from tokens.
         key: Under which blocks are announced; None: under the engine's hashes.
+        retention_hints: See `CacheLayout`.
     """
     groups = [
         GroupSpec(
@@ -225,8 +229,10 @@ def announce(
         scheduler_block_size=layout.scheduler_block_size,
         hash_algorithm=chain.algorithm if chain else None,
         none_hash=chain.none_hash if chain else None,
-        eagle=layout.eagle,
+        eagle=bool(layout.eagle),
         hash_key_id=key.key_id if key else None,
+        retention_hints=retention_hints,
+        eagle_groups=sorted(layout.eagle) if 0 < len(layout.eagle) < len(groups) else None,
     )
 
 

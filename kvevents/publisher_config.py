@@ -69,6 +69,8 @@ class PublisherConfig:
     that hashes blocks with SHA-256."""
     hash_key: HashKey | None = None
     """Shared with the consumers."""
+    retention_hints: int = 0
+    """Version of the hints about what to keep that the engine takes with a request; announced."""
 
     def __post_init__(self) -> None:
         ZmqEndpoint.parse("endpoint", self.endpoint)
@@ -77,6 +79,8 @@ class PublisherConfig:
         for name in ("buffer_steps", "buffer_bytes", "hwm", "max_queue_size"):
             _check_count(name, getattr(self, name))
         _check_seconds("heartbeat_s", self.heartbeat_s)
+        if not 0 <= self.retention_hints < 2**31:
+            raise ValueError(f"retention_hints: {self.retention_hints} must lie in [0, 2**31)")
         if self.include_token_ids != (self.hash_key is None):
             given = "there is one" if self.hash_key is not None else "there is none"
             raise ValueError(f"include_token_ids: False goes with a hash_key, and {given}")

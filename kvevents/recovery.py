@@ -11,9 +11,13 @@ unchanged, the same process is still there and what follows closes the gap:
     waiting                10            (the live batch that showed the gap)
     asked from       7
     the ring says    7 8 9 10            7 is the same: NEWS, then REPLAY_END; 10 is dropped
+    or               7 8 9               the same, and then STRANGERS: 10 is another engine's
     or               7'                  7 differs: FOREIGN
     or                   9 10            MOVED_ON: 8 is gone for good
     or               -                   FOREIGN if the ring ever showed a batch, else VACANT
+
+It begins earlier where batches before the last one are unproven (`kvevents.sequence`); if one of
+them differs, the answer is MIXED.
 """
 
 from __future__ import annotations
@@ -24,12 +28,24 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import NamedTuple
 
-from kvevents.delivery import Delivery, StreamCounters, last_in_snapshot, publisher_of
+from kvevents.delivery import (
+    ENOUGH_UNANSWERED,
+    Delivery,
+    StreamCounters,
+    last_in_snapshot,
+    publisher_of,
+)
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
 from kvevents.messages import NOTHING_PUBLISHED, Batch
 from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
-from kvevents.replay import ReplayClient, ReplayEndpoint, SnapshotClient, SnapshotEndpoint
+from kvevents.replay import (
+    ReplayClient,
+    ReplayEndpoint,
+    SnapshotClient,
+    SnapshotEndpoint,
+    no_answer_from,
+)
 from kvevents.sequence import fingerprint
 from kvevents.stream_state import (
     CLEAR_REASONS,
@@ -42,11 +58,19 @@ from kvevents.stream_state import (
 )
 
 MAX_ROUNDS = 16
-"""Replays that may break off, as long as each brings something, before there is a pause. A ROUTER
-drops what a slow reader does not take."""
+"""Replays that may break off, although each brings a little, before there is a pause."""
+MUCH = 64
+"""New batches that a replay must bring to be followed by the next without a pause: a ROUTER drops
+what a slow reader does not take, vLLM's when 1,000 wait."""
+MAX_UNPROVEN = 512
+"""Batches before the last one that a replay may begin with, to prove them: what vLLM sends at once
+without dropping any is twice as much."""
 STUCK_ROUNDS = 2
 """Replays in a row that may break off at the same place. What comes next does not get through then:
 a batch above the limit, for one."""
+
+
+_STOPS = frozenset({Input.GAP, Input.MALFORMED, Input.IDENTITY_CHANGED})
 
 
 class Result(NamedTuple):
@@ -96,6 +120,8 @@ class Questions:
         """There is no snapshot for now, and nothing else to ask."""
         self._asked_from: int | None = None
         self._rounds = self._stuck_rounds = 0
+        self._furthest = -1
+        """The last number that any of the answers brought."""
 
     def close(self) -> None:
         """End the connection, if one is open."""
@@ -133,10 +159,21 @@ class Questions:
             return Input.NOTHING_HELD
         if self._replay is None:
             return Input.VACANT if self._is_refused else Input.UNPROVABLE
-        first = self._next = await self._put(last)
-        doubt = self._compare(last, first)
+        start = self._tracker.unproven_since(MAX_UNPROVEN)
+        is_same = True
+        first = self._next = await self._put(start)
+        while self._next is not None and self._next.seq < last:
+            is_same &= self._tracker.recall(self._next.seq) == fingerprint(self._next.payload)
+            self._next = await self._reply()
+        if first is not None and first.seq < last and (not self._next or self._next.seq > last):
+            # It may have been dropped on the way: the first of an answer never is.
+            self._next = await self._put(last)
+        doubt = self._compare(last, self._next)
         if doubt is not None:
             return doubt
+        if not is_same:
+            return Input.MIXED
+        self._tracker.prove()
         try:
             self._next = await self._reply()
         except (NoAnswer, MalformedReply) as problem:
@@ -223,6 +260,7 @@ class Questions:
         self._counters.questions += 1
         self._client.ask(start)
         first = await self._client.reply()
+        self._counters.unanswered_in_a_row = 0
         self._tracker.ring_answers += start is not None and first is not None
         return first
 
@@ -233,8 +271,15 @@ class Questions:
         return await self._client.reply()
 
     def _end(self) -> Input:
+        """What it means that an answer was read to its end."""
+        last = self._tracker.last
+        if not self._live.waits_beyond(last):
+            self._live.note_answer()
+            return Input.REPLAY_END
+        if last != self._asked_from:
+            return self._cut_short()  # of what it was to show, a ROUTER may have dropped the tail
         self._live.note_answer()
-        return Input.REPLAY_END
+        return Input.STRANGERS
 
     async def _follow(self, past_holes: bool) -> AsyncIterator[Result]:
         """Hand on the answer under way."""
@@ -244,11 +289,12 @@ class Questions:
             while self._next is not None:
                 await self._work.breathe()
                 fate = self._delivery.take(self._next)
-                if fate in (Input.GAP, Input.MALFORMED, Input.IDENTITY_CHANGED) and not past_holes:
+                if fate in _STOPS and not (past_holes and self._may_pass(fate)):
                     yield Result(self._stopped(fate))
                     return
                 if fate is not Input.NEXT:
                     yield Result(fate, self._next)
+                self._tracker.prove()
                 self._next = await self._reply()
         except (NoAnswer, MalformedReply) as problem:
             self._complain(problem)
@@ -262,6 +308,11 @@ class Questions:
             self._tracker.learn(fingerprint(self._next.payload))
             self._next = await self._reply()
 
+    def _may_pass(self, fate: Input) -> bool:
+        """Whether asking again would bring no more. A hole that an answer begins with is one of
+        the ring; a later one may be of the way here."""
+        return fate is not Input.GAP or self._tracker.last == self._asked_from
+
     def _stopped(self, fate: Input) -> Input:
         """What it means that an answer cannot be followed."""
         if fate is Input.IDENTITY_CHANGED:
@@ -271,9 +322,11 @@ class Questions:
 
     def _cut_short(self) -> Input:
         """What it means that an answer broke off."""
-        is_stuck = self._tracker.last == self._asked_from
-        self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
-        self._rounds += 1
+        last, asked_from = self._tracker.last, self._asked_from
+        self._stuck_rounds = self._stuck_rounds + 1 if last == asked_from else 0
+        furthest = -1 if last is None else last
+        self._rounds += furthest < self._furthest + MUCH
+        self._furthest = max(furthest, self._furthest)
         if self._stuck_rounds < STUCK_ROUNDS and self._rounds < MAX_ROUNDS:
             return Input.CUT_SHORT
         if self._stuck_rounds == STUCK_ROUNDS:
@@ -302,7 +355,7 @@ class Questions:
             self._delivery.end_snapshot(last)
         # Where batches are named, live ones go on from here: those that it includes show as such.
         if named is None:
-            self._end()
+            self._live.note_answer()
             if last >= 0:
                 async for result in self._take_since(last):
                     yield result
@@ -325,8 +378,17 @@ class Questions:
 
     def _complain(self, problem: KVEventsError) -> None:
         self._counters.unanswered += 1
+        self._counters.unanswered_in_a_row += 1
+        if self._counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
+            self._delivery.report_silence(NoAnswer(f"{self._who_is_silent()} ({problem})"))
         if not isinstance(problem, (NoAnswer, NoConnection)):
             self._delivery.report(problem)
+
+    def _who_is_silent(self) -> str:
+        return no_answer_from(
+            None if self._replay is None else self._replay.endpoint,
+            None if self._snapshots is None else self._snapshots.endpoint,
+        )
 
 
 class Recovery:
@@ -504,7 +566,10 @@ class Recovery:
         finally:
             questions.close()
             self._ended_at = monotonic()
-            self._silence.looked()
+            if self._stream.state is State.UNANSWERED:
+                self._silence.heard()  # the second look comes soon: it decides
+            else:
+                self._silence.looked()
 
     async def _ask(self, live: LiveStream, questions: Questions, first: Action) -> None:
         await asyncio.sleep(max(0.0, self._ended_at + self._spacing_s - monotonic()))

@@ -68,6 +68,17 @@ class ReplayEndpoint:
         return ReplayClient(connection, self.topic, self.limits)
 
 
+def no_answer_from(replay: str | None, snapshots: str | None) -> str:
+    """How a problem names the endpoint that does not answer, behind the publisher's name.
+
+    Args:
+        replay: The replay endpoint, which is named wherever there is one.
+        snapshots: That for snapshots alone.
+    """
+    which = f"replay endpoint {replay}" if replay else f"snapshot endpoint {snapshots}"
+    return f"its {which} does not answer"
+
+
 class ReplayClient:
     """One connection to a replay endpoint, so that all its answers come from one process.
 

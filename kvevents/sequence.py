@@ -3,7 +3,13 @@
 A number does not say who sent it: a restarted engine counts from 0 again and may have passed the
 old number by the time we look. So the payloads of the last few thousand batches are remembered as
 fingerprints: the same number with another payload comes from another process, and a replay that
-begins with the batch applied last proves that it is still the same one.
+returns the batch applied last proves that it is still the same one. It does not prove that all
+batches before it came from there: a relay may have passed on another engine's for a moment, in
+numbers that fit. So a replay begins some batches earlier, as far as none has shown them yet:
+
+    applied   96 97 98 99 100         up to 97 a replay showed all
+    asked from   97
+    replay       97 98 99' 100        99 was another engine's
 """
 
 from __future__ import annotations
@@ -84,6 +90,8 @@ class SequenceTracker:
         """The number of the next batch."""
         self.publisher_id: str | None = None
         """The process behind the stream, where it names itself."""
+        self.proven: int | None = None
+        """Up to here a replay or a snapshot has shown what was applied; None: nothing yet."""
         self.ring_answers = 0
         """Replays that showed a batch. Once there was one, an empty ring is another process's."""
         self._remembered = remembered
@@ -140,9 +148,26 @@ class SequenceTracker:
             for digest in fresh:
                 self._keep(self.expected, digest)
 
+    def unproven_since(self, most: int) -> int | None:
+        """From where on a replay would prove what was applied; `last` at the latest, None before
+        the first batch.
+
+        Args:
+            most: Batches that it may begin before `last`.
+        """
+        if self.last is None:
+            return None
+        earliest = self._first if self.proven is None else max(self._first, self.proven)
+        remembered = min(most, self._remembered - 1)
+        return min(self.last, max(earliest, self.last - remembered))
+
+    def prove(self) -> None:
+        """Note that a replay showed everything up to `last` that there was to ask about."""
+        self.proven = self.last
+
     def jump(self, seq: int) -> None:
         """Note that everything up to *seq* is known from elsewhere, no batch by its payload."""
-        self.last = seq
+        self.last = self.proven = seq
         self.expected = self._first = seq + 1
 
     def learn(self, digest: int) -> None:
@@ -167,7 +192,7 @@ class SequenceTracker:
 
     def forget(self) -> None:
         """Start over, with a process of which nothing is known."""
-        self.last = self.publisher_id = None
+        self.last = self.publisher_id = self.proven = None
         self.expected = self._first = 0
 
     def _keep(self, seq: int, digest: int) -> None:

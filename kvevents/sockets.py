@@ -46,7 +46,11 @@ class SocketLimits:
     """What one connection may hold and how long it may take to come up."""
 
     message_bytes: int = 64 * 2**20
-    """The connection of a peer that sends more in one frame is ended."""
+    """The connection of a peer that sends more in one frame is ended. libzmq keeps the frames of a
+    message until it is whole and has no bound for how many; so a replay
+    of one message without an end costs memory until `ReplayLimits.silence_s` ends the connection.
+    Live batches are read without libzmq, unless they are encrypted, and their frames are counted.
+    """
     queue_messages: int = 10_000
     """Messages libzmq holds before the publisher sees back pressure, and drops. What is read
     without libzmq is bounded in bytes."""

@@ -79,6 +79,14 @@ class State(Enum):
     # At rest, or looking at the replay endpoint without a known loss; live batches are taken.
     LIVE = "live"
     """Whole, and the replay endpoint is there to help."""
+    UNANSWERED = "unanswered"
+    """Whole as far as known; the last look at the replay endpoint got no answer."""
+    SILENT = "silent"
+    """Whole as far as known, but no batch came between looks that got no answer: what is published
+    may not arrive any more."""
+    CROSSED = "crossed"
+    """Whole, but another process's batches come over the connection: the next one has to be proven,
+    whatever its number."""
     LIVE_ADRIFT = "live_adrift"
     """Whole, but adrift."""
     UNCONFIRMED = "unconfirmed"
@@ -110,6 +118,9 @@ SHOWN: Mapping[State, SourceState] = {
     State.LOADING: SourceState.RECOVERING,
     State.LOADING_PARTLY: SourceState.RECOVERING,
     State.LIVE: SourceState.LIVE,
+    State.UNANSWERED: SourceState.LIVE,
+    State.SILENT: SourceState.SUSPECT,
+    State.CROSSED: SourceState.SUSPECT,
     State.LIVE_ADRIFT: SourceState.LIVE,
     State.UNCONFIRMED: SourceState.SUSPECT,
     State.INCOMPLETE: SourceState.SUSPECT,
@@ -173,12 +184,17 @@ class Input(Enum):
     """The ring returned that batch unchanged, and has more."""
     REPLAY_END = "replay end"
     """It was read to its end."""
+    STRANGERS = "strangers"
+    """It was read to its end, and live batches waited that whoever answers never sent."""
     CUT_SHORT = "cut short"
-    """It broke off after something new, or for the first time without."""
+    """It broke off or had a hole, after something new, or for the first time without."""
     LOST = "lost"
     """The ring lacks what comes next, or what comes next never gets through."""
     FOREIGN = "foreign"
     """Another process answers."""
+    MIXED = "mixed"
+    """The ring returned that batch unchanged, but not one before it: another process's came in
+    between."""
     MOVED_ON = "moved on"
     """The ring begins behind the batch applied last."""
     UNPROVABLE = "unprovable"
@@ -224,11 +240,13 @@ class Action(Enum):
 
     # Questions.
     ASK_FROM_LAST = "ask from last"
-    """Ask for a replay from the batch applied last: one more than is missing, to compare it."""
+    """Ask for a replay from the batch applied last: one more than is missing, to compare it; and
+    a few of those before it, as far as no replay has shown them yet."""
     FOLLOW = "follow"
     """Hand the replay on, up to its end or its first hole."""
     FOLLOW_PAST_HOLES = "follow past holes"
-    """Hand the replay on to its end."""
+    """Hand the replay on, past what it cannot give: a batch that is unreadable, and a hole that it
+    begins with. A later hole may be filled by the next replay."""
     ASK_SNAPSHOT = "ask snapshot"
     TAKE_SNAPSHOT = "take snapshot"
     """Hand the snapshot on, and what came since."""
@@ -242,6 +260,7 @@ ON_A_BATCH = frozenset({Action.PUT_BACK, Action.HAND_ON, Action.SKIP})
 
 CLEAR_REASONS: Mapping[Input, str] = {
     Input.FOREIGN: "restart",
+    Input.MIXED: "another engine's batches",
     Input.BACKWARDS: "restart",
     Input.IDENTITY_CHANGED: "restart",
     Input.RING_FROM_0: "rebuild",
@@ -260,9 +279,11 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
             Input.NOTHING_HELD,
             Input.NEWS,
             Input.REPLAY_END,
+            Input.STRANGERS,
             Input.CUT_SHORT,
             Input.LOST,
             Input.FOREIGN,
+            Input.MIXED,
             Input.MOVED_ON,
             Input.UNPROVABLE,
             Input.VACANT,
@@ -274,6 +295,7 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
             Input.PARTLY_KEPT,
             Input.ALL_KNOWN,
             Input.REPLAY_END,
+            Input.STRANGERS,
             Input.CUT_SHORT,
             Input.LOST,
             Input.FOREIGN,
@@ -281,7 +303,9 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
         }
     ),
     Action.FOLLOW_PAST_HOLES: frozenset(
-        _APPLIED | _REFUSED | {Input.REPLAY_END, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
+        _APPLIED
+        | _REFUSED
+        | {Input.REPLAY_END, Input.STRANGERS, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
     ),
     Action.ASK_SNAPSHOT: frozenset({Input.SNAPSHOT_BEGINS, Input.NO_SNAPSHOT, Input.NO_ANSWER}),
     Action.TAKE_SNAPSHOT: frozenset(
@@ -320,6 +344,7 @@ _LOOK_FIRST = (Action.START_PATIENCE, Action.PUT_BACK, Action.ASK_FROM_LAST)
 
 _RING_CANNOT_HELP: _Row = {
     Input.FOREIGN: _to(State.REBUILDING, Action.CLEAR, Action.ASK_SNAPSHOT),
+    Input.MIXED: _to(State.REBUILDING, Action.CLEAR, Action.ASK_SNAPSHOT),
     Input.LOST: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
     Input.MOVED_ON: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
     Input.UNPROVABLE: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
@@ -331,7 +356,6 @@ _RING: _Row = {
     Input.RING_EMPTY: _to(State.LIVE),
 }
 _PAST_HOLES: _Row = {
-    Input.GAP: _to(State.MAKING_UP, Action.HAND_ON),
     Input.MALFORMED: _to(State.MAKING_UP, Action.SKIP),
     Input.IDENTITY_CHANGED: _to(State.MAKING_UP, Action.CLEAR, Action.HAND_ON),
     Input.PARTLY_KEPT: _to(State.MAKING_UP),
@@ -341,6 +365,12 @@ _LOADING: _Row = {
     Input.PARTLY_KEPT: _to(State.LOADING_PARTLY),
     Input.ALL_KNOWN: _to(State.LOADING),
     Input.SNAPSHOT_BROKEN: _to(State.REBUILDING, Action.CLEAR, Action.ASK_FROM_0),
+}
+
+
+_SHOWN_WHOLE: _Row = {
+    Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
+    Input.STRANGERS: _to(State.CROSSED, Action.DROP_COVERED),
 }
 
 
@@ -358,9 +388,41 @@ def _verifying(state: State) -> _Row:
     return {
         **_RING_CANNOT_HELP,
         **_patient(state, Action.ASK_FROM_LAST, State.UNCONFIRMED),
+        **_SHOWN_WHOLE,
         Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
-        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
         Input.CUT_SHORT: _to(state, Action.ASK_FROM_LAST),
+        Input.DISCONNECTED: _to(State.CONNECTING),
+    }
+
+
+def _whole(state: State, plain: State, unanswered: State) -> _Row:
+    """Whole, and a silence brings a look. A plain batch leads to *plain*, a look without an answer
+    to *unanswered*."""
+    return {
+        **_RING_CANNOT_HELP,
+        **_SNAPSHOT,
+        **_RING,
+        **_SHOWN_WHOLE,
+        Input.NEXT: _to(plain),
+        # Once the ring has shown a batch, an empty ring is another process's. Without this look, a
+        # stream that never falls silent would not have seen the ring when its engine restarts.
+        Input.BEGINNING: _to(State.LIVE, *_LOOK),
+        Input.PARTLY_KEPT: _to(State.INCOMPLETE),
+        Input.ALL_KNOWN: _to(plain),
+        Input.DUPLICATE: _to(state),
+        Input.GAP: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.BACKWARDS: _to(State.DOUBTING, *_LOOK_FIRST),
+        Input.IDENTITY_CHANGED: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.MALFORMED: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.SILENCE: _to(state, *_LOOK),
+        Input.NOTHING_HELD: _to(state, Action.ASK_SNAPSHOT),
+        Input.NO_SNAPSHOT: _to(state, Action.ASK_FROM_0),
+        Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
+        Input.CUT_SHORT: _to(state, Action.ASK_FROM_LAST),
+        # As when DOUBTING.
+        Input.MOVED_ON: _to(State.LIVE, Action.DROP_OLD),
+        Input.VACANT: _to(State.LIVE),
+        Input.NO_ANSWER: _to(unanswered),
         Input.DISCONNECTED: _to(State.CONNECTING),
     }
 
@@ -409,10 +471,17 @@ def _adrift(state: State, plain: State, passed: State) -> _Row:
 
 
 _WHOLE_ADRIFT: _Row = {
+    **_SHOWN_WHOLE,
     Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
-    Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
     Input.DISCONNECTED: _to(State.CONNECTING),
 }
+
+
+def _read_to_its_end(state: State, *actions: Action) -> _Row:
+    """Something is missing, whatever an answer to its end says of the connection."""
+    end = _to(state, Action.DROP_COVERED, *actions)
+    return {Input.REPLAY_END: end, Input.STRANGERS: end}
+
 
 _ROWS: dict[State, _Row] = {
     State.CONNECTING: {
@@ -450,12 +519,12 @@ _ROWS: dict[State, _Row] = {
         Input.RING_LATER: _to(State.LIVE),
         Input.RING_EMPTY: _to(State.LIVE),
         Input.VACANT: _to(State.LIVE),
-        Input.NO_ANSWER: _to(State.LIVE),
+        Input.NO_ANSWER: _to(State.UNANSWERED),
     },
     State.REPLAYING: {
         **_PAST_HOLES,
+        **_SHOWN_WHOLE,
         Input.BEGINNING: _to(State.REPLAYING),
-        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
         Input.CUT_SHORT: _to(State.VERIFYING, Action.ASK_FROM_LAST),
         Input.NO_ANSWER: _to(State.VERIFYING, Action.WAIT),
     },
@@ -464,11 +533,12 @@ _ROWS: dict[State, _Row] = {
         **_patient(State.MAKING_UP, Action.ASK_SNAPSHOT, State.HOLED_ADRIFT),
         **_SNAPSHOT,
         **_PAST_HOLES,
+        **_read_to_its_end(State.HOLED),
+        Input.GAP: _to(State.MAKING_UP, Action.HAND_ON),
         Input.NO_SNAPSHOT: _to(State.MAKING_UP, Action.ASK_FROM_LAST),
         Input.NEWS: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
         Input.MOVED_ON: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
         Input.UNPROVABLE: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
-        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED),
         Input.CUT_SHORT: _to(State.MAKING_UP, Action.ASK_FROM_LAST),
         Input.LOST: _to(State.HOLED_ADRIFT),
         Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
@@ -479,36 +549,28 @@ _ROWS: dict[State, _Row] = {
         Input.SNAPSHOT_END: _to(State.OVERFULL, Action.DROP_COVERED),
     },
     State.LIVE: {
-        **_RING_CANNOT_HELP,
-        **_SNAPSHOT,
-        **_RING,
-        Input.NEXT: _to(State.LIVE),
-        # Once the ring has shown a batch, an empty ring is another process's. Without this look, a
-        # stream that never falls silent would not have seen the ring when its engine restarts.
-        Input.BEGINNING: _to(State.LIVE, *_LOOK),
-        Input.PARTLY_KEPT: _to(State.INCOMPLETE),
-        Input.ALL_KNOWN: _to(State.LIVE),
-        Input.DUPLICATE: _to(State.LIVE),
-        Input.GAP: _to(State.VERIFYING, *_LOOK_FIRST),
-        Input.BACKWARDS: _to(State.DOUBTING, *_LOOK_FIRST),
-        Input.IDENTITY_CHANGED: _to(State.VERIFYING, *_LOOK_FIRST),
-        Input.MALFORMED: _to(State.VERIFYING, *_LOOK_FIRST),
-        Input.SILENCE: _to(State.LIVE, *_LOOK),
+        **_whole(State.LIVE, plain=State.LIVE, unanswered=State.UNANSWERED),
         Input.DISTRUSTED: _to(State.REFRESHING, *_REFRESH),
-        Input.NOTHING_HELD: _to(State.LIVE, Action.ASK_SNAPSHOT),
-        Input.NO_SNAPSHOT: _to(State.LIVE, Action.ASK_FROM_0),
-        Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
-        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
-        Input.CUT_SHORT: _to(State.LIVE, Action.ASK_FROM_LAST),
-        # As when DOUBTING.
-        Input.MOVED_ON: _to(State.LIVE, Action.DROP_OLD),
-        Input.VACANT: _to(State.LIVE),
-        Input.NO_ANSWER: _to(State.LIVE),
-        Input.DISCONNECTED: _to(State.CONNECTING),
+    },
+    State.UNANSWERED: {
+        **_whole(State.UNANSWERED, plain=State.UNANSWERED, unanswered=State.SILENT),
+        Input.DISTRUSTED: _to(State.REFRESHING, *_REFRESH),
+    },
+    State.SILENT: {
+        **_whole(State.SILENT, plain=State.UNANSWERED, unanswered=State.SILENT),
+        Input.DISTRUSTED: _to(State.SILENT),
+    },
+    State.CROSSED: {
+        **_whole(State.CROSSED, plain=State.CROSSED, unanswered=State.SILENT),
+        # The expected number proves nothing here.
+        Input.NEXT: _to(State.VERIFYING, *_LOOK),
+        Input.ALL_KNOWN: _to(State.VERIFYING, *_LOOK),
+        Input.DISTRUSTED: _to(State.CROSSED),
     },
     State.LIVE_ADRIFT: {
         **_adrift(State.LIVE_ADRIFT, plain=State.LIVE_ADRIFT, passed=State.ADRIFT),
         **_WHOLE_ADRIFT,
+        Input.NO_ANSWER: _to(State.SILENT),
     },
     State.UNCONFIRMED: {
         # Nothing says that it is the process we followed: its batches may not fit what we hold.
@@ -523,7 +585,7 @@ _ROWS: dict[State, _Row] = {
     State.INCOMPLETE: {
         **_incomplete(State.INCOMPLETE, adrift=State.ADRIFT),
         **_SNAPSHOT,
-        Input.REPLAY_END: _to(State.INCOMPLETE, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        **_read_to_its_end(State.INCOMPLETE, Action.ASK_SNAPSHOT),
         Input.NO_SNAPSHOT: _to(State.INCOMPLETE, Action.ASK_FROM_0),
         Input.RING_FROM_0: _to(State.REPLAYING, Action.CLEAR, Action.FOLLOW_PAST_HOLES),
         Input.RING_LATER: _to(State.HOLED),
@@ -532,24 +594,24 @@ _ROWS: dict[State, _Row] = {
     State.HOLED: {
         **_incomplete(State.HOLED, adrift=State.HOLED_ADRIFT),
         **_SNAPSHOT,
-        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        **_read_to_its_end(State.HOLED, Action.ASK_SNAPSHOT),
         Input.NO_SNAPSHOT: _to(State.HOLED),
     },
     State.OVERFULL: {
         **_incomplete(State.OVERFULL, adrift=State.HOLED_ADRIFT),
-        Input.REPLAY_END: _to(State.OVERFULL, Action.DROP_COVERED),
+        **_read_to_its_end(State.OVERFULL),
     },
     State.ADRIFT: {
         **_adrift(State.ADRIFT, plain=State.ADRIFT, passed=State.ADRIFT),
+        **_read_to_its_end(State.INCOMPLETE, Action.ASK_SNAPSHOT),
         Input.BEGINNING: _to(State.LIVE_ADRIFT),
         Input.NEWS: _to(State.INCOMPLETE, Action.FOLLOW),
-        Input.REPLAY_END: _to(State.INCOMPLETE, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
         Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
     },
     State.HOLED_ADRIFT: {
         **_adrift(State.HOLED_ADRIFT, plain=State.HOLED_ADRIFT, passed=State.HOLED_ADRIFT),
+        **_read_to_its_end(State.HOLED, Action.ASK_SNAPSHOT),
         Input.NEWS: _to(State.HOLED, Action.FOLLOW),
-        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
         Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
     },
 }
@@ -564,6 +626,7 @@ TABLE: Mapping[State, Mapping[Input, Transition]] = {
 _HOLDS_SOMETHING = "a batch or a snapshot was applied before"
 _LATER_NUMBERS = "numbers in a replay rise, and one batch was handed on already"
 _BRINGS_ONE = "a replay from batch 0 that has begun brings at least one batch"
+_BEGINS_WHOLE = "only a hole that a replay begins with is passed, and this one begins whole"
 
 IMPOSSIBLE: Mapping[tuple[State, Input], str] = {
     **{
@@ -590,6 +653,7 @@ IMPOSSIBLE: Mapping[tuple[State, Input], str] = {
         )
     },
     (State.MAKING_UP, Input.BEGINNING): _LATER_NUMBERS,
+    (State.REPLAYING, Input.GAP): _BEGINS_WHOLE,
     (State.REPLAYING, Input.LOST): _BRINGS_ONE,
 }
 """Pairs that `RESULTS` alone would allow, and why they cannot meet."""

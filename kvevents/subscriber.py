@@ -18,12 +18,12 @@ from typing import Any
 
 import zmq
 
-from kvevents.delivery import Consumer, Delivery, StreamCounters
+from kvevents.delivery import ENOUGH_UNANSWERED, Consumer, Delivery, StreamCounters
 from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
-from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint
+from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
 from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketLimits, check_connectable
 from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
@@ -85,6 +85,9 @@ class SubscriberStatistics(StreamCounters):
     last_message_at: float | None
     """On the monotonic clock; None before the first batch."""
     publisher_id: str | None
+    problem: str | None
+    """What an operator can do something about, in words that follow the replica's name; None: there
+    is nothing of the kind."""
 
 
 class Subscriber:
@@ -150,6 +153,7 @@ class Subscriber:
             last_seq=self._delivery.tracker.last,
             last_message_at=self._delivery.last_message_at,
             publisher_id=self._delivery.tracker.publisher_id,
+            problem=self._problem(),
             **asdict(self._counters),
         )
 
@@ -182,6 +186,15 @@ class Subscriber:
             self._enter(Input.CLOSED)
             if self._context is None:
                 context.term()
+
+    def _problem(self) -> str | None:
+        if not self._stream.is_connected:
+            return None
+        if self._stream.state is State.CROSSED:
+            return "batches of another engine come over its event stream"
+        if self._counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
+            return None
+        return no_answer_from(self._replay_endpoint, self._snapshot_endpoint)
 
     # --- connections ------------------------------------------------------------------------------
 

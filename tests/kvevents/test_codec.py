@@ -119,6 +119,7 @@ layouts = st.builds(
     hash_algorithm=st.none() | names,
     none_hash=st.none() | st.binary(max_size=32),
     eagle=st.booleans(),
+    retention_hints=st.integers(0, 2),
 )
 ranks = st.none() | st.integers(0, 2**31)
 timestamps = st.floats(allow_nan=False)
@@ -253,7 +254,8 @@ def test_a_batch_may_lack_its_rank() -> None:
 
 
 def test_unknown_fields_of_a_map_are_ignored() -> None:
-    """Three releases in a row each brought one; `session_id` is still none of ours."""
+    """Three releases in a row each brought one. `session_id` is known and left out: it says who
+    stored a block first, and anyone may reuse it."""
     events: list[Event] = [WHOLE, BlockRemoved([1], "GPU", 0), AllBlocksCleared()]
     assert decode(wire(*map(event_map, events))).events == events
 
@@ -607,6 +609,17 @@ def test_an_event_that_breaks_the_format_is_counted_and_left_out_alone(
         ({"type": "AllBlocksCleared", "medium": 3}, True),
         ({"type": "TierBlocksCleared", "medium": None}, True),
         ({"type": "CacheLayout", "publisher_id": "p"}, True),
+        (
+            {
+                "type": "CacheLayout",
+                "publisher_id": "p",
+                "groups": [],
+                "hash_block_size": 16,
+                "scheduler_block_size": 16,
+                "retention_hints": -1,
+            },
+            True,
+        ),
         ({"block_hashes": [1]}, True),
         (5, True),
         ({"type": "BlockPinned"}, False),

@@ -49,6 +49,8 @@ OTHER_VALUES: list[tuple[Event, str, Any]] = [
     (LAYOUT, "publisher_id", "publisher-2"),
     (LAYOUT, "groups", [GroupSpec("full_attention", 32)]),
     (LAYOUT, "eagle", True),
+    (LAYOUT, "retention_hints", 1),
+    (LAYOUT, "eagle_groups", [0]),
 ]
 ONE_OF_EACH: list[Event] = [STORED, REMOVED, AllBlocksCleared(), LAYOUT]
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import pytest
 
@@ -27,6 +28,7 @@ from tests.support.engine_model import (
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
+Eagle: TypeAlias = bool | Sequence[int]
 OF_EVERY_KIND = [
     GroupKind.FULL,
     GroupKind.SLIDING_WINDOW,
@@ -73,6 +75,13 @@ def random_group(
     )
 
 
+def random_eagle(rng: random.Random, groups: int) -> bool | list[int]:
+    """A drafter in no group, in all, or in some."""
+    if rng.random() < 0.6:
+        return False
+    return rng.random() < 0.4 or [index for index in range(groups) if rng.random() < 0.4]
+
+
 def random_layout(rng: random.Random) -> KVCacheLayout:
     """Any mix of kinds and block sizes; a quarter of them with hits inside blocks."""
     if rng.random() < 0.25:
@@ -83,7 +92,9 @@ def random_layout(rng: random.Random) -> KVCacheLayout:
     ]
     if all(group.kind is GroupKind.NOT_CACHED for group in groups):
         groups.append(KVCacheGroup(GroupKind.FULL, unit))
-    return KVCacheLayout.build(groups, unit, None, rng.random() < 0.4, rng.random() < 0.8)
+    return KVCacheLayout.build(
+        groups, unit, None, random_eagle(rng, len(groups)), rng.random() < 0.8
+    )
 
 
 def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
@@ -93,7 +104,9 @@ def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
     groups.insert(rng.randint(0, 1), random_group(rng, unit, [GroupKind.FULL], sizes))
     if rng.random() < 0.4:
         groups.append(random_group(rng, unit, [GroupKind.SLIDING_WINDOW], sizes))
-    return KVCacheLayout.build(groups, unit, unit, rng.random() < 0.4, rng.random() < 0.8)
+    return KVCacheLayout.build(
+        groups, unit, unit, random_eagle(rng, len(groups)), rng.random() < 0.8
+    )
 
 
 def random_ends(
@@ -226,7 +239,7 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
 
 
 def hit(
-    *groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, eagle: bool = False
+    *groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, eagle: Eagle = False
 ) -> int:
     """The hit with all blocks present but those in *gone*, by group."""
     layout = KVCacheLayout.build(groups, eagle=eagle)
@@ -299,6 +312,33 @@ def test_eagle_must_see_one_block_more_than_is_reused() -> None:
     assert hit(FULL, mamba(), gone={}, eagle=True) == 144
 
 
+def test_only_the_groups_with_the_drafters_layers_give_eagles_block() -> None:
+    """vLLM flags them: a window without a drafter beside full attention with one reuses what full
+    attention does, and no block less."""
+    groups = (FULL, window(17))
+    assert hit(*groups, gone={}, eagle=[0]) == 144
+    assert hit(*groups, gone={1: {160}}, eagle=[0]) == 144
+    assert hit(*groups, gone={1: {160}}, eagle=True) == 128
+    # The window's extra block may lie behind what full attention holds.
+    assert hit(*groups, gone={0: {144}}, eagle=[1]) == 128
+    assert hit(*groups, gone={0: {144}}, eagle=[0]) == 112
+    assert hit(*groups, gone={0: {144}}, eagle=[0, 1]) == 112
+    assert hit(*groups, gone={0: {144}}, eagle=[]) == 128
+
+
+def test_a_full_group_of_the_drafters_own_is_looked_up_by_itself() -> None:
+    """What the model's own group lacks costs no block more."""
+    assert hit(FULL, window(17), FULL, gone={0: {112}}, eagle=[2]) == 96
+    assert hit(FULL, window(17), FULL, gone={0: {112}}, eagle=[0, 2]) == 80
+
+
+def test_a_window_without_a_drafter_that_cuts_the_hit_makes_the_others_give_again() -> None:
+    """The hit then ends at other blocks, and a drafter has to see the one behind those."""
+    # The first gives up 96 for 80; the second cuts to 48; then the first gives up 48 for 32.
+    assert hit_of_windows({16, 32, 48, 80, 96}, {16, 32, 48}, eagle=[0]) == 32
+    assert hit_of_windows({16, 32, 48, 80, 96}, {16, 32, 48}) == 48
+
+
 def test_eagles_block_of_a_window_is_whole_also_where_hits_may_end_inside_blocks() -> None:
     """Only full attention has entries inside a block to test; a window's next entry is at its
     block's end."""
@@ -333,6 +373,8 @@ def test_groups_with_equal_specs_are_one_and_those_that_are_not_cached_none() ->
         [window(33), FULL, window(33), NOT_CACHED, window(34), FULL, mamba(), window(33, 32)]
     )
     assert equal_groups(layout) == ((0, 2), (1, 5), (4,), (6,), (7,))
+    drafting = replace(layout, eagle=frozenset([2, 5]))
+    assert equal_groups(drafting) == ((0,), (1,), (2,), (4,), (5,), (6,), (7,))
 
 
 def test_equal_groups_give_eagles_block_together() -> None:
@@ -375,7 +417,8 @@ def _hit_of(case: Case) -> int:
 
 def _hit_with_copy(case: Case) -> int:
     count = len(case.layout.groups)
-    doubled = replace(case.layout, groups=case.layout.groups * 2)
+    eagle = {index + copy for index in case.layout.eagle for copy in (0, count)}
+    doubled = replace(case.layout, groups=case.layout.groups * 2, eagle=frozenset(eagle))
     return longest_hit(
         doubled,
         lambda group, end: case.cache.has(group % count, end),
@@ -464,7 +507,7 @@ def extended(
     gpu: dict[int, set[int]],
     below: dict[int, set[int]],
     prompt_tokens: int,
-    eagle: bool = False,
+    eagle: Eagle = False,
     units: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """The GPU's hit and the hit with a tier, of blocks named by group and end."""
@@ -587,6 +630,16 @@ def test_eagle_gives_a_block_back_of_a_loaded_prompt_too() -> None:
     ) == (32, 144)
 
 
+def test_a_loaded_prompt_gives_eagles_block_back_only_in_the_drafters_groups() -> None:
+    """vLLM's connector asks for a unit more where a group is flagged, and nowhere else."""
+    below = {0: EVERY - {160}, 1: EVERY}
+
+    def loaded(*eagle: int) -> int:
+        return extended(FULL, window(17), gpu={}, below=below, prompt_tokens=161, eagle=eagle)[1]
+
+    assert (loaded(), loaded(0), loaded(1), loaded(0, 1)) == (144, 128, 144, 128)
+
+
 def test_a_hit_is_never_shorter_with_a_tier() -> None:
     """EAGLE's block of a GPU hit may be on the GPU only, beyond the blocks that count there."""
     assert extended(
@@ -597,7 +650,7 @@ def test_a_hit_is_never_shorter_with_a_tier() -> None:
 # --- the examples of the docstrings ---------------------------------------------------------------
 
 
-def hit_of_windows(first: set[int], second: set[int], eagle: bool = False) -> int:
+def hit_of_windows(first: set[int], second: set[int], eagle: Eagle = False) -> int:
     """The hit of two windows of one block each, which hold the blocks with these ends."""
     layout = KVCacheLayout.build([window(10), window(12)], eagle=eagle)
     held = (first, second)

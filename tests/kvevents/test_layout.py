@@ -144,7 +144,39 @@ def test_an_announced_layout_is_taken_as_it_is() -> None:
         chunked(128),
         KVCacheGroup(GroupKind.NOT_CACHED, 7),
     )
-    assert layout == KVCacheLayout(groups, hash_block_size=8, scheduler_block_size=16, eagle=True)
+    assert layout == KVCacheLayout(groups, 8, 16, frozenset(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("eagle", "named", "drafting"),
+    [
+        (False, None, set()),
+        (True, None, {0, 1}),
+        (True, [1], {1}),
+        (True, [], set()),
+        (False, [0], {0}),
+    ],
+)
+def test_an_announced_drafter_is_in_the_groups_named_or_else_in_all_or_none(
+    eagle: bool, named: list[int] | None, drafting: set[int]
+) -> None:
+    """Publishers before the list wrote only the flag."""
+    specs = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64)]
+    event = CacheLayout("publisher-1", specs, 16, 16, eagle=eagle, eagle_groups=named)
+    assert KVCacheLayout.from_event(event).eagle == drafting
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_drafter_in_a_group_that_is_not_there_is_refused(index: int) -> None:
+    """A list by other numbers than the groups' would shorten the wrong hits."""
+    with pytest.raises(LayoutError, match=f"eagle names group {index}: it must be one of 2 groups"):
+        KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 16), window(64)], eagle=[0, index])
+
+
+def test_a_window_of_replay_below_zero_is_refused() -> None:
+    """Sizes are tokens."""
+    with pytest.raises(LayoutError, match=r"prefix_replay_tokens -1 must lie in \[0, "):
+        KVCacheLayout.build([window(64)], prefix_replay_tokens=-1)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,29 @@ def test_payloads_that_differ_in_one_bit_have_different_fingerprints(
     assert all(0 <= fingerprint(each) < 2**64 for each in changed)
 
 
+def test_a_replay_begins_where_the_last_one_proved_everything_within_bounds() -> None:
+    """Batches that fitted in by their number alone are compared; all of a long stream would cost
+    the engine too much."""
+    tracker = SequenceTracker(remembered=100)
+    assert tracker.unproven_since(10) is None
+    for seq in range(20):
+        tracker.advance(seq, mark(seq))
+    assert tracker.unproven_since(50) == 0
+    assert tracker.unproven_since(10) == 9
+    tracker.prove()
+    assert tracker.unproven_since(50) == 19
+    tracker.advance(20, mark(20))
+    assert tracker.unproven_since(50) == 19
+    tracker.advance(25, mark(25))
+    assert tracker.unproven_since(50) == 25, "nothing before a loss is remembered"
+    tracker.jump(40)
+    assert tracker.unproven_since(50) == 40
+    for seq in range(41, 341):
+        tracker.advance(seq, mark(seq))
+    assert tracker.unproven_since(1000) == 340 - 99
+    assert tracker.recall(340 - 99) == mark(340 - 99)
+
+
 def test_remembering_nothing_is_refused() -> None:
     """Without the last batch a replay proves nothing."""
     with pytest.raises(ValueError, match="remembered is 0"):

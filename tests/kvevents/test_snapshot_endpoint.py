@@ -18,8 +18,9 @@ from kvevents.events import BlockStored, CacheLayout, EventBatch
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
-from tests.support.following import QUICK, Notebook, following, until, until_live, until_state
+from tests.support.following import QUICK, Notebook, following, until_live, until_state
 from tests.support.vllm_publisher import Reply, SnapshotAnswer, VllmPublisher, seq_frame
+from tests.support.waiting import eventually
 
 LIVE, SUSPECT = SourceState.LIVE, SourceState.SUSPECT
 NAME, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -98,7 +99,7 @@ async def test_a_late_subscriber_takes_the_snapshot_and_follows(
     with publishing(100, ring=5, snapshots=now(part("x"), part("y"))) as publisher:
         async with follow(publisher, notebook, with_replay) as subscriber:
             await until_live(subscriber, 99)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             last = publish(publisher, 3)
             await until_live(subscriber, last)
             assert whats(notebook) == ["x", "y", "batch 100", "batch 101", "batch 102"]
@@ -120,7 +121,7 @@ async def test_before_the_first_batch_a_snapshot_stands_for_none(notebook: Noteb
     with publishing(snapshots=now(name=NAME)) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_live(subscriber, None)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publisher.snapshots = now(part("x"))
             publish(publisher, 1)
             await until_live(subscriber, 0)
@@ -133,7 +134,7 @@ async def test_live_batches_that_a_snapshot_includes_are_dropped_whenever_they_c
     with publishing(10, snapshots=now(part("x"))) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_live(subscriber, 9)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             for seq in (7, 9):
                 publisher.send_raw([publisher.topic, seq_frame(seq), named(f"batch {seq}")])
             last = publish(publisher, 1)
@@ -148,7 +149,7 @@ async def test_a_heartbeat_shows_a_loss_at_the_tail(notebook: Notebook) -> None:
     with publishing(10, snapshots=now(part("x"))) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_live(subscriber, 9)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publisher.snapshots = now(part("x"), part("z"))
             publish(publisher, 1, on_wire=False)
             beat = msgspec.msgpack.encode([0.0, [], 0, NAME])
@@ -164,7 +165,7 @@ async def test_a_gap_behind_a_snapshot_is_filled_from_the_ring(notebook: Noteboo
     with publishing(10, snapshots=now(part("x"))) as publisher:
         async with follow(publisher, notebook, with_replay=True) as subscriber:
             await until_live(subscriber, 9)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publish(publisher, 1, on_wire=False)
             publish(publisher, 1)
             await until_live(subscriber, 11)
@@ -180,7 +181,7 @@ async def test_another_name_is_another_process_wherever_its_numbers_stand(
     with publishing(10, snapshots=now(part("x"))) as publisher:
         async with follow(publisher, notebook, with_replay) as subscriber:
             await until_live(subscriber, 9)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publisher.ring.clear()
             publisher.snapshots = now(part("new"), name=OTHER)
             last = publish(publisher, 1, name=OTHER)
@@ -210,7 +211,7 @@ async def test_a_snapshot_that_comes_later_makes_a_suspect_source_whole(notebook
     with publishing(10, snapshots=unavailable) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_state(subscriber, SUSPECT, None)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             last = publish(publisher, 1)
             await until_state(subscriber, SUSPECT, last)
             publisher.snapshots = now(part("x"))
@@ -223,7 +224,7 @@ async def test_a_gap_while_there_is_no_snapshot_is_passed(notebook: Notebook) ->
     with publishing(10, snapshots=now(part("x"))) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_live(subscriber, 9)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publisher.snapshots = unavailable
             publish(publisher, 1, on_wire=False)
             last = publish(publisher, 2)
@@ -265,7 +266,7 @@ async def test_a_reply_of_an_unknown_form_leaves_a_source_without_a_ring_suspect
     with publishing(10, snapshots=lambda _: UNKNOWN["JSON"]) as publisher:
         async with follow(publisher, notebook) as subscriber:
             await until_state(subscriber, SUSPECT, None)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             last = publish(publisher, 3)
             await until_state(subscriber, SUSPECT, last)
             assert notebook.seqs == [10, 11, 12]
@@ -311,7 +312,7 @@ async def test_an_endpoint_of_another_process_is_not_asked_again_and_again(
     fits the stream."""
     with publishing(10, snapshots=now(part("x"), name=OTHER)) as publisher:
         async with follow(publisher, notebook) as subscriber:
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             for _ in range(200):
                 last = publish(publisher, 1)
             await until_state(subscriber, SUSPECT, last)
@@ -352,8 +353,8 @@ async def test_a_snapshot_of_nothing_names_nobody(notebook: Notebook) -> None:
     stream was doubted where it had just begun, and its follower ended in an impossible state."""
     with publishing(0, snapshots=lambda _publisher: snapshot(-1, name=OTHER)) as publisher:
         async with follow(publisher, notebook, with_replay=True) as subscriber:
-            await until(lambda: publisher.subscribers > 0, "the subscription")
-            await until(lambda: subscriber.statistics().snapshots > 0, "the snapshot")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: subscriber.statistics().snapshots > 0, "the snapshot")
             last = publish(publisher, 3)
             await until_live(subscriber, last)
             assert whats(notebook) == ["batch 0", "batch 1", "batch 2"]

@@ -197,9 +197,23 @@ def test_a_look_at_a_silent_tail_that_finds_nothing_missing_never_leaves_live() 
     """A silence may be no more than a late heartbeat."""
     state, actions = TABLE[State.LIVE][Input.SILENCE]
     assert (state, actions[-1]) == (State.LIVE, Action.ASK_FROM_LAST)
-    for result in (Input.REPLAY_END, Input.CUT_SHORT, Input.VACANT, Input.NO_ANSWER):
+    for result in (Input.REPLAY_END, Input.CUT_SHORT, Input.VACANT):
         assert TABLE[State.LIVE][result].state is State.LIVE
+    assert SHOWN[TABLE[State.LIVE][Input.NO_ANSWER].state] is SourceState.LIVE
     assert TABLE[State.LIVE][Input.NEWS].state is State.VERIFYING, "something was missing"
+
+
+def test_a_second_look_without_an_answer_leaves_the_source_suspect_until_it_is_heard_of() -> None:
+    """Behind a black hole nothing is lost, and nothing is known either."""
+    assert run_through(Input.SILENCE, Input.NO_ANSWER, Input.SILENCE, Input.NO_ANSWER) == [
+        State.LIVE,
+        State.UNANSWERED,
+        State.UNANSWERED,
+        State.SILENT,
+    ]
+    assert SHOWN[State.SILENT] is SourceState.SUSPECT
+    for heard in (Input.NEXT, Input.REPLAY_END, Input.VACANT):
+        assert SHOWN[TABLE[State.SILENT][heard].state] is SourceState.LIVE
 
 
 def test_live_batches_wait_wherever_the_source_is_shown_as_recovering() -> None:

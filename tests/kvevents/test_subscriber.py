@@ -32,8 +32,9 @@ from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
-from tests.support.following import QUICK, Notebook, following, until, until_live, until_state
+from tests.support.following import QUICK, Notebook, following, until_live, until_state
 from tests.support.vllm_publisher import END, Reply, VllmPublisher, free_port, seq_frame
+from tests.support.waiting import DEADLINE_S, eventually
 
 LIVE, SUSPECT, RECOVERING, CONNECTING = (
     SourceState.LIVE,
@@ -78,7 +79,7 @@ async def live(
     first batch."""
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
         await until_live(subscriber, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         yield subscriber
 
 
@@ -159,7 +160,7 @@ async def test_a_consumer_that_finds_its_picture_wrong_gets_everything_anew(
         await until_live(subscriber, last)
         notebook.batches[3:] = []
         subscriber.rebuild()
-        await until(lambda: notebook.reasons == ["rebuild"], "the rebuild")
+        await eventually(lambda: notebook.reasons == ["rebuild"], "the rebuild")
         last = publish(publisher, 5)
         await until_live(subscriber, last)
         assert notebook.seqs == list(range(25))
@@ -180,7 +181,9 @@ async def test_what_the_ring_no_longer_has_is_kept_although_it_is_doubted(
             await until_live(subscriber, last)
             questions = subscriber.statistics().questions
             subscriber.rebuild()
-            await until(lambda: subscriber.statistics().questions >= questions + 2, "the questions")
+            await eventually(
+                lambda: subscriber.statistics().questions >= questions + 2, "the questions"
+            )
             last = publish(publisher, 5)
             await until_live(subscriber, last)
             assert (notebook.seqs, notebook.reasons) == (list(range(50)), [])
@@ -195,14 +198,14 @@ async def test_a_snapshot_rebuilds_a_picture_that_is_doubted(notebook: Notebook)
     with ZmqEventPublisher(config, full) as publisher:
         for _ in range(5):
             publisher.publish([AllBlocksCleared()])
-        await until(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
+        await eventually(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
         subscriber = Subscriber(
             publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK
         )
         async with following(subscriber):
             await until_live(subscriber, 5)
             subscriber.rebuild()
-            await until(lambda: subscriber.statistics().snapshots == 2, "the second snapshot")
+            await eventually(lambda: subscriber.statistics().snapshots == 2, "the second snapshot")
             await until_live(subscriber, 5)
             assert notebook.reasons == ["snapshot"], "nothing was held before the first one"
 
@@ -233,6 +236,23 @@ async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(
     assert notebook.seqs == list(range(13))
 
 
+async def test_a_replay_that_a_router_dropped_parts_of_is_asked_for_until_it_is_whole(
+    notebook: Notebook,
+) -> None:
+    """vLLM's ROUTER drops silently what is not taken as fast as it is sent, though its ring has
+    every batch: late routers stayed suspect for good."""
+    slow = replace(QUICK, socket=replace(QUICK.socket, queue_messages=50))
+    with VllmPublisher(replay_hwm=100) as publisher:
+        for seq in range(4000):
+            publisher.publish(b"%d " % seq + bytes(16_000), on_wire=False)
+        async with following(subscriber_to(publisher, notebook, slow)) as subscriber:
+            await until_live(subscriber, 3999)
+            assert subscriber.statistics().replays > 1, "the first one had every batch"
+            await until_live(subscriber, publish(publisher, 5))
+    assert notebook.seqs == list(range(4005))
+    assert (SUSPECT in notebook.states, notebook.reasons) == (False, [])
+
+
 async def test_a_quiet_stream_stays_live_while_its_tail_is_looked_at(
     publisher: VllmPublisher, notebook: Notebook
 ) -> None:
@@ -242,7 +262,7 @@ async def test_a_quiet_stream_stays_live_while_its_tail_is_looked_at(
         publish(publisher, 10)
         await until_live(subscriber, 9)
         states, questions = len(notebook.states), subscriber.statistics().questions
-        await until(
+        await eventually(
             lambda: subscriber.statistics().questions >= questions + 5, "five looks at the tail"
         )
         assert notebook.states[states:] == []
@@ -332,7 +352,9 @@ async def test_a_batch_reaches_the_consumer_without_a_task(publisher: VllmPublis
             publish(publisher, 1)
             return None in witness.tasks
 
-        await until(came_without_a_task, "a batch outside a task", show=lambda: witness.tasks[-9:])
+        await eventually(
+            came_without_a_task, "a batch outside a task", show=lambda: witness.tasks[-9:]
+        )
 
 
 def test_it_works_on_uvloop(publisher: VllmPublisher, notebook: Notebook) -> None:
@@ -374,17 +396,17 @@ async def test_one_process_can_hold_both_ends(notebook: Notebook) -> None:
             context=context,
         )
         async with following(subscriber):
-            await until(lambda: bool(router.poll(0)), "the first question")
+            await eventually(lambda: bool(router.poll(0)), "the first question")
             client, _, start = router.recv_multipart()
             assert start == b"snapshot"
             router.send_multipart([client, b"", b"", END, b""])
-            await until(lambda: bool(router.poll(0)), "the second question")
+            await eventually(lambda: bool(router.poll(0)), "the second question")
             client, _, start = router.recv_multipart()
             assert start == seq_frame(0)
             router.send_multipart([client, b"", b"", END, b""])
             await until_live(subscriber, None)
             pub.send_multipart([b"t", seq_frame(0), b"a 0"])
-            await until(lambda: notebook.seqs == [0], "the batch")
+            await eventually(lambda: notebook.seqs == [0], "the batch")
 
 
 async def test_after_a_snapshot_a_look_at_the_tail_asks_for_no_other(notebook: Notebook) -> None:
@@ -397,14 +419,14 @@ async def test_after_a_snapshot_a_look_at_the_tail_asks_for_no_other(notebook: N
     with ZmqEventPublisher(config, full) as publisher:
         for _ in range(5):
             publisher.publish([AllBlocksCleared()])
-        await until(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
+        await eventually(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
         subscriber = Subscriber(
             publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK
         )
         async with following(subscriber):
             await until_live(subscriber, 5)
             questions = subscriber.statistics().questions
-            await until(
+            await eventually(
                 lambda: subscriber.statistics().questions > questions + 2,
                 "three looks at the tail",
             )
@@ -510,8 +532,8 @@ async def test_a_publisher_that_changes_its_name_is_another_process(
         await until_live(subscriber, 3)
         assert subscriber.statistics().publisher_id == "first"
         publisher.publish(layout("second"))
-        await until(lambda: subscriber.statistics().restarts > 0, "the restart")
-        await until(lambda: subscriber.statistics().publisher_id == "second", "the new name")
+        await eventually(lambda: subscriber.statistics().restarts > 0, "the restart")
+        await eventually(lambda: subscriber.statistics().publisher_id == "second", "the new name")
     assert notebook.reasons[0] == "restart"
 
 
@@ -527,11 +549,11 @@ async def test_without_a_replay_endpoint_a_restart_shows_by_its_number(
     """Batch 0 of a new process is a known beginning, even where nothing can be asked."""
     async with following(without_replay(publisher, notebook)) as subscriber:
         await until_state(subscriber, SUSPECT, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         publish(publisher, 5)
         await until_live(subscriber, 4)
         with restarted(publisher) as again:
-            await until(lambda: again.subscribers > 0, "the second connection")
+            await eventually(lambda: again.subscribers > 0, "the second connection")
             await until_state(subscriber, SUSPECT, 4)
             publish(again, 2, "b")
             await until_live(subscriber, 1)
@@ -544,7 +566,7 @@ async def test_without_a_replay_endpoint_a_gap_leaves_the_source_suspect(
     """Nothing can be asked, so what is lost stays lost, and the state shows it."""
     async with following(without_replay(publisher, notebook)) as subscriber:
         await until_state(subscriber, SUSPECT, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         publish(publisher, 5)
         await until_live(subscriber, 4)
         publish(publisher, 1, on_wire=False)
@@ -559,11 +581,11 @@ async def test_without_a_replay_endpoint_a_reconnect_leaves_the_source_suspect(
     """The next number may be the expected one by chance; what was missed cannot be known."""
     async with following(without_replay(publisher, notebook)) as subscriber:
         await until_state(subscriber, SUSPECT, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         publish(publisher, 5)
         await until_live(subscriber, 4)
         with restarted(publisher, first_seq=5) as again:
-            await until(lambda: again.subscribers > 0, "the second connection")
+            await eventually(lambda: again.subscribers > 0, "the second connection")
             publish(again, 1, "b")
             await until_state(subscriber, SUSPECT, 5)
 
@@ -579,7 +601,7 @@ async def test_the_expected_number_proves_nothing_after_a_reconnect(
         await until_live(subscriber, 4)
         with restarted(publisher, first_seq=5, answer=lambda _publisher, _first: []) as again:
             await until_state(subscriber, SUSPECT, 4)
-            await until(lambda: again.subscribers > 0, "the subscription")
+            await eventually(lambda: again.subscribers > 0, "the subscription")
             publish(again, 3, "b")
             await until_state(subscriber, SUSPECT, 7)
 
@@ -591,7 +613,7 @@ async def test_a_straggler_makes_nothing_suspect_where_the_ring_has_moved_on(
     batches go on."""
 
     def moving_on(self: VllmPublisher, first: int) -> list[Reply]:
-        if first == 4:
+        if first <= 4 and self.last_seq == 4:
             for _ in range(3):
                 self.send_now(self.publish(b"a new one", on_wire=False))
         return self.replies(first)
@@ -681,7 +703,7 @@ async def test_a_ring_that_cannot_help_is_not_read_again_and_again(
     async with following(subscriber_to(publisher, notebook)) as subscriber:
         await until_state(subscriber, SUSPECT, last)
         asked = publisher.requests.count(seq_frame(0))
-        await until(lambda: len(publisher.requests) > 10, "further looks at the tail")
+        await eventually(lambda: len(publisher.requests) > 10, "further looks at the tail")
         assert publisher.requests.count(seq_frame(0)) == asked
     assert (notebook.seqs, notebook.reasons) == ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], [])
 
@@ -701,7 +723,9 @@ async def test_what_comes_between_two_questions_is_not_thrown_away(notebook: Not
         async with following(subscriber_to(publisher, notebook)) as subscriber:
             await until_state(subscriber, SUSPECT, 99)
             publisher.answer = with_news
-            await until(lambda: len(notebook.batches) > 15, "some news", show=subscriber.statistics)
+            await eventually(
+                lambda: len(notebook.batches) > 15, "some news", show=subscriber.statistics
+            )
             assert subscriber.statistics().discarded == 0
 
 
@@ -714,20 +738,71 @@ async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook:
             await until_live(subscriber, 4)
             publisher.publish(bytes(100_000_000))
             publish(publisher, 3)
-            await until(lambda: subscriber.statistics().connections >= 2, "a new connection")
+            await eventually(lambda: subscriber.statistics().connections >= 2, "a new connection")
 
             def goes_on() -> bool:
                 # What is sent before the publisher knows of the new subscription is lost.
                 publish(publisher, 1)
                 return len(notebook.batches) > 5
 
-            await until(goes_on, "batches behind the large one")
+            await eventually(goes_on, "batches behind the large one")
             await until_state(subscriber, SUSPECT, publisher.last_seq)
             assert max(len(batch.payload) for batch in notebook.batches) < 100
             assert notebook.seqs[:5] == [0, 1, 2, 3, 4]
 
 
 # --- a replay endpoint that does not behave -------------------------------------------------------
+
+
+async def test_behind_a_black_hole_a_source_becomes_suspect_and_recovers_by_itself(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """A firewall that drops, a dead NAT entry and a hung publisher all look alike: connected, and
+    nothing comes. It was called live for as long as it lasted."""
+    is_open = True
+    publisher.answer = lambda self, first: self.replies(first) if is_open else []
+    async with live(publisher, notebook, replace(QUICK, replay=ReplayLimits(silence_s=0.1))) as (
+        subscriber
+    ):
+        await until_live(subscriber, publish(publisher, 5))
+        is_open = False
+        last = publish(publisher, 3, on_wire=False)
+        await until_state(subscriber, SUSPECT, 4)
+        assert subscriber.statistics().unanswered_in_a_row == 2
+        is_open = True
+        await until_live(subscriber, last)
+        assert subscriber.statistics().unanswered_in_a_row == 0
+    assert (notebook.seqs, notebook.reasons) == (list(range(8)), [])
+
+
+async def test_a_batch_ends_the_doubt_that_a_silent_replay_endpoint_left(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Where events flow without a gap nothing is missing, whether or not the endpoint answers."""
+    publisher.answer = lambda self, first: self.replies(first) if first > 2**60 else []
+    quick = replace(QUICK, patience_s=0.1, replay=ReplayLimits(silence_s=0.05))
+    async with following(subscriber_to(publisher, notebook, quick)) as subscriber:
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
+        await until_state(subscriber, SUSPECT, None)
+        for last in range(3):
+            publish(publisher, 1)
+            await eventually(lambda: LIVE in notebook.states, "live", show=subscriber.statistics)
+            await until_state(subscriber, SUSPECT, last)
+            notebook.states.clear()
+    assert notebook.seqs == [0, 1, 2]
+
+
+async def test_a_quiet_source_without_a_replay_endpoint_stays_live(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Nobody is asked there, so silence is no evidence of anything."""
+    async with following(without_replay(publisher, notebook)) as subscriber:
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
+        await until_live(subscriber, publish(publisher, 3))
+        states = len(notebook.states)
+        asyncio.get_running_loop().call_later(3 * QUICK.max_probe_s, publish, publisher, 1)
+        await until_live(subscriber, 3)
+        assert notebook.states[states:] == []
 
 
 async def test_a_replay_endpoint_without_a_server_delays_the_stream_for_a_bounded_time(
@@ -741,7 +816,7 @@ async def test_a_replay_endpoint_without_a_server_delays_the_stream_for_a_bounde
         )
         async with following(subscriber):
             await until_state(subscriber, SUSPECT, None)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             publish(publisher, 5)
             await until_live(subscriber, 4)  # It began with 0, so nothing is missing.
             publish(publisher, 1, on_wire=False)
@@ -759,7 +834,7 @@ async def test_what_was_missed_while_the_endpoint_was_down_is_made_up_for_later(
     publish(publisher, 5)
     async with following(subscriber_to(publisher, notebook, quick)) as subscriber:
         await until_state(subscriber, SUSPECT, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         publish(publisher, 5)
         await until_state(subscriber, SUSPECT, 9)
         assert notebook.seqs == [5, 6, 7, 8, 9]
@@ -778,7 +853,7 @@ async def test_a_ring_that_keeps_nothing_is_not_taken_for_a_restart(notebook: No
             publish(publisher, 5)
             await until_live(subscriber, 4)
             questions = subscriber.statistics().questions
-            await until(
+            await eventually(
                 lambda: subscriber.statistics().questions > questions + 1,
                 "two looks at a silent tail",
             )
@@ -867,8 +942,8 @@ async def test_an_answer_against_the_rules_is_cut_and_survived(
         publisher.answer = answer  # type: ignore[assignment]
         publish(publisher, 1, on_wire=False)
         publish(publisher, 1)
-        await until(lambda: len(publisher.requests) > 3, "questions")
-        await until(
+        await eventually(lambda: len(publisher.requests) > 3, "questions")
+        await eventually(
             lambda: _is_hurt(subscriber),
             "a sign that the answer was refused",
             show=subscriber.statistics,
@@ -994,7 +1069,7 @@ async def test_an_answer_without_an_end_is_cut_by_its_length(
     publisher.answer = lambda self, first: endless(self, first)[:400]
     options = replace(QUICK, replay=ReplayLimits(silence_s=0.2, batches=50))
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
-        await until(lambda: len(notebook.batches) > 500, "hundreds of batches")
+        await eventually(lambda: len(notebook.batches) > 500, "hundreds of batches")
         statistics = subscriber.statistics()
         assert statistics.batches / statistics.replays <= 50
         assert statistics.state is not LIVE
@@ -1005,11 +1080,11 @@ async def test_an_endpoint_that_is_another_process_every_time_does_not_stop_the_
 ) -> None:
     """Restart upon restart, each answer without an end: live batches go on after a while."""
     publisher.answer = lambda self, first: [self.reply(first, random.randbytes(8))]
-    options = replace(QUICK, patience_s=0.2, replay=ReplayLimits(silence_s=0.002))
+    options = replace(QUICK, patience_s=0.2, replay=ReplayLimits(silence_s=0.05))
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
-        await until_state(subscriber, SUSPECT, 0, 5)
+        await until_state(subscriber, SUSPECT, 0)
         publish(publisher, 5)
-        await until(lambda: len(notebook.batches) >= 4, "live batches")
+        await eventually(lambda: len(notebook.batches) >= 4, "live batches")
 
 
 async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(
@@ -1064,8 +1139,8 @@ async def test_ten_thousand_mutated_messages_change_nothing(notebook: Notebook) 
                 for _ in range(500):
                     publisher.send_raw(_mutated(rng, publisher.topic))
                 sent += 500
-                await until_live(subscriber, publish(publisher, 1), 20)
-                await until(
+                await until_live(subscriber, publish(publisher, 1))
+                await eventually(
                     lambda: _refused(subscriber) >= sent,  # noqa: B023
                     "all of them counted",
                     show=subscriber.statistics,
@@ -1132,9 +1207,9 @@ async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
         publisher.answer = slowly
         publish(publisher, 1, on_wire=False)
         publish(publisher, 1)
-        await until(lambda: asked, "a question")
+        await eventually(lambda: asked, "a question")
         publish(publisher, 400)
-        await until(
+        await eventually(
             lambda: subscriber.statistics().overflow >= 300,
             "an overflow",
             show=subscriber.statistics,
@@ -1156,7 +1231,7 @@ async def test_nonsense_does_not_keep_us_asking(
         for seq in range(1000, 1300):
             publisher.send_raw([publisher.topic, seq_frame(seq), b"made up"])
             await asyncio.sleep(0.001)
-        await until(
+        await eventually(
             lambda: subscriber.statistics().discarded == 300,
             "all of them refused",
             show=subscriber.statistics,
@@ -1178,10 +1253,10 @@ async def test_bytes_that_wait_are_bounded_too(
         replay=ReplayLimits(silence_s=0.2),
     )
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
-        await until(lambda: bool(publisher.requests), "a question")
+        await eventually(lambda: bool(publisher.requests), "a question")
         for _ in range(20):
             publisher.publish(bytes(20_000))
-        await until(
+        await eventually(
             lambda: subscriber.statistics().overflow >= 15,
             "an overflow",
             show=subscriber.statistics,
@@ -1201,9 +1276,9 @@ async def test_it_waits_for_a_publisher_that_comes_later(notebook: Notebook) -> 
         assert subscriber.statistics().state is CONNECTING
         with VllmPublisher(port=port) as publisher:
             await until_state(subscriber, SUSPECT, None)
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             await until_live(subscriber, publish(publisher, 1))
-        await until(
+        await eventually(
             lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection"
         )
 
@@ -1218,13 +1293,13 @@ async def test_what_a_publisher_sent_before_it_left_is_still_taken(notebook: Not
             Subscriber(pub.last_endpoint.decode(), notebook, options=options)
         ) as subscriber:
             await until_state(subscriber, SUSPECT, None)
-            await until(lambda: bool(pub.poll(0)), "the subscription")
+            await eventually(lambda: bool(pub.poll(0)), "the subscription")
             for seq in range(3000):
                 pub.send_multipart([b"", seq_frame(seq), b"a"])
             pub.close(linger=5000)
             # Returns when everything has left; nothing has been read on our side yet.
             context.term()
-            await until(
+            await eventually(
                 lambda: subscriber.statistics().state is CONNECTING, "the end of the connection"
             )
     assert notebook.seqs == list(range(3000))
@@ -1237,7 +1312,7 @@ async def test_a_host_name_is_resolved(publisher: VllmPublisher, notebook: Noteb
         Subscriber(named, notebook, topic="kv-events", options=QUICK)
     ) as subscriber:
         await until_state(subscriber, SUSPECT, None)
-        await until(lambda: publisher.subscribers > 0, "the subscription")
+        await eventually(lambda: publisher.subscribers > 0, "the subscription")
         await until_live(subscriber, publish(publisher, 1))
 
 
@@ -1269,7 +1344,7 @@ async def test_a_peer_that_speaks_no_zmq_is_left_and_tried_again(notebook: Noteb
         accepted = 0
         async with following(Subscriber(endpoint, notebook, options=options)):
             while accepted < 3:
-                async with timeout(5):
+                async with timeout(DEADLINE_S):
                     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
                 connection.close()
                 accepted += 1
@@ -1288,7 +1363,7 @@ async def test_a_cancellation_that_meets_a_found_address_is_not_lost(
         for _ in range(passes % 60):
             await asyncio.sleep(0)
         task.cancel()
-        await asyncio.wait([task], timeout=5)
+        await asyncio.wait([task], timeout=DEADLINE_S)
         assert task.cancelled(), f"goes on after {passes % 60} turns of the loop"
 
 
@@ -1316,9 +1391,7 @@ async def test_cancelling_leaves_nothing_behind_at_any_moment(
             await task
         assert subscriber.statistics().state is SourceState.DEAD
     assert len(asyncio.all_tasks()) == before
-    started = time.monotonic()
     context.term()  # Waits for every socket that is still open.
-    assert time.monotonic() - started < 1.0
 
 
 async def test_problems_are_reported_without_their_contents(
@@ -1330,7 +1403,7 @@ async def test_problems_are_reported_without_their_contents(
         publisher.send_raw([publisher.topic, b"secret", b"secret"])
         publisher.send_raw([publisher.topic + b"secret", seq_frame(0), b"secret"])
         publisher.send_raw([publisher.topic, seq_frame(0), b"bad secret"])
-        await until(lambda: subscriber.statistics().malformed >= 3, "three problems")
+        await eventually(lambda: subscriber.statistics().malformed >= 3, "three problems")
     assert not any("secret" in problem for problem in notebook.problems)
     assert len(notebook.problems) == subscriber.statistics().malformed
 
@@ -1373,19 +1446,19 @@ async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others
         )
         async with following(quiet), following(flood):
             await until_live(quiet, None)
-            await until(lambda: len(notebook.batches) > 100, "the flood")
+            await eventually(lambda: len(notebook.batches) > 100, "the flood")
             pauses = []
             while len(notebook.batches) < 25_000:
-                started = time.monotonic()
+                started = time.thread_time()
                 await asyncio.sleep(0)
-                pauses.append(time.monotonic() - started)
+                pauses.append(time.thread_time() - started)
                 if len(pauses) == 20:
                     last = publish(calm, 1)
-                    await until_live(quiet, last, 2)
+                    await until_live(quiet, last)
                     assert len(notebook.batches) < 30_000, (
                         "the flood was over before the other one had its turn"
                     )
-            await until_live(flood, 29_999, 30)
+            await until_live(flood, 29_999)
     assert sorted(pauses)[len(pauses) // 2] < 0.02
 
 
@@ -1415,7 +1488,7 @@ async def test_the_turn_of_a_cancelled_task_goes_to_the_next() -> None:
     first, second = asyncio.ensure_future(pacer.turn()), asyncio.ensure_future(pacer.turn())
     await asyncio.sleep(0)
     first.cancel()
-    async with timeout(1):
+    async with timeout(DEADLINE_S):
         await second
 
 

@@ -16,7 +16,7 @@ from kvevents.messages import Batch
 from kvevents.sockets import SocketConnection, SocketLimits
 from kvevents.subscription import Subscription, subscription
 from tests.kvevents.test_zmtp import frame, greeting, ready
-from tests.support.following import until
+from tests.support.waiting import eventually
 
 LIMITS = SocketLimits(connect_timeout_s=5.0)
 
@@ -44,7 +44,7 @@ async def subscribed(
     made = subscription(zmq.Context.instance(), endpoint, topic, limits)
     try:
         await made.open()
-        await until(lambda: bool(publisher.poll(0)), "the subscription")
+        await eventually(lambda: bool(publisher.poll(0)), "the subscription")
         assert publisher.recv() == b"\x01" + topic
         yield made
     finally:
@@ -113,8 +113,8 @@ async def test_what_nobody_takes_stays_with_the_publisher(publisher: zmq.Socket[
         for seq in range(64):
             send(publisher, seq, bytes(256 * 1024))
         wire = made._wire  # type: ignore[attr-defined]
-        await until(lambda: wire.waiting_bytes > 2**18, "a quarter of a mebibyte")
-        await until(lambda: not made._is_reading, "the end of reading")  # type: ignore[attr-defined]
+        await eventually(lambda: wire.waiting_bytes > 2**18, "a quarter of a mebibyte")
+        await eventually(lambda: not made._is_reading, "the end of reading")  # type: ignore[attr-defined]
         assert wire.waiting_bytes <= 2**18 + 64 * 1024
         assert [batch.seq for batch in await take(made, 64)] == list(range(64))
 

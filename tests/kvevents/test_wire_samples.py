@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -99,3 +100,18 @@ def _older(event: Event, version: str) -> Event:
         name for name, first in SINCE.items() if number(version) < first and hasattr(event, name)
     ]
     return replace(event, **dict.fromkeys(missing))
+
+
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.32.0"), ("sglang", "0.5.23")])
+def test_the_session_that_stored_a_block_first_is_read_over(engine: str, version: str) -> None:
+    """Anyone may reuse the block, so nothing that is kept of an event depends on its session."""
+    sessions = 0
+    for message in live(version, engine):
+        ts, events, *rest = msgspec.msgpack.decode(message.payload)
+        sessions += sum("session_id" in event for event in events)
+        without = [
+            {name: value for name, value in event.items() if name != "session_id"}
+            for event in events
+        ]
+        assert decode(msgspec.msgpack.encode([ts, without, *rest])) == decode(message.payload)
+    assert sessions > 0
