@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvevents.errors import LayoutError
@@ -28,7 +28,8 @@ class CacheConfig:
     enable_events: bool
     retention_interval: int | None
     """Which blocks of sliding-window and Mamba groups stay findable: None keeps all that can serve
-    a hit, 0 only those at the ends of prompts, n > 0 also those at every n-th token."""
+    a hit, 0 those at the ends of prompts, where prompts parted, and where a request asks for it;
+    n > 0 also those at every n-th token. 0 is the default, as in vLLM >= 0.29."""
 
     @property
     def scheduler_block_size(self) -> int:
@@ -47,8 +48,8 @@ class CacheConfig:
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         enable_events: bool = False,
-        eagle: bool = False,
-        retention_interval: int | None = None,
+        eagle: bool | Collection[int] = False,
+        retention_interval: int | None = 0,
     ) -> CacheConfig:
         """Build a checked configuration. All sizes but *num_blocks* are in tokens.
 
@@ -61,7 +62,8 @@ class CacheConfig:
             max_in_flight_tokens: Most tokens of a request in one step; default *max_model_len*.
             enable_caching: Whether blocks can be found again by their hash.
             enable_events: Whether changes are recorded; if so, `take_events` must be called.
-            eagle: Whether a hit must have one block more than is reused.
+            eagle: Groups, by index, that must have one block more of a hit than is reused, since
+                they hold layers of an EAGLE or MTP drafter; True: all.
             retention_interval: See the attribute of that name.
 
         Raises:
@@ -83,7 +85,10 @@ class CacheConfig:
 
 
 def _build_layout(
-    groups: Sequence[KVCacheGroup], scheduler_block_size: int, hash_block_size: int, eagle: bool
+    groups: Sequence[KVCacheGroup],
+    scheduler_block_size: int,
+    hash_block_size: int,
+    eagle: bool | Collection[int],
 ) -> KVCacheLayout:
     _check_scheduler_block_size(groups, scheduler_block_size, hash_block_size)
     try:
@@ -148,10 +153,10 @@ def _check_chunks(layout: KVCacheLayout) -> None:
                 f"{place}: attention_chunk_size {group.attention_chunk_size} must be a multiple of "
                 f"scheduler_block_size {layout.scheduler_block_size}"
             )
-        if layout.eagle:
+        if index in layout.eagle:
             # Where EAGLE's block is the last of a chunk, the next chunk needs nothing, and the hit
             # before that block would go unproven.
             raise CacheConfigError(
-                f"{place}: eagle must be off: like vLLM, this cache does not support EAGLE with "
-                "chunked local attention"
+                f"{place}: eagle must not name it: "
+                "like vLLM, this cache does not support EAGLE with chunked local attention"
             )

@@ -247,16 +247,17 @@ class SingleGroupCoordinator(Coordinator):
         if self.retention_interval is None:
             return _KEEP_ALL
         ends = resume_positions(
-            request.num_prompt_tokens, self.scheduler_block_size, self.layout.eagle
+            request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
-        shared = request.shared_prefix_boundary
-        if shared and self.layout.eagle:
+        hints, shared = request.hints, request.shared_prefix_boundary
+        named = (*hints.boundaries, shared) if shared else hints.boundaries
+        ends = (*ends, *named)
+        if manager.settings.eagle:
             # A request that leaves the shared prefix right at its end lacks EAGLE's block behind
             # it, and resumes a block before.
-            ends = (*ends, shared, shared - manager.block_size)
-        elif shared:
-            ends = (*ends, shared)
-        return Retention(self.retention_interval, ends)
+            ends = (*ends, *(max(end - manager.block_size, 0) for end in named))
+        kept_behind = request.num_prompt_tokens if hints.keep_end else None
+        return Retention(self.retention_interval, ends, kept_behind)
 
     def _reach(self, request: CacheRequest) -> int:
         # Blocks behind the last hash cannot be looked up yet.
@@ -332,7 +333,7 @@ class HybridCoordinator(SingleGroupCoordinator):
         aligned = num_tokens // step * step
         for manager in self.managers:
             cacheable = aligned
-            if aligned and self.layout.eagle:  # EAGLE's block lies behind the boundary
+            if aligned and manager.settings.eagle:  # EAGLE's block lies behind the boundary
                 cacheable = min(num_tokens, aligned + manager.block_size)
             manager.cache_blocks(request, cacheable, self._retention(request, manager))
 
@@ -366,7 +367,7 @@ def resume_positions(
     Args:
         num_prompt_tokens: Length of the earlier prompt.
         scheduler_block_size: Hits end at its multiples, in tokens.
-        eagle: Whether a hit must have one block more than is reused.
+        eagle: Whether some group must have one block more of a hit than is reused.
     """
     if not eagle:
         return (num_prompt_tokens - 1,)
@@ -387,7 +388,7 @@ def _create_manager(
         scheduler_block_size=scheduler_block_size if is_cached else group.block_size,
         max_in_flight_tokens=config.max_in_flight_tokens,
         max_model_len=config.max_model_len,
-        eagle=config.layout.eagle,
+        eagle=group_idx in config.layout.eagle,
     )
     return _MANAGERS[group.kind](settings, pool)
 

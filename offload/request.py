@@ -6,7 +6,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Self
+
 from kvevents.hashing import ExtraKeys, HashChain
+from offload.errors import EngineRequestError
+
+MAX_BOUNDARIES = 8
+"""That one request can name."""
+
+RETENTION_HINTS = 1
+"""Version of the hints that requests carry, as `CacheLayout.retention_hints` announces it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionHints:
+    """Which of a request's blocks later requests will ask for, as whoever routes them knows.
+
+    They matter to groups that keep sparsely (`CacheConfig.retention_interval`): windows and states.
+    Each named boundary costs a window's blocks, or a state.
+    """
+
+    boundaries: tuple[int, ...] = ()
+    """Lengths of prefixes in tokens, each in the prompt; rounded down to where hits can end."""
+    keep_end: bool = False
+    """Whether the session goes on: then the response stays findable as well."""
+
+    @classmethod
+    def of(cls, kv_transfer_params: Mapping[str, Any] | None, num_prompt_tokens: int) -> Self:
+        """Read `kvroute.keep` and `kvroute.keep_end`.
+
+        Args:
+            kv_transfer_params: Of a request, as they came.
+            num_prompt_tokens: No boundary lies behind them; those that do are left out.
+
+        Raises:
+            EngineRequestError: A field is of another form; the message names place, value and rule.
+        """
+        hints = (kv_transfer_params or {}).get("kvroute")
+        if hints is None:
+            return cls()
+        place = "kv_transfer_params.kvroute"
+        if not isinstance(hints, Mapping):
+            raise EngineRequestError(f"{place}: {type(hints).__name__} must be an object")
+        keep, keep_end = hints.get("keep", ()), hints.get("keep_end", False)
+        if not isinstance(keep, Sequence) or isinstance(keep, str) or len(keep) > MAX_BOUNDARIES:
+            raise EngineRequestError(f"{place}.keep must be at most {MAX_BOUNDARIES} lengths")
+        for index, length in enumerate(keep):
+            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+                raise EngineRequestError(
+                    f"{place}.keep[{index}]: {length!r:.40} must be a whole number of at least 1"
+                )
+        if not isinstance(keep_end, bool):
+            raise EngineRequestError(f"{place}.keep_end: {keep_end!r:.40} must be true or false")
+        return cls(tuple(sorted({n for n in keep if n < num_prompt_tokens})), keep_end)
+
+
+NO_HINTS = RetentionHints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +89,7 @@ class CacheRequest:
         cache_salt: str | None = None,
         extra_keys: Sequence[ExtraKeys] = (),
         kv_transfer_params: Mapping[str, Any] | None = None,
+        hints: RetentionHints = NO_HINTS,
     ) -> None:
         """
         Args:
@@ -46,6 +102,7 @@ class CacheRequest:
                 `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
                 encoder's input as bytes.
             kv_transfer_params: For the lower tiers; see `RequestContext`.
+            hints: What later requests will ask for.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -56,6 +113,7 @@ class CacheRequest:
         self.shared_prefix_boundary = 0
         """Length of the prefix shared with earlier requests, found at admission; retained there
         under sparse retention."""
+        self.hints = hints
         self.lora_name = lora_name
         self.kv_transfer_params = kv_transfer_params
         self.block_hashes: list[bytes] = []

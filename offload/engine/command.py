@@ -81,6 +81,10 @@ def _whole(low: int, high: int = 2**40) -> Callable[[str], int]:
     return parse
 
 
+def _interval(text: str) -> int | None:
+    return None if text == "dense" else _whole(0)(text)
+
+
 def _number(low: float, high: float = 1e18) -> Callable[[str], float]:
     """Make the type of an option that takes a number from *low* to *high*."""
 
@@ -172,9 +176,11 @@ def _add_cache(group: Any) -> None:
     )
     group.add_argument(
         "--retention-interval",
-        type=_whole(0),
+        type=_interval,
+        default=_DEFAULTS.retention_interval,
         metavar="TOKENS",
-        help="see docs/offloading.md, Retention",
+        help="windows and states stay findable at every such length, or everywhere (dense); "
+        "default: only where prompts end or part, as in vLLM; see docs/offloading.md, Retention",
     )
 
 

@@ -35,7 +35,7 @@ class GroupSettings:
     max_model_len: int
     """Longest request."""
     eagle: bool = False
-    """Whether a hit must have one block more than is reused."""
+    """Whether the group must have one block more of a hit than is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ class Retention:
     interval: int | None
     """As in `CacheConfig.retention_interval`."""
     boundaries: Sequence[int] = ()
-    """Token positions at which a hit may end whatever the interval: the ends of the prompt, and the
-    end of a shared prefix."""
+    """Token positions at which a hit may end whatever the interval: the ends of the prompt, the end
+    of a shared prefix, and those that the request names."""
+    kept_behind: int | None = None
+    """Behind this position a hit may end anywhere: the response, where the session goes on."""
 
 
 @dataclass(frozen=True, slots=True)

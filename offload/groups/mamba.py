@@ -61,6 +61,8 @@ class MambaManager(GroupManager):
         if retention.interval is None:
             return True
         end, step = (index + 1) * self.block_size, self.settings.scheduler_block_size
+        if retention.kept_behind is not None and end > retention.kept_behind:
+            return True
         at_interval = retention.interval > 0 and end % retention.interval == 0
         return at_interval or any(
             boundary // step * step == end for boundary in retention.boundaries

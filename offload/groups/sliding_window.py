@@ -56,6 +56,9 @@ class SlidingWindowManager(GroupManager):
                 end = boundary // step * step // self.block_size + self.settings.eagle
                 for index in range(max(start, end - tail), min(stop, end)):
                     mask[index - start] = True
+            if retention.kept_behind is not None:
+                first = max(start, retention.kept_behind // self.block_size)
+                mask[first - start :] = [True] * (stop - first)
         return mask
 
     def _is_in_tail(self, index: int, period: int, tail: int) -> bool:

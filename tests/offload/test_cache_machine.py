@@ -13,8 +13,8 @@ from offload.config import CacheConfig
 from tests.support.cache_driver import CacheDriver, Job
 from tests.support.cache_layouts import (
     GROUPS,
-    allows_eagle,
     config_of,
+    eagle_groups,
     is_sparse,
     variants,
     with_blocks,
@@ -40,19 +40,21 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(sorted(GROUPS)),
         blocks=st.integers(6, 50),
-        eagle=st.booleans(),
+        drafter=st.sampled_from(["none", "all", "first", "last"]),
         interval=INTERVAL,
         caching=st.integers(0, 9),
     )
     def build(
-        self, name: str, blocks: int, eagle: bool, interval: int | None, caching: int
+        self, name: str, blocks: int, drafter: str, interval: int | None, caching: int
     ) -> None:
         groups = GROUPS[name]
+        eagle = {"none": [], "all": eagle_groups(groups)}.get(drafter, eagle_groups(groups))
+        eagle = {"first": eagle[:1], "last": eagle[-1:]}.get(drafter, eagle)
         self.driver = CacheDriver(
             config_of(
                 groups,
                 num_blocks=blocks * len(groups),
-                eagle=eagle and allows_eagle(groups),
+                eagle=eagle,
                 retention_interval=interval if is_sparse(groups) else None,
                 max_in_flight_tokens=32,
                 enable_caching=caching > 0,

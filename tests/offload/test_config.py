@@ -52,7 +52,7 @@ def test_a_configuration_keeps_what_it_was_given() -> None:
     assert (config.enable_caching, config.enable_events, config.layout.eagle) == (
         False,
         True,
-        True,
+        {0, 1, 2},
     )
     assert config.retention_interval == 48
 
@@ -65,9 +65,9 @@ def test_defaults_are_the_safe_choice() -> None:
     assert (config.enable_caching, config.enable_events, config.layout.eagle) == (
         True,
         False,
-        False,
+        set(),
     )
-    assert config.retention_interval is None
+    assert config.retention_interval == 0  # as vLLM's own default
 
 
 MULTIPLE = "scheduler_block_size {} must be a multiple of {}"
@@ -232,9 +232,10 @@ def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) ->
 def test_eagle_with_chunks_is_refused() -> None:
     """The block it needs beyond a hit may belong to the next chunk, proving nothing of this one."""
     message = (
-        "group 0 (chunked_local_attention): eagle must be off: "
+        "group 0 (chunked_local_attention): eagle must not name it: "
         "like vLLM, this cache does not support EAGLE with chunked local attention"
     )
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(chunked(16), full(), eagle=True)
+    assert build(chunked(16), full(), eagle=[1]).layout.eagle == {1}
     assert build(chunked(16), full()).layout.groups[0] == chunked(16)

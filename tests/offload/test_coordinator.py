@@ -28,10 +28,10 @@ from tests.offload.small_cache import ids, request
 from tests.support.cache_driver import positions_read
 from tests.support.cache_layouts import (
     GROUPS,
-    allows_eagle,
     chunked,
     config_of,
     cross,
+    eagle_groups,
     full,
     mamba,
     window,
@@ -174,7 +174,7 @@ def test_without_caching_nothing_is_found_or_cached() -> None:
 def caches(draw: st.DrawFn) -> tuple[CacheConfig, int, int, list[set[int]]]:
     """A layout, a prompt's length, a limit, and per group the blocks that exist: most, or few."""
     groups = GROUPS[draw(st.sampled_from(sorted(GROUPS)))]
-    eagle = draw(st.booleans()) and allows_eagle(groups)
+    eagle = draw(st.sets(st.sampled_from(eagle_groups(groups)))) if eagle_groups(groups) else ()
     tokens = draw(st.integers(1, 100))
     keep = []
     for _ in groups:
@@ -304,10 +304,16 @@ def test_a_request_behind_a_hit_reads_these_blocks(
         ([full(4), window(9, 16)], True, 32, [[4, 8, 12, 16, 20, 24, 28, 32], [16, 32]]),
         ([full(16), window(5, 4)], False, 33, [[16, 32], [16, 32]]),
         ([full(16), window(5, 4)], True, 36, [[16, 32], [16, 20, 32, 36]]),
+        # Only in the groups that hold the drafter's layers.
+        ([full(4), window(9, 16)], [0], 31, [[4, 8, 12, 16, 20], [16]]),
+        ([full(4), window(9, 16)], [1], 32, [[4, 8, 12, 16, 20, 24, 28, 32], [16, 32]]),
+        ([full(4), window(9, 16)], [1], 31, [[4, 8, 12, 16], [16]]),
+        ([full(16), window(5, 4)], [0], 36, [[16, 32], [16, 32]]),
+        ([full(16), window(5, 4)], [1], 36, [[16, 32], [16, 20, 32, 36]]),
     ],
 )
 def test_several_groups_keep_blocks_up_to_where_a_hit_can_end(
-    groups: list[KVCacheGroup], eagle: bool, tokens: int, ends: list[list[int]]
+    groups: list[KVCacheGroup], eagle: bool | list[int], tokens: int, ends: list[list[int]]
 ) -> None:
     """A block of one group that no hit of all groups can reach wastes memory."""
     config = config_of(groups, eagle=eagle)

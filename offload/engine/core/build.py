@@ -27,7 +27,7 @@ from offload.engine.core.scheduler import Scheduler, SchedulerConfig, most_block
 from offload.engine.core.simulated import SimulatedBackend
 from offload.engine.core.time_model import Clock, RealClock, TimeModel
 from offload.errors import CacheConfigError
-from offload.request import RequestHasher
+from offload.request import RETENTION_HINTS, RequestHasher
 from offload.tiers import MadeTier, TierConfig, TierHost, TransferBackend, create_tiers
 
 EOS_TOKEN_ID = 257
@@ -55,7 +55,8 @@ class EngineConfig:
     seed: int = 0
     """Seeds the weights."""
     enable_caching: bool = True
-    retention_interval: int | None = None
+    retention_interval: int | None = 0
+    """See `CacheConfig.retention_interval`."""
     cpu_blocks: int = 0
     """Blocks of the tier in memory; 0 for no such tier."""
     cpu_cache_policy: str = "lru"
@@ -216,6 +217,7 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
         curve=config.kv_events_curve,
         include_token_ids=config.kv_events_hash_key is None,
         hash_key=config.kv_events_hash_key,
+        retention_hints=RETENTION_HINTS,
     )
     return create_publisher(addresses, layout, chain, config.data_parallel_rank)
 

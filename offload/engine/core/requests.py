@@ -43,7 +43,7 @@ class EngineRequest:
     """Separates the request's blocks from others'; the engine computes the same with or without."""
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    """For the lower tiers; the engine does not read it."""
+    """For the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from offload.engine.core.batch import SequenceChunk
 from offload.engine.core.requests import EngineRequest, FinishReason, StepOutput
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
-from offload.request import CacheRequest, RequestHasher
+from offload.request import CacheRequest, RequestHasher, RetentionHints
 
 
 class _State(Enum):
@@ -174,6 +174,7 @@ class Scheduler:
             request.lora_name,
             request.cache_salt,
             kv_transfer_params=request.kv_transfer_params,
+            hints=RetentionHints.of(request.kv_transfer_params, prompt),
         )
         sequence = _Sequence(request, cached, longest)
         self._sequences[request.request_id] = sequence
@@ -371,7 +372,8 @@ class Scheduler:
             0                              64             96  100
             |------------------------------|--------------|---|
                                            |              last whole block before the last token
-                                           last whole block of the shared prefix
+                                           last whole block of the shared prefix, or of one that
+                                           the request names
         """
         total = sequence.cache.num_tokens
         end = min(total, start + budget)
@@ -381,9 +383,11 @@ class Scheduler:
         shared = computed or sequence.cache
         # The same prompt again resumes at the last block before its last token; a prompt that
         # diverges from it, at the end of what they share.
+        named = sequence.cache.hints.boundaries
         stops = [
             (total - 1) // size * size,
             shared.shared_prefix_boundary,
+            *(boundary // size * size for boundary in named),
             end if end == total else end // size * size,
         ]
         return min((stop for stop in stops if start < stop <= end), default=end) - start

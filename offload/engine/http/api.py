@@ -164,7 +164,9 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         self._check(body)
-        ids = await self._chat_ids(conversation(body))
+        ids = self._cut(await self._chat_ids(conversation(body)), body)
+        if not ids:
+            raise InvalidRequest("truncate_prompt_tokens", "0", "must leave at least one token")
         requested = (
             body.max_completion_tokens
             if body.max_completion_tokens is not None
@@ -246,15 +248,37 @@ class _Api:
         self, prompt: str | list[int], body: CompletionBody, param: str
     ) -> list[int]:
         if isinstance(prompt, str):
-            ids = await _maybe_in_thread(
-                len(prompt), lambda: self._tokenizer.encode(prompt, body.add_special_tokens)
-            )
+            ids = await _maybe_in_thread(len(prompt), lambda: self._text_ids(prompt, body))
         else:
             ids = prompt
             check_token_ids(ids, self._model.vocab_size, param)
+            ids = self._cut(ids, body)
         if not ids:
             raise InvalidRequest(param, "no tokens", "must have at least one")
         return ids
+
+    def _text_ids(self, text: str, body: CompletionBody) -> list[int]:
+        """The ids of a text, cut as vLLM cuts them: without a side the text gives way, and the
+        special tokens that begin it stay."""
+        ids = self._tokenizer.encode(text, body.add_special_tokens)
+        if body.truncation_side is not None or not body.add_special_tokens:
+            return self._cut(ids, body)
+        added = len(ids) - len(self._tokenizer.encode(text, False))
+        return ids[:added] + self._cut(ids[added:], body, added)
+
+    def _cut(self, ids: list[int], body: GenerateBody, taken: int = 0) -> list[int]:
+        """What is left of a prompt.
+
+        Args:
+            ids: All of it, apart from what stays whatever its length.
+            body: Says how much is kept, and which end.
+            taken: How many tokens stay besides.
+        """
+        limit = body.truncate_prompt_tokens
+        if limit is None:
+            return ids
+        most = max((self._model.max_model_len - 1 if limit < 0 else limit) - taken, 0)
+        return ids[:most] if body.truncation_side == "right" else ids[max(len(ids) - most, 0) :]
 
     async def _chat_ids(self, chat: Chat) -> list[int]:
         size = sum(len(str(message.get("content"))) for message in chat.messages)

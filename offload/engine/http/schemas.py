@@ -7,7 +7,7 @@ are ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -78,7 +78,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)] | None = None
+    """Prompt tokens to keep; -1: as many as leave room for one token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which side is cut; None: the left one, behind the special tokens that begin a text."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -232,7 +236,6 @@ _ONLY_VALUES: dict[str, object] = {
     "use_beam_search": False,
     "include_stop_str_in_output": False,
     "logit_bias": {},
-    "truncate_prompt_tokens": -1,
     "echo": False,
     "suffix": "",
     "top_logprobs": 0,

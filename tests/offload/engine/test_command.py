@@ -31,7 +31,7 @@ def kvroute(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
     }
     command = [sys.executable, "-m", "router.cli.main", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ
     )
 
 

@@ -20,8 +20,9 @@ from offload.engine.http.metrics import EngineCollector, RequestMetrics
 from offload.engine.http.responses import KVEventEndpoint, ServedModel
 from offload.engine.http.service import EngineService
 from offload.engine.http.tokenizer import EOS_TOKEN_ID, ByteTokenizer, Tokenizer
-from tests.support.http_client import Answer, ask, eventually
+from tests.support.http_client import Answer, ask
 from tests.support.router_process import Metrics
+from tests.support.waiting import eventually
 
 MODEL = "a-model"
 ADAPTER = "an-adapter"

@@ -14,7 +14,8 @@ import pytest
 from offload.engine.http.schemas import MAX_PROMPTS, MAX_STOPS
 from tests.offload.engine.http.served import ADAPTER, MODEL, Served, serving
 from tests.support.hostile import SENTINEL, mutated_body
-from tests.support.http_client import Answer, connect, eventually
+from tests.support.http_client import Answer, connect
+from tests.support.waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(100))
@@ -441,7 +442,9 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         ({"top_p": 0.9}, "top_p"),
         ({"top_k": 5}, "top_k"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "prompt"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
     ],
 )

@@ -17,7 +17,7 @@ from offload.engine.http.metrics import EngineCollector, RequestMetrics
 from offload.engine.http.responses import ServedModel
 from router.replicas.engine_load import EngineLoad, parse_engine_load
 from tests.offload.engine.http.served import MODEL, serving
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 SERVED = ServedModel("m", 512, 4096, 16, 500, True, 0)
 NOTHING = CacheStatistics(PoolStatistics(500, 500, ()), (), CacheCounts())

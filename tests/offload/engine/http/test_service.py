@@ -18,7 +18,7 @@ from offload.engine.http.errors import EngineBusyError, EngineDeadError
 from offload.engine.http.service import EngineService, Generation
 from offload.errors import EngineRequestError
 from tests.offload.engine.http.served import ScriptedRunner, scripted_engine
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 
 class Times:
