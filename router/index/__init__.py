@@ -34,6 +34,7 @@ from router.index.choice import (
     IndexImplementation,
     IndexUnavailable,
     choose_index,
+    why_not_native,
 )
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "create_index",
     "pack_keys",
     "token_columns",
+    "why_not_native",
 ]
 
 

@@ -52,11 +52,11 @@ class Core:
     def set_layout(
         self,
         slot: int,
-        groups: Sequence[tuple[int, int, int | None, int | None]],
+        groups: Sequence[tuple[int, int, int | None, int | None, bool]],
         hash_block_size: int,
         scheduler_block_size: int,
-        eagle: bool,
         eagle_sees_last_token: bool,
+        prefix_replay_tokens: int,
         is_announced: bool,
         lookahead: int,
     ) -> None: ...

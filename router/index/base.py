@@ -71,11 +71,13 @@ class LayoutHints:
     """Tokens between two engine hashes; None: the greatest common divisor of the block sizes."""
     scheduler_block_size: int | None = None
     """Granularity of hits, in tokens; None: the least common multiple of the block sizes."""
-    eagle: bool = False
-    """The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the
-    wire."""
+    eagle: bool | tuple[int, ...] = False
+    """The groups, by index, in which the engine drops the last matched block (EAGLE or MTP
+    drafting), True for all; no engine says so on the wire."""
     eagle_sees_last_token: bool = True
     """See `KVCacheLayout`; False for vLLM before 0.32."""
+    prefix_replay_tokens: int = 0
+    """See `KVCacheLayout`; no engine says so on the wire."""
     authoritative: bool = False
     """The groups are facts that events cannot change; only a publisher's own `CacheLayout` can."""
     assume_unseen: bool = True
@@ -102,8 +104,10 @@ class SourceLimits:
     waiting_batches: int = 10_000
     """Batches after which a run that still waits for its parent is given up."""
     forgotten: int = 8192
-    """Prefixes remembered after the last copy went: an offload tier announces a block after the GPU
-    has evicted it."""
+    """Prefixes remembered after the last copy of a block was removed, at most; of more, exactly the
+    newest. An offload tier announces a block after the GPU has evicted it. As many again are
+    remembered of clears: all that one took, or nothing if that is more, and what earlier ones took
+    as long as it is not too much with that."""
     cleared_at_once: int = 4096
     """Blocks of one tier that are taken away within the call that clears them; what an index leaves
     behind of more than these, nobody finds, and `PrefixIndex.tidy` takes it away."""
@@ -186,23 +190,45 @@ class Hit(NamedTuple):
 NO_HIT = Hit(0, 0)
 
 
+class Match(dict[SourceId, Hit]):
+    """What every source would reuse of a prompt, and where it could have been more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.junctions: dict[SourceId, int] = {}
+        """By source, see `token_columns`; 0 where left out."""
+
+    def columns(self, sources: list[SourceId]) -> tuple[list[int], list[int], list[int]]:
+        """See `token_columns`."""
+        hits = [self.get(source, NO_HIT) for source in sources]
+        return (
+            [hit.gpu_cached_tokens for hit in hits],
+            [hit.cached_tokens for hit in hits],
+            [self.junctions.get(source, 0) for source in sources],
+        )
+
+
 def token_columns(
     hits: Mapping[SourceId, Hit], sources: list[SourceId]
-) -> tuple[list[int], list[int]]:
-    """The `gpu_cached_tokens` and the `cached_tokens` of several sources, 0 for unknown ones.
+) -> tuple[list[int], list[int], list[int]]:
+    """The `gpu_cached_tokens`, the `cached_tokens` and the junction of several sources, 0 for
+    unknown ones.
+
+    The junction is the tokens behind `gpu_cached_tokens` whose full attention is on the GPU, and
+    whose window or state is gone: computed there once more, they are a hit for later prompts. 0
+    where a cache has no full attention.
 
     Args:
-        hits: From `match_prompt`, or sums of such.
+        hits: From `match_prompt`, or sums of such, which have no junctions.
         sources: Any.
     """
     columns = getattr(hits, "columns", None)
-    if columns is not None:  # of the compiled index, which makes no object for each
-        found: tuple[list[int], list[int]] = columns(sources)
+    if columns is not None:
+        found: tuple[list[int], list[int], list[int]] = columns(sources)
         return found
-    of_sources = [hits.get(source, NO_HIT) for source in sources] if hits else []
-    if not of_sources:
-        return [0] * len(sources), [0] * len(sources)
-    return [hit[0] for hit in of_sources], [hit[1] for hit in of_sources]
+    of_sources = [hits.get(source, NO_HIT) for source in sources]
+    gpu = [hit.gpu_cached_tokens for hit in of_sources]
+    return gpu, [hit.cached_tokens for hit in of_sources], [0] * len(sources)
 
 
 @dataclass(frozen=True, slots=True)

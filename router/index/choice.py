@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable
 from importlib import import_module
@@ -11,8 +10,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from router.errors import RouterError
 from router.index.base import PrefixIndex
 from router.index.reference.index import ReferenceIndex
-
-_log = logging.getLogger(__name__)
 
 CORE_VERSION = 12
 """Of the compiled module, as core/binding.cpp names it: what it takes and returns."""
@@ -53,13 +50,27 @@ def choose_index(wanted: IndexChoice = "auto") -> IndexImplementation:
         return _native()
     except ImportError as error:
         if wanted == "auto":
-            if not isinstance(error, ModuleNotFoundError):
-                _log.warning("%s; the index in plain Python serves", error)
             return REFERENCE
         raise IndexUnavailable(
             f"the compiled index cannot be loaded ({error}); install kvroute where a C++20 "
             "compiler and Python's headers are, or use auto"
         ) from error
+
+
+def why_not_native() -> str | None:
+    """Why `auto` stands for the reference on this machine, and what changes that; None where the
+    compiled index can be loaded."""
+    try:
+        _native()
+    except ModuleNotFoundError:
+        # pip shows nothing of a build that succeeds, so that this is where a user hears of it.
+        return (
+            "kvroute was built without its compiled index: install a C++20 compiler and Python's "
+            "headers (Debian: g++ python3-dev), and kvroute again"
+        )
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def _native() -> IndexImplementation:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from router.index.base import DumpError, PrefixIndex
 
-VERSION = 7
+VERSION = 8
 
 _MAGIC = b"kvroute index dump"
 _VERSION = struct.Struct(">H")

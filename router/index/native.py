@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
 from kvevents.messages import WireRun
@@ -417,7 +417,7 @@ class NativeIndex(PrefixIndex):
         assert layout is not None
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         for event in batch.events:
-            if isinstance(event, BlockStored) and known.finder.may_find and event.tier == "GPU":
+            if isinstance(event, BlockStored) and known.finder.may_find and event.tier == GPU:
                 known.finder.try_event(event, layout.hash_block_size)
         if known.finder.chain is not None:
             self.core.note(known.slot, True, False, False)
@@ -426,6 +426,8 @@ class NativeIndex(PrefixIndex):
         """Whether something that the event hides goes into its hashes; see `SourceCache`."""
         chain, layout = known.finder.chain, known.learner.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
+            return False
+        if event.tier != GPU:
             return False
         if event.parent_block_hash is not None or event.extra_keys is not None:
             return False
@@ -456,16 +458,17 @@ class NativeIndex(PrefixIndex):
                 group.block_size,
                 _size_or_none(group.sliding_window),
                 _size_or_none(group.attention_chunk_size),
+                index in layout.eagle,
             )
-            for group in layout.groups
+            for index, group in enumerate(layout.groups)
         ]
         self.core.set_layout(
             known.slot,
             groups,
             layout.hash_block_size,
             layout.scheduler_block_size,
-            layout.eagle,
             layout.eagle_sees_last_token,
+            layout.prefix_replay_tokens,
             is_announced,
             learner.lookahead,
         )

@@ -32,6 +32,7 @@ from router.mirror.mirror import (
     Prefilling,
     Visit,
 )
+from router.mirror.traffic import FadingRatio
 
 __all__ = [
     "IDLE",
@@ -42,6 +43,7 @@ __all__ = [
     "ApproximateStatistics",
     "ApproximateVisit",
     "CacheOutlook",
+    "FadingRatio",
     "Mirror",
     "MirrorStatistics",
     "Prefilling",

@@ -192,10 +192,10 @@ public:
 
     nb::dict sources() const { return slots_; }
 
-    // Tokens on the GPU, and in all, of each of `sources`; 0 for unknown ones.
+    // Tokens on the GPU, in all, and in the junction, of each of `sources`; 0 for unknown ones.
     nb::tuple columns(const nb::list& sources) const {
         const std::size_t count = nb::len(sources);
-        nb::list gpu, total;
+        nb::list gpu, total, junction;
         for (std::size_t number = 0; number < count; ++number) {
             PyObject* slot = PyDict_GetItemWithError(
                 slots_.ptr(), PyList_GET_ITEM(sources.ptr(), static_cast<Py_ssize_t>(number)));
@@ -204,8 +204,9 @@ public:
             const Hit hit = at_slot < hits.size() ? hits[at_slot] : Hit{};
             gpu.append(hit.gpu);
             total.append(hit.total);
+            junction.append(hit.run - hit.gpu);
         }
-        return nb::make_tuple(gpu, total);
+        return nb::make_tuple(gpu, total, junction);
     }
 
     // All of it, as a dict.
@@ -292,7 +293,7 @@ nb::object block_hashes(const Prompt& prompt, const std::string& algorithm, nb::
     return digests ? nb::bytes(digests->data(), digests->size()) : nb::object(nb::none());
 }
 
-using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>>;
+using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>, bool>;
 using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
 class Core {
@@ -332,15 +333,16 @@ public:
     }
 
     void set_layout(u32 slot, const std::vector<GroupTuple>& groups, u64 hash_block_size,
-                    u64 scheduler_block_size, bool eagle, bool eagle_sees_last_token,
-                    bool is_announced, u32 lookahead) {
+                    u64 scheduler_block_size, bool eagle_sees_last_token,
+                    u64 prefix_replay_tokens, bool is_announced, u32 lookahead) {
         Layout layout;
-        for (const auto& [kind, block_size, window, chunk] : groups) {
-            layout.groups.push_back({static_cast<GroupKind>(kind), block_size, window, chunk});
+        for (const auto& [kind, block_size, window, chunk, eagle] : groups) {
+            layout.groups.push_back(
+                {static_cast<GroupKind>(kind), block_size, window, chunk, eagle});
         }
         layout.hash_block_size = hash_block_size;
         layout.scheduler_block_size = scheduler_block_size;
-        layout.eagle = eagle;
+        layout.prefix_replay_tokens = prefix_replay_tokens;
         layout.eagle_sees_last_token = eagle_sees_last_token;
         Locked locked(mutex_);
         check(slot);

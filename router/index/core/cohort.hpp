@@ -22,6 +22,7 @@ namespace kvroute {
 struct Hit {
     u32 gpu = 0;
     u32 total = 0;  // with what lower tiers bring back
+    u32 run = 0;    // what full attention by itself would accept on the GPU; without such: `gpu`
 
     bool operator==(const Hit&) const = default;
 };
@@ -33,7 +34,7 @@ public:
     static bool takes(const Source& of) {
         const Layout& layout = of.layout;
         const u64 step = layout.hash_block_size, lengths = layout.scheduler_block_size;
-        if (layout.eagle || of.has_lower_tiers() || layout.together.empty() || lengths % step) {
+        if (layout.has_drafter() || of.has_lower_tiers() || layout.together.empty() || lengths % step) {
             return false;
         }
         return std::all_of(layout.groups.begin(), layout.groups.end(), [&](const Group& group) {
@@ -47,7 +48,8 @@ public:
     Cohort(const Layout& layout, u32 words)
         : layout_(layout), step_(layout.hash_block_size),
           stride_(layout.scheduler_block_size / layout.hash_block_size), words_(words),
-          members_(words), alive_(words), good_(words), fell_(words) {}
+          has_full_(!layout.full.empty()), members_(words), alive_(words), good_(words),
+          fell_(words), running_(words) {}
 
     const Layout& layout() const { return layout_; }
     void add(const Source& of) { members_[of.word] |= of.bit; }
@@ -61,8 +63,10 @@ public:
             Need need;
             for (u32 each : members) {
                 need.places.push_back(place_of(plane_of(each, 0)));
-                is_hopeless_ |= need.places.back() == kNone;
+                need.is_missing |= need.places.back() == kNone;
             }
+            // Without its windows full attention still has a run of its own.
+            is_hopeless_ |= need.is_missing && (group.kind == GroupKind::full || !has_full_);
             // Of a state, only one where a hit may end is of use.
             need.stride = group.kind == GroupKind::mamba ? stride_ : group.block_size / step_;
             need.blocks = group.kind == GroupKind::full     ? 0
@@ -78,6 +82,7 @@ public:
         limit_ = length - 1;
         last_ = 0;
         alive_ = members_;
+        running_ = members_;
         std::fill(good_.begin(), good_.end(), 0);
         for (Need& need : needs_) {
             need.seen = 0;
@@ -102,13 +107,17 @@ public:
 
     // The prompt has ended.
     void finish(std::vector<Hit>& hits) {
-        for (u32 word = 0; word < words_; ++word) note(word, good_[word], hits);
+        for (u32 word = 0; word < words_; ++word) {
+            note(word, good_[word], hits);
+            if (has_full_) note_run(word, running_[word], hits);
+        }
     }
 
 private:
     // What one group, or several equal ones, must hold.
     struct Need {
         std::vector<u32> places;
+        bool is_missing = false;  // no source holds anything of one of them
         u64 stride = 1;           // hash blocks in a block
         u64 blocks = 0;           // before the end of a hit; 0: all
         u64 seen = 0;             // blocks so far
@@ -125,7 +134,7 @@ private:
             for (Need& need : needs_) {
                 if (need.stride != 1 && (i + 1) % need.stride) continue;
                 if (need.blocks) {
-                    slide<kWords>(need, now);
+                    if (!need.is_missing) slide<kWords>(need, now);
                     continue;
                 }
                 for (u32 place : need.places) {
@@ -165,6 +174,10 @@ private:
             return;
         }
         u64 left = 0, fell = 0;
+        for (u32 word = 0; has_full_ && word < words; ++word) {
+            if (const u64 ended = running_[word] & ~alive_[word]) note_run(word, ended, hits);
+            running_[word] = alive_[word];
+        }
         for (u32 word = 0; word < words; ++word) fell_[word] = good_[word];
         for (u32 word = 0; word < words; ++word) good_[word] = alive_[word];
         for (const Need& need : needs_) {
@@ -181,8 +194,18 @@ private:
     }
 
     void note(u32 word, u64 sources, std::vector<Hit>& hits) const {
+        const u32 worth = static_cast<u32>(layout_.worth(last_));
         for (; sources; sources &= sources - 1) {
-            hits[word * 64 + static_cast<u32>(std::countr_zero(sources))] = {last_, last_};
+            Hit& hit = hits[word * 64 + static_cast<u32>(std::countr_zero(sources))];
+            hit.gpu = hit.total = worth;
+            if (!has_full_) hit.run = worth;
+        }
+    }
+
+    void note_run(u32 word, u64 sources, std::vector<Hit>& hits) const {
+        const u32 worth = static_cast<u32>(layout_.worth(last_));
+        for (; sources; sources &= sources - 1) {
+            hits[word * 64 + static_cast<u32>(std::countr_zero(sources))].run = worth;
         }
     }
 
@@ -190,6 +213,7 @@ private:
     u64 step_;
     u64 stride_;  // hash blocks from one length to the next
     u32 words_;
+    bool has_full_;
     bool is_hopeless_ = false;  // there is a group of which no source holds anything
     std::vector<u64> members_;
     std::vector<Need> needs_;
@@ -198,6 +222,7 @@ private:
     u64 limit_ = 0;
     u32 last_ = 0;  // the length that was judged last
     std::vector<u64> alive_, good_, fell_;
+    std::vector<u64> running_;  // `alive_` at the length that was judged last
 };
 
 }  // namespace kvroute

@@ -69,9 +69,7 @@ public:
     // Nobody finds the source any more, and its slot is taken until `work_off` is done with it.
     void drop_source(u32 slot) {
         const std::unique_ptr<Source> gone = std::move(sources_[slot]);
-        for (Leaving& each : leaving_) {
-            if (each.heir == gone.get()) each.heir = nullptr;
-        }
+        forget_cleared(*gone);
         if (gone->entries) leave_behind(*gone, nullptr);
         while (!sources_.empty() && !sources_.back()) sources_.pop_back();
         ++version_;
@@ -197,11 +195,12 @@ public:
                !(node.row(row_key(of.word, kNotFound)) & of.bit);
     }
 
-    // Bytes of nodes, rows and tables. A walk over all nodes.
+    // Bytes of nodes, rows and tables, and of what is kept of each source. A walk over all nodes.
     std::size_t memory() {
-        std::size_t rows = 0;
-        nodes_.for_each([&](u32, Node& node) { rows += node.row_memory(); });
-        return nodes_.memory() + by_hash_.memory() + by_key_.memory() + rows;
+        std::size_t rest = 0;
+        nodes_.for_each([&](u32, Node& node) { rest += node.row_memory(); });
+        for (const auto& of : sources_) rest += of ? of->memory() : 0;
+        return nodes_.memory() + by_hash_.memory() + by_key_.memory() + rest;
     }
 
 public:
@@ -230,12 +229,13 @@ private:
         u64 bit;
         u64 left;      // nodes that still have the bit
         u32 laps = 0;  // how often the walk has come to the end of the nodes since
-        Source* heir;  // the source that was cleared: it knows the keys of what it held
+        Source* heir;  // the source that was cleared, if it remembers what it held
+        u64 number;    // of the clear
         std::unordered_map<u64, u32> further_copies;
     };
 
     void leave_behind(Source& of, Source* heir) {
-        leaving_.push_back({of.slot, of.word, of.bit, of.entries, 0, heir, {}});
+        leaving_.push_back({of.slot, of.word, of.bit, of.entries, 0, heir, of.clears, {}});
         leaving_.back().further_copies.swap(of.further_copies);
     }
 
@@ -254,28 +254,59 @@ private:
     // Frees a node, which may go with it, from a slot; whether others are left to be freed from it.
     bool take_away(Leaving& from, u32 id) {
         Node& node = nodes_[id];
-        Source* heir = from.heir;
-        if (heir != nullptr && node.is_placed() && heir->forgotten.size() < limits_.forgotten &&
-            entry_of(*heir, node.hash) == kNone && !heir->forgotten.find(node.hash)) {
-            heir->forgotten.put(node.hash, node.key(), limits_.forgotten);
+        if (from.heir != nullptr && node.is_placed()) {
+            remember_cleared(from.heir->cleared, node, from.number);
         }
         drop_from(from, id, node);
         return --from.left > 0;
     }
 
-    // The key of what a source held before it was cleared, until `work_off` comes to it.
-    bool has_left_behind(const Source& of, u64 hash, Key& out) const {
+    // The key of a block that went, as far as it is remembered.
+    bool remembers(const Source& of, u64 hash, Key& out) const {
+        if (const Key* known = of.forgotten.find(hash)) {
+            out = *known;
+            return true;
+        }
+        const ClearedKey* cleared = of.cleared.find(hash);
+        if (cleared != nullptr) out = cleared->key;
+        // What `work_off` has not come to yet. Of several clears that took it, the last counts.
         for (auto each = leaving_.rbegin(); each != leaving_.rend(); ++each) {
-            if (each->heir != &of) continue;
+            if (each->heir != &of || (cleared != nullptr && cleared->number > each->number)) continue;
             for (u32 id = first_of(hash); id != kNone; id = nodes_[id].next_hash) {
                 if (!nodes_[id].is_held_by(each->word, each->bit)) continue;
-                if (nodes_[id].is_placed()) {
-                    out = nodes_[id].key();
-                    return true;
-                }
+                if (!nodes_[id].is_placed()) continue;
+                out = nodes_[id].key();
+                return true;
             }
         }
-        return false;
+        return cleared != nullptr;
+    }
+
+    void remember_cleared(BoundedMap<ClearedKey>& cleared, const Node& node, u64 number) const {
+        const ClearedKey* known = cleared.find(node.hash);
+        if (known != nullptr && known->number > number) return;
+        cleared.put(node.hash, {node.key(), number}, limits_.forgotten);
+    }
+
+    // Counts a clear that takes so many placed blocks; whether they are to be remembered. What
+    // earlier ones took is forgotten where they are too many together.
+    bool may_remember(Source& of, u64 placed) {
+        of.clears += 1;
+        if (!placed) return false;
+        of.all_cleared += placed;
+        if (of.all_cleared <= limits_.forgotten) return true;
+        forget_cleared(of);
+        if (placed > limits_.forgotten) return false;
+        of.all_cleared = placed;
+        return true;
+    }
+
+    void forget_cleared(Source& of) {
+        of.all_cleared = 0;
+        of.cleared.clear();
+        for (Leaving& each : leaving_) {
+            if (each.heir == &of) each.heir = nullptr;
+        }
     }
 
     struct HashHashes {
@@ -301,7 +332,7 @@ private:
     // --- what is new to the layout learner ---
 
     static bool may_be_opaque(const Source& of, const Event& event) {
-        return of.has_chain && of.has_layout && !event.parent && event.extra_keys.empty() &&
+        return of.has_chain && event.is_on_gpu && !event.parent && event.extra_keys.empty() &&
                event.lora.value_or("").empty() && event.salt.value_or("").empty() &&
                !event.has_lookahead && event.tokens_per_block();
     }
@@ -387,6 +418,7 @@ private:
 
         const bool is_placed = block_size && !is_opaque && find_keys(of, event, block_size);
         const bool has_ghosts = of.copy_watch.has_leftovers() && event.is_on_gpu;
+        const bool is_plain = is_placed && !has_ghosts && !contradicts_remembered(of, event, taken);
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         bool needs_placing = taken < event.hashes || has_ghosts || of.waiting.runs;
         for (u32 i = 0; i < taken; ++i) {
@@ -394,7 +426,7 @@ private:
                 by_hash_.prefetch(hash_of(hashes[i + kAhead]));
                 if (is_placed) by_key_.prefetch(hash_of_key(keys_[i + kAhead]));
             }
-            const Key* key = is_placed && !has_ghosts ? &keys_[i] : nullptr;
+            const Key* key = is_plain ? &keys_[i] : nullptr;
             needs_placing |= !add(of, plane, hashes[i], batch_.is_int[event.first_hash + i], 1, key);
         }
         if (has_ghosts) drop_ghosts(of, event);
@@ -407,6 +439,17 @@ private:
         refuse(of, event.hashes - taken, result);
         result.stored += taken;
         if (of.unplaced) result.waiting += unplaced_of(of, hashes, taken);
+    }
+
+    // Whether one of the blocks in `keys_` is remembered for another prefix: then which of two hashes
+    // is found for that one is decided when all are counted.
+    bool contradicts_remembered(const Source& of, const Event& event, u32 taken) const {
+        Key known;
+        for (u32 i = 0; i < taken; ++i) {
+            const u64 hash = batch_.hashes[event.first_hash + i];
+            if (remembers(of, hash, known) && !(known == keys_[i])) return true;
+        }
+        return false;
     }
 
     static void refuse(Source& of, u64 blocks, Applied& result) {
@@ -567,7 +610,7 @@ private:
                 const u32 id = entry_of(of, hash);
                 const u64 copies = id == kNone ? 0 : copies_of(of, id, plane);
                 if (!copies) continue;
-                discount(of, plane, id, copies, copies, /*is_oldest=*/true);
+                discount(of, plane, id, copies, copies, Why::is_oldest);
                 --missing;
             }
         }
@@ -576,6 +619,7 @@ private:
     u64 clear(Source& of, u32 tier) {
         u64 removed = 0, left = of.tiers[tier].blocks;
         if (!left) return 0;
+        scratch_cleared_.clear();
         if (of.tiers[tier].since_empty.are_all()) {
             // A copy: with the last block that goes, the tier's own starts anew.
             const std::vector<u64> hashes = of.tiers[tier].since_empty.hashes();
@@ -591,6 +635,10 @@ private:
         }
         std::erase_if(of.arrivals,
                       [&](const auto& each) { return tier_of_plane(each.first) == tier; });
+        if (!may_remember(of, scratch_cleared_.size())) return removed;
+        for (const auto& [hash, key] : scratch_cleared_) {
+            of.cleared.put(hash, {key, of.clears}, limits_.forgotten);
+        }
         return removed;
     }
 
@@ -606,7 +654,7 @@ private:
     u64 move_out(Source& of) {
         const u64 copies = of.copies;
         const u32 from = of.slot, to = free_slot();
-        leave_behind(of, &of);
+        leave_behind(of, may_remember(of, of.entries - of.unplaced) ? &of : nullptr);
         sources_[to] = std::move(sources_[from]);  // the pointer: `of` lies where it lay
         while (!sources_.back()) sources_.pop_back();
         of.stand_at(to);
@@ -639,7 +687,7 @@ private:
         for (u32 plane : planes) {
             const u64 copies = copies_of(of, id, plane);
             removed += copies;
-            discount(of, plane, id, copies, copies, /*is_oldest=*/true);
+            discount(of, plane, id, copies, copies, Why::is_cleared);
         }
         return removed;
     }
@@ -688,7 +736,8 @@ private:
         of.entries += 1;
         of.uses_int_hashes = is_int;
         Key known;
-        if (of.forgotten.take(hash, known) || has_left_behind(of, hash, known)) {
+        if (remembers(of, hash, known)) {
+            of.forgotten.take(hash, known);
             const u32 id = node_for(hash, head, known);
             settle(of, id, is_below);
             return id;
@@ -706,8 +755,12 @@ private:
         return node_for(hash, head, Key());
     }
 
-    // Takes `gone` of the `copies` of a block away. `is_oldest`: it has left the order of arrival.
-    void discount(Source& of, u32 plane, u32 id, u64 copies, u64 gone, bool is_oldest = false) {
+    // Why a copy goes. The oldest has left the order of arrival; after a clear all have, and what
+    // went is remembered together.
+    enum class Why : u8 { is_removed, is_oldest, is_cleared };
+
+    // Takes `gone` of the `copies` of a block away.
+    void discount(Source& of, u32 plane, u32 id, u64 copies, u64 gone, Why why = Why::is_removed) {
         Node& node = nodes_[id];
         of.copies -= gone;
         if (copies > 1) {
@@ -724,22 +777,26 @@ private:
         tier.blocks -= 1;
         if (!tier.blocks) tier.since_empty.restart();
         of.places -= 1;
-        if (tier_of_plane(plane) && !tier.removes && !is_oldest) {
+        if (tier_of_plane(plane) && !tier.removes && why == Why::is_removed) {
             of.arrivals_in(plane).went(node.hash);
         }
         if (--of.counts[plane] == 0 && tier_of_plane(plane)) {
             std::erase(tier.groups, group_of_plane(plane));
             of.arrivals.erase(plane);
         }
-        if (!node.is_held_by(of.word, of.bit)) forget(of, id);
+        if (!node.is_held_by(of.word, of.bit)) forget(of, id, why == Why::is_cleared);
     }
 
     // The last copy of an entry has gone.
-    void forget(Source& of, u32 id) {
+    void forget(Source& of, u32 id, bool is_cleared) {
         Node& node = nodes_[id];
         of.entries -= 1;
         if (node.is_placed()) {
-            of.forgotten.put(node.hash, node.key(), limits_.forgotten);
+            if (!is_cleared) {
+                of.forgotten.put(node.hash, node.key(), limits_.forgotten);
+            } else if (scratch_cleared_.size() <= limits_.forgotten) {
+                scratch_cleared_.emplace_back(node.hash, node.key());
+            }
             if (!node.is_bare()) unset_special(of, id);
         } else {
             of.unplaced -= 1;
@@ -857,8 +914,9 @@ private:
     }
 
     void wait_for_parent(Source& of, const Event& event, u32 block_size, bool is_below) {
-        // A known hash function shows at every look-up where a run belongs.
-        if (of.has_chain && event.lora.value_or("").empty()) return;
+        // A known hash function shows at every look-up where a run belongs, unless a tier has hashes
+        // of its own.
+        if (of.has_chain && !is_below && event.lora.value_or("").empty()) return;
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         if (!unplaced_of(of, hashes, event.hashes)) return;
         of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
@@ -870,10 +928,7 @@ private:
             out = nodes_[id].key();
             return true;
         }
-        const Key* forgotten = of.forgotten.find(hash);
-        if (forgotten == nullptr) return has_left_behind(of, hash, out);
-        out = *forgotten;
-        return true;
+        return remembers(of, hash, out);
     }
 
     u64 unplaced_of(const Source& of, const u64* hashes, u32 count) const {
@@ -1129,8 +1184,8 @@ private:
     // --- units of lower tiers ---
 
     bool may_shrink(const Source& of, u32 plane) const {
-        const u32 group = group_of_plane(plane);
-        if (!tier_of_plane(plane) || group >= of.layout.groups.size()) return false;
+        const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
+        if (!tier || of.tiers[tier].hint.is_given() || group >= of.layout.groups.size()) return false;
         auto found = of.units.find(plane);
         const u64 ends = found == of.units.end() ? 0 : found->second.ends;
         return !ends || ends > of.layout.groups[group].block_size;
@@ -1139,16 +1194,16 @@ private:
     // Every hash ends a unit, with one exception: a self-describing event of vLLM is about one unit,
     // and names the blocks in it. LMCache's names its own blocks, which are larger.
     void see_unit(Source& of, u32 plane, const Event& event) {
-        if (!of.has_layout || of.is_announced || !may_shrink(of, plane)) return;
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         u32 first = 0;
         if (event.tokens) {
             first = event.hashes ? event.hashes - 1 : 0;
             SeenUnit& seen = of.units[plane];
+            const u64 size = event.tokens_per_block() ? event.tokens_per_block() : event.block_size;
+            seen.largest = std::max({seen.largest, size, u64{1}});
             seen.ends = std::gcd(seen.ends, u64{event.tokens});
-            seen.sizes = std::gcd(seen.sizes, u64{event.tokens_per_block()});
-            seen.has_sizes = true;
         }
+        if (!of.has_layout || of.is_announced || !may_shrink(of, plane)) return;
         u64 found = 0;
         for (u32 i = first; i < event.hashes; ++i) {
             Key key;
@@ -1170,11 +1225,26 @@ public:
         seen.ends = std::gcd(seen.ends, ends);
     }
 
-    // Whether what a tier holds of a prompt may tell more of its units.
+    // Whether what a tier holds of a prompt may tell more of its units. Not where events describe
+    // blocks: one names all blocks in a unit, and only the last of them ends it.
     bool wants_ends(const Source& of, u32 plane) const {
         auto found = of.units.find(plane);
-        const bool is_known = found != of.units.end() && found->second.ends && !of.unplaced;
+        const bool is_known =
+            found != of.units.end() &&
+            (found->second.largest || (found->second.ends && !of.unplaced));
         return !of.is_announced && !is_known && may_shrink(of, plane);
+    }
+
+    // Whether some tier has blocks of its own, larger than the GPU's, and so hashes of its own.
+    bool has_own_blocks_below(const Source& of) const {
+        for (const auto& [plane, seen] : of.units) {
+            const u32 group = group_of_plane(plane);
+            if (group < of.layout.groups.size() &&
+                seen.largest > of.layout.groups[group].block_size) {
+                return true;
+            }
+        }
+        return false;
     }
 
     // The tokens of a unit in each group of a tier; see `TierUnits.of`.
@@ -1203,10 +1273,10 @@ private:
         const TierUnit& hint = of.tiers[tier].hint;
         u64 unit = hint.tokens ? hint.tokens : hint.blocks * spec.block_size;
         auto seen = of.units.find(plane_of(group, tier));
-        if (seen != of.units.end()) {
-            unit = std::gcd(unit, seen->second.ends);
+        if (!hint.is_given() && seen != of.units.end()) {
             // Not the GPU's blocks: the tier, such as LMCache's, has its own.
-            if (seen->second.sizes > spec.block_size) unit = std::gcd(unit, seen->second.sizes);
+            const bool has_own = seen->second.largest > spec.block_size;
+            unit = has_own ? seen->second.largest : seen->second.ends;
         }
         if (!unit) return 0;
         // Ends inside a block are those of a block that is not full.
@@ -1231,6 +1301,7 @@ private:
     Batch batch_;
     std::vector<Key> keys_;
     std::vector<u32> scratch_rows_;
+    std::vector<std::pair<u64, Key>> scratch_cleared_;  // no more than one too many to remember
 };
 
 }  // namespace kvroute

@@ -21,6 +21,7 @@ struct Group {
     u64 block_size = 1;
     std::optional<u64> window;
     std::optional<u64> chunk;
+    bool eagle = false;  // holds layers of a drafter: the last block of a hit is computed again
 
     bool operator==(const Group&) const = default;
 
@@ -33,14 +34,20 @@ struct Layout {
     std::vector<Group> groups;
     u64 hash_block_size = 1;
     u64 scheduler_block_size = 1;
-    bool eagle = false;
     bool eagle_sees_last_token = true;
+    u64 prefix_replay_tokens = 0;  // a hit that is no longer is worth nothing
     std::vector<std::vector<u32>> together;  // equal groups: they are looked up as one
     std::vector<u32> full;                   // the first of each of those, of full attention
     std::vector<u32> others;                 // and of any other kind
     bool has_several = false;                // more than one group caches
 
     bool operator==(const Layout&) const = default;
+
+    bool has_drafter() const {
+        return std::any_of(groups.begin(), groups.end(), [](const Group& each) { return each.eagle; });
+    }
+    // What is left of a hit.
+    u64 worth(u64 hit) const { return hit > prefix_replay_tokens ? hit : 0; }
 
     void find_equal_groups() {
         u32 caching = 0;
@@ -144,7 +151,7 @@ inline u64 rounded_up(u64 tokens, u64 unit) { return tokens / unit + (tokens % u
 
 // Tokens that the draft model must see again.
 inline u64 eagle_tokens(const Layout& layout, const Group& group) {
-    if (!layout.eagle) return 0;
+    if (!group.eagle) return 0;
     return group.kind == GroupKind::full
                ? std::min(group.block_size, layout.scheduler_block_size)
                : group.block_size;
@@ -244,9 +251,9 @@ inline u64 agreed(const Layout& layout, const std::vector<u32>& groups, const Pr
         u64 shorter = hit;
         for (std::size_t i = 0; i < groups.size(); ++i) {
             const u64 before = shorter;
-            const bool is_free = gave_extra[i];
-            shorter = longest_accepted(layout, groups[i], present, before, reach, is_free);
-            if (!is_free) {
+            const bool gives = layout.groups[groups[i]].eagle && !gave_extra[i];
+            shorter = longest_accepted(layout, groups[i], present, before, reach, !gives);
+            if (gives) {
                 gave_extra[i] = true;
             } else if (shorter < before) {
                 gave_extra.reset();
@@ -258,13 +265,20 @@ inline u64 agreed(const Layout& layout, const std::vector<u32>& groups, const Pr
     return 0;
 }
 
-// The longest prefix that every group accepts. Of equal groups the presence of the first stands for
-// all of them.
-inline u64 longest_hit(const Layout& layout, const Presence& present, u64 limit, u64 tokens) {
+struct HitAndRun {
+    u64 hit;  // the longest prefix that every group accepts
+    u64 run;  // the longest that full attention accepts; without such groups, the hit
+};
+
+// Of equal groups the presence of the first stands for all of them.
+inline HitAndRun hit_and_run(const Layout& layout, const Presence& present, u64 limit,
+                             u64 tokens) {
     const u64 reach = layout.has_several && layout.eagle_sees_last_token ? tokens : limit;
-    u64 hit = limit;
-    for (u32 index : layout.full) hit = longest_accepted(layout, index, present, hit, reach);
-    return layout.others.empty() ? hit : agreed(layout, layout.others, present, hit, reach);
+    u64 run = limit;
+    for (u32 index : layout.full) run = longest_accepted(layout, index, present, run, reach);
+    if (layout.others.empty()) return {run, run};
+    const u64 hit = agreed(layout, layout.others, present, run, reach);
+    return {hit, layout.full.empty() ? hit : run};
 }
 
 // The hit with what a lower tier can load; see `longest_extended_hit` in Python.
@@ -344,7 +358,7 @@ private:
     }
 
     bool is_eagle(u32 index) const {
-        return layout_.eagle && layout_.groups[index].kind != GroupKind::mamba;
+        return layout_.groups[index].eagle && layout_.groups[index].kind != GroupKind::mamba;
     }
 
     u64 end_of_window(u32 index, u64 start, u64 stop, u64 hit, u64 extra) const {

@@ -256,11 +256,12 @@ private:
     // tier, no entries inside blocks, and an extra block of EAGLE that is the same in all groups.
     static bool may_end_early(const Source& of) {
         const Layout& layout = of.layout;
+        const bool drafts = layout.has_drafter();
         bool may_end = !layout.full.empty() && !of.has_lower_tiers();
         for (const Group& group : layout.groups) {
             if (group.kind == GroupKind::not_cached) continue;
             may_end &= layout.scheduler_block_size % group.block_size == 0;
-            may_end &= !layout.eagle || group.block_size == layout.hash_block_size;
+            may_end &= !drafts || group.block_size == layout.hash_block_size;
         }
         return may_end;
     }
@@ -419,6 +420,8 @@ private:
         const std::vector<u64>& keys = prompt.keys(index_.space(), step);
         out.count = prompt.tokens().size() / step.tokens;
         const bool is_learned = computed == nullptr || !computed->is_alone;
+        // What no hash of the engine's stands for is found by its tokens, below the GPU alone.
+        const bool is_learned_below = !is_learned && index_.has_own_blocks_below(of);
         const u64 ahead = 8;
         for (u64 i = 0; i < keys.size(); ++i) {
             if (i + ahead < keys.size()) {
@@ -428,7 +431,8 @@ private:
             for (u32 id = index_.first_with(Prompt::key_at(keys, step, i)); id != kNone;) {
                 const Node& node = index_.nodes()[id];
                 if (is_learned && Index::finds(of, node)) see(of, node, i, out, out.found);
-                if (node.row(row_key(of.word, kTierFound)) & of.bit) {
+                if (node.row(row_key(of.word, kTierFound)) & of.bit ||
+                    (is_learned_below && Index::finds(of, node))) {
                     see(of, node, i, out, out.tier_found);
                 }
                 id = node.next_key;
@@ -478,9 +482,13 @@ private:
                 all = both(all, bitmap_of(plane_of(members[i], 0), false), count, true);
             }
         }
-        const u64 gpu = rule::longest_hit(layout, present_, length - 1, length);
-        TieredHit found{{static_cast<u32>(gpu), static_cast<u32>(gpu)}, {}};
+        const auto [gpu, run] = rule::hit_and_run(layout, present_, length - 1, length);
+        TieredHit found{
+            {static_cast<u32>(gpu), static_cast<u32>(gpu), static_cast<u32>(run)}, {}};
         if (of.has_lower_tiers()) extend(of, length, count, found, bitmap_of);
+        if (!layout.worth(found.hit.total)) {
+            return {{0, 0, static_cast<u32>(layout.worth(run))}, {}};
+        }
         return found;
     }
 

@@ -46,6 +46,9 @@ public:
     explicit BoundedMap(u64 secret) : secret_(secret) {}
 
     std::size_t size() const { return live_; }
+    std::size_t memory() const {
+        return entries_.size() * sizeof(Entry) + slots_.capacity() * sizeof(u32);
+    }
 
     const Value* find(u64 hash, u32 group = 0) const {
         const u32 at = place_of(hash, group);
@@ -187,6 +190,10 @@ public:
     explicit WaitingRuns(u64 secret) : by_parent_(0, SecretHash{secret}) {}
 
     bool waits_for(u64 parent) const { return runs && by_parent_.count(parent); }
+    std::size_t memory() const {
+        return order_.size() * sizeof(Place) + by_parent_.size() * sizeof(Family) +
+               runs * sizeof(WaitingRun) + tokens * sizeof(u32);
+    }
 
     void add(u64 parent, WaitingRun&& run) {
         Family& family = by_parent_[parent];
@@ -273,6 +280,7 @@ public:
 
     bool is_settled() const { return counting == Counting::every_copy; }
     bool has_leftovers() const { return leftovers_.size() > 0; }
+    std::size_t memory() const { return leftovers_.memory(); }
 
     void settle() {
         counting = Counting::every_copy;
@@ -325,10 +333,15 @@ private:
 // What a lower tier has announced, in the order in which it came: what is dropped first when the
 // tier is full and never removes.
 class ArrivalOrder {
+    using Gone = MapByHash<u32>;
+
 public:
     explicit ArrivalOrder(u64 secret) : gone_(0, SecretHash{secret}) {}
 
     void came(u64 hash) { order_.push_back(hash); }
+    std::size_t memory() const {
+        return order_.size() * sizeof(u64) + gone_.size() * sizeof(Gone::value_type);
+    }
 
     // Its place in the order is skipped when it is reached.
     void went(u64 hash) {
@@ -363,7 +376,6 @@ public:
     }
 
 private:
-    using Gone = MapByHash<u32>;
 
     void skip(Gone::iterator found) {
         if (--found->second == 0) gone_.erase(found);
@@ -393,6 +405,8 @@ struct TierUnit {
     std::string name;
     u64 blocks = 0;
     u64 tokens = 0;
+
+    bool is_given() const { return blocks || tokens; }
 };
 
 // The hashes that came into a tier since it was empty, as long as they are few: a clear finds them
@@ -430,11 +444,11 @@ struct Tier {
     FewHashes since_empty;
 };
 
-// What one tier has shown of how much it keeps together, of one group; see `tier_units.py`.
+// What one tier has shown of how much it keeps together, of one group; see `TierUnits` in
+// `router/index/reference/layout_learner.py`.
 struct SeenUnit {
-    u64 ends = 0;   // the greatest common divisor of the ends, in tokens
-    u64 sizes = 0;  // that of the block sizes which its events name
-    bool has_sizes = false;
+    u64 ends = 0;     // the greatest common divisor of the ends, in tokens
+    u64 largest = 0;  // the largest block that its events describe, in tokens; 0: none does
 };
 
 // What the layout learner has been told last of a group, to tell it no more than what is new.
@@ -447,10 +461,17 @@ struct ToldGroup {
     bool operator==(const ToldGroup&) const = default;
 };
 
+// What a block stood for that a clear took, and the number of that clear.
+struct ClearedKey {
+    Key key;
+    u64 number = 0;
+};
+
 struct Source {
     // `secret`: see `SecretHash`.
     Source(u32 number, u64 secret)
-        : tiers(1), forgotten(secret), waiting(secret), copy_watch(secret), secret_(secret) {
+        : tiers(1), forgotten(secret), cleared(secret), waiting(secret), copy_watch(secret),
+          secret_(secret) {
         stand_at(number);
         tiers[0].name = "GPU";
     }
@@ -493,7 +514,10 @@ struct Source {
     std::unordered_map<u64, u32> further_copies;  // (node << 16 | plane) -> copies beyond the first
     std::unordered_map<u32, ArrivalOrder> arrivals;  // by plane, of lower tiers that never removed
     std::unordered_map<u32, SeenUnit> units;         // by plane, of lower tiers
-    BoundedMap<Key> forgotten;     // the keys of blocks whose last copy went
+    BoundedMap<Key> forgotten;     // the keys of blocks whose last copy was removed
+    BoundedMap<ClearedKey> cleared;  // of those that clears took, as far as `work_off` came
+    u64 all_cleared = 0;           // how many clears took that are remembered
+    u64 clears = 0;                // number of the last clear
     WaitingRuns waiting;
     CopyWatch copy_watch;
 
@@ -523,6 +547,13 @@ struct Source {
         if (!blocks) return;
         if (group >= removed.size()) removed.resize(group + 1);
         removed[group] += blocks;
+    }
+    // Bytes of what grows with its events, besides nodes and rows.
+    std::size_t memory() const {
+        std::size_t bytes = forgotten.memory() + waiting.memory() + copy_watch.memory() +
+                            further_copies.size() * sizeof(*further_copies.begin());
+        for (const auto& [plane, order] : arrivals) bytes += order.memory();
+        return bytes;
     }
     bool hides_extra_keys() const { return entries && !shows_extra_keys; }
     bool has_lower_tiers() const {

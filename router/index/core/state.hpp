@@ -58,7 +58,7 @@ private:
         for (const auto& [plane, seen] : units) {
             put(plane);
             put(seen.ends);
-            put(seen.sizes);
+            put(seen.largest);
         }
     }
 
@@ -110,6 +110,19 @@ private:
         of.forgotten.for_each([&](const auto& entry) {
             put(entry.hash);
             put(entry.value);
+        });
+        BoundedMap<ClearedKey> cleared = of.cleared;
+        for (const auto& each : index_.leaving_) {
+            if (each.heir != &of) continue;
+            index_.nodes_.for_each([&](u32, Node& node) {
+                if (!node.is_held_by(each.word, each.bit) || !node.is_placed()) return;
+                index_.remember_cleared(cleared, node, each.number);
+            });
+        }
+        put(static_cast<u64>(cleared.size()));
+        cleared.for_each([&](const auto& entry) {
+            put(entry.hash);
+            put(entry.value.key);
         });
     }
 
@@ -169,6 +182,11 @@ public:
             const u64 hash = get<u64>();
             of.forgotten.put(hash, get_key(), index_.limits().forgotten);
         }
+        of.all_cleared = get_count(20);
+        for (u64 i = 0; i < of.all_cleared; ++i) {
+            const u64 hash = get<u64>();
+            of.cleared.put(hash, {get_key(), 0}, index_.limits().forgotten);
+        }
         read_waiting(of);
         if (!left_.empty()) throw StateError("bytes follow its end");
         ++index_.version_;
@@ -222,7 +240,7 @@ private:
         for (u32 i = 0; i < units; ++i) {
             SeenUnit& seen = of.units[get_plane(of)];
             seen.ends = get<u64>();
-            seen.sizes = get<u64>();
+            seen.largest = get<u64>();
         }
     }
 

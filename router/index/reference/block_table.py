@@ -2,7 +2,7 @@
 
 Copies are counted under the engine's own hashes, per group and tier. A block is *placed* once we
 know the key of the prefix that its hash stands for. Both are kept until the last copy is removed;
-the keys of blocks removed most recently are remembered for a while.
+the keys of blocks that went most recently are remembered for a while.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class BlockTable:
         self._limits = limits
         self._entries: dict[BlockHash, _TableEntry] = {}
         self._forgotten: OrderedDict[BlockHash, int] = OrderedDict()
+        self.cleared: dict[BlockHash, int] = {}
+        """What clears took, as long as that is not too much."""
+        self._all_cleared = 0
+        """How many blocks that was, each as often as it was taken."""
         self.removing_tiers: set[str] = set()
         """Lower tiers that have announced a removal. Storage that others share never does."""
         self._totals: dict[str, int] = {}
@@ -144,6 +148,8 @@ class BlockTable:
         self.uses_int_hashes = isinstance(block_hash, int)
         self.unplaced += 1
         key = self._forgotten.pop(block_hash, None)
+        if key is None:
+            key = self.cleared.get(block_hash)
         if key is not None:
             self.place(block_hash, key, is_below)
         return entry
@@ -190,13 +196,23 @@ class BlockTable:
         return removed
 
     def clear(self, tier: str) -> int:
-        """Remove every copy in a tier; returns how many there were."""
+        """Remove every copy in a tier; returns how many there were.
+
+        What the blocks stood for is remembered of all of them, or of none if they are too many.
+        What earlier clears took is forgotten if they are too many together.
+        """
         removed = 0
+        taken: dict[BlockHash, int] = {}
         for where in [where for where in self.held if where[1] == tier]:
             held = self.held[where]
             for block_hash, copies in list(held.items()):
-                self._discount(where, held, block_hash, copies, copies)
+                self._discount(where, held, block_hash, copies, copies, taken)
                 removed += copies
+        self._all_cleared += len(taken)
+        if self._all_cleared > self._limits.forgotten:
+            taken = taken if len(taken) <= self._limits.forgotten else {}
+            self.cleared, self._all_cleared = {}, len(taken)
+        self.cleared.update(taken)
         return removed
 
     def _discount(
@@ -206,8 +222,9 @@ class BlockTable:
         block_hash: BlockHash,
         copies: int,
         gone: int,
+        cleared: dict[BlockHash, int] | None = None,
     ) -> None:
-        """*gone* of the *copies* there are left."""
+        """*gone* of the *copies* there are left. In a clear *cleared* is to remember the block."""
         self._copies -= gone
         if copies > gone:
             held[block_hash] = copies - gone
@@ -219,9 +236,11 @@ class BlockTable:
         entry = self._entries[block_hash]
         entry.copies -= gone
         if not entry.copies:
-            self._forget(block_hash, entry)
+            self._forget(block_hash, entry, cleared)
 
-    def _forget(self, block_hash: BlockHash, entry: _TableEntry) -> None:
+    def _forget(
+        self, block_hash: BlockHash, entry: _TableEntry, cleared: dict[BlockHash, int] | None
+    ) -> None:
         del self._entries[block_hash]
         if entry.key is None:
             self.unplaced -= 1
@@ -230,7 +249,10 @@ class BlockTable:
             del self.hash_by_key[entry.key]
         if self.tier_hash_by_key.get(entry.key) == block_hash:
             del self.tier_hash_by_key[entry.key]
-        self._remember(block_hash, entry.key)
+        if cleared is None:
+            self._remember(block_hash, entry.key)
+        else:
+            cleared[block_hash] = entry.key
 
     # --- places -----------------------------------------------------------------------------------
 
@@ -274,7 +296,8 @@ class BlockTable:
         entry = self._entries.get(block_hash)
         if entry is not None and entry.key is not None:
             return entry.key
-        return self._forgotten.get(block_hash)
+        known = self._forgotten.get(block_hash)
+        return self.cleared.get(block_hash) if known is None else known
 
     def unplaced_of(self, block_hashes: Iterable[BlockHash]) -> int:
         """How many of these are held and not placed."""
@@ -306,6 +329,7 @@ class BlockTable:
         placed: Iterable[tuple[BlockHash, int, bool]],
         forgotten: Iterable[tuple[BlockHash, int]],
         tier_hashes: Iterable[tuple[BlockHash, int]],
+        cleared: Iterable[tuple[BlockHash, int]],
     ) -> None:
         """Take back the blocks of an earlier table into this empty one.
 
@@ -314,6 +338,7 @@ class BlockTable:
             placed: As from `placed`.
             forgotten: As from `forgotten`.
             tier_hashes: The hashes of `tier_hash_by_key`, with their keys.
+            cleared: As in `cleared`.
         Raises:
             KeyError: A placed block is not held.
         """
@@ -326,4 +351,6 @@ class BlockTable:
             if is_found:
                 self.hash_by_key[key] = block_hash
         self._forgotten.update(forgotten)
+        self.cleared.update(cleared)
+        self._all_cleared = len(self.cleared)
         self.tier_hash_by_key.update((key, found) for found, key in tier_hashes)

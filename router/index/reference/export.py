@@ -44,6 +44,7 @@ class _TableRecord(msgspec.Struct):
     placed: list[tuple[BlockHash, _Key, bool]]
     """Hash, key, and whether the key leads to this hash."""
     forgotten: list[tuple[BlockHash, _Key]]
+    cleared: list[tuple[BlockHash, _Key]]
     tier_hashes: list[tuple[BlockHash, _Key]]
     removing_tiers: list[str]
     uses_int_hashes: bool
@@ -221,6 +222,7 @@ def _table_record(table: BlockTable) -> _TableRecord:
         ],
         placed=[(found, split(key), is_found) for found, key, is_found in table.placed()],
         forgotten=[(found, split(key)) for found, key in table.forgotten()],
+        cleared=[(found, split(key)) for found, key in table.cleared.items()],
         tier_hashes=[(found, split(key)) for key, found in table.tier_hash_by_key.items()],
         removing_tiers=sorted(table.removing_tiers),
         uses_int_hashes=table.uses_int_hashes,
@@ -238,6 +240,7 @@ def _fill_table(table: BlockTable, record: _TableRecord) -> None:
         [(found, joined(*key), is_found) for found, key, is_found in record.placed],
         [(found, joined(*key)) for found, key in record.forgotten],
         [(found, joined(*key)) for found, key in record.tier_hashes],
+        [(found, joined(*key)) for found, key in record.cleared],
     )
     table.removing_tiers.update(record.removing_tiers)
     table.ambiguous, table.uses_int_hashes = record.ambiguous, record.uses_int_hashes

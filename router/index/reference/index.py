@@ -16,7 +16,13 @@ from typing_extensions import override
 from kvevents.codec import decode
 from kvevents.events import GPU, BlockHash, EventBatch, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
-from kvevents.hit_rule import Present, longest_accepted, longest_extended_hit, longest_hit
+from kvevents.hit_rule import (
+    Present,
+    longest_accepted,
+    longest_extended_hit,
+    longest_hit,
+    longest_run,
+)
 from kvevents.layout import GroupKind, KVCacheLayout
 from router.index.base import (
     NO_HIT,
@@ -25,6 +31,7 @@ from router.index.base import (
     HashedPrompt,
     Hit,
     LayoutHints,
+    Match,
     PrefixIndex,
     SourceId,
     SourceLimits,
@@ -114,13 +121,16 @@ class ReferenceIndex(PrefixIndex):
     @override
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, PromptKeys)
-        return {source_id: hit_of(source, prompt) for source_id, source in self.sources.items()}
+        found = Match()
+        for source_id, source in self.sources.items():
+            found[source_id], found.junctions[source_id] = hit_and_junction(source, prompt)
+        return found
 
     @override
     def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
         assert isinstance(prompt, PromptKeys)
         known = self.sources.get(source)
-        return hit_of(known, prompt) if known else NO_HIT
+        return hit_and_junction(known, prompt)[0] if known else NO_HIT
 
     @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
@@ -266,8 +276,9 @@ class PromptKeys(HashedPrompt):
 # --- its hit at one source ------------------------------------------------------------------------
 
 
-def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
-    """How much of a prompt a source would reuse.
+def hit_and_junction(source: SourceCache, prompt: PromptKeys) -> tuple[Hit, int]:
+    """How much of a prompt a source would reuse, and how much further full attention by itself
+    would reach on its GPU.
 
     Args:
         source: Nothing where its layout is not known.
@@ -275,17 +286,22 @@ def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
     """
     layout, length = source.layout, len(prompt.token_ids)
     if layout is None or length < 2:
-        return Hit(0, 0)
+        return NO_HIT, 0
     hashes = list(_hashes(source, prompt, layout))
     on_gpu = _presence(hashes, layout, [(source.table, GPU)])
     gpu = longest_hit(layout, on_gpu, length - 1, length)
+    has_full = any(group.kind is GroupKind.FULL for group in layout.groups)
+    run = longest_run(layout, on_gpu, length - 1, length) if has_full else gpu
     best = Hit(gpu, gpu)
     lower = source.lower_tiers()
     if lower:
         hashes += _hashes_below(source, prompt, layout)
         for units, tiers in _by_units(source, lower, hashes, layout, length).items():
             best = max(best, _extended(source, layout, hashes, gpu, length, units, tiers), key=_all)
-    return best
+    if best.cached_tokens <= layout.prefix_replay_tokens:
+        # It would be computed again as a whole; what full attention holds may be longer.
+        return NO_HIT, run if run > layout.prefix_replay_tokens else 0
+    return best, run - gpu
 
 
 _all = attrgetter("cached_tokens")
@@ -348,8 +364,8 @@ def _see_ends(
     their hashes had no known place then, or still have none."""
     step, units = layout.hash_block_size, lower.units
     for where, blocks in lower.table.held.items():
-        is_known = where in units.seen and not lower.table.unplaced
-        if where[1] != lower.tier or is_known or not units.may_shrink(where, layout):
+        has_unplaced = lower.table.unplaced > 0
+        if where[1] != lower.tier or not units.wants_ends(where, layout, has_unplaced):
             continue
         ends = (
             (index + 1) * step
@@ -381,9 +397,7 @@ def _hashes(source: SourceCache, prompt: PromptKeys, layout: KVCacheLayout) -> I
     computed as its engine does."""
     step, lookahead = layout.hash_block_size, source.lookahead
     source.learn_from_prompt(prompt.token_ids, prompt.spellings)
-    chain = source.finder.chain
-    # Salts that events hide make learned places doubtful: only the engine's own hash decides then.
-    computed_only = chain is not None and source.hides_extra_keys and prompt.lora_name is None
+    chain, computed_only = source.finder.chain, _computed_only(source, prompt)
     if not computed_only:
         yield _found_in(source.table.hash_by_key, prompt.keys(step, lookahead))
     if chain is not None and (computed_only or source.has_unplaced):
@@ -398,12 +412,21 @@ def _hashes_below(
     """Further ways, for what lower tiers hold: hashes of their own, and those that other sources
     stored in a shared place."""
     keys = prompt.keys(layout.hash_block_size, source.lookahead)
+    if source.has_own_blocks_below and _computed_only(source, prompt):
+        # What no hash of the engine's stands for is found by its tokens.
+        yield _found_in(source.table.hash_by_key, keys)
     if source.table.tier_hash_by_key:
         yield _found_in(source.table.tier_hash_by_key, keys)
     for store in source.stores:
         for learned in (store.table.hash_by_key, store.table.tier_hash_by_key):
             if learned:
                 yield _found_in(learned, keys)
+
+
+def _computed_only(source: SourceCache, prompt: PromptKeys) -> bool:
+    """Whether the engine's own hash decides: hidden salts make learned places doubtful."""
+    is_known = source.finder.chain is not None
+    return is_known and source.hides_extra_keys and prompt.lora_name is None
 
 
 def _found_in(hash_by_key: dict[int, BlockHash], keys: Sequence[int]) -> HashAt:

@@ -4,9 +4,11 @@ Known beats assumed: a `CacheLayout` event, else the events' own fields, else th
 What had to be assumed is listed, so that an operator sees it.
 
 A lower tier may store several blocks as one (vLLM's chunks), and bring back all of them or none:
-its unit. Nothing on the wire says how many. But a unit ends at a multiple of its size, counted from
-the start of the prompt, so the greatest common divisor of all ends that a tier has announced is its
-unit, or a multiple of it as long as few have been seen.
+its unit. A configured unit is a fact. A tier with larger blocks than the GPU's names their size:
+the largest is its unit, a smaller one the end of a prompt that does not fill it (LMCache's
+`save_unfull_chunk`). Elsewhere nothing on the wire says how many blocks a unit has. But it ends at
+a multiple of its size, counted from the start of the prompt, so the greatest common divisor of all
+ends that a tier has announced is its unit, or a multiple of it as long as few have been seen.
 """
 
 from __future__ import annotations
@@ -176,11 +178,21 @@ class LayoutLearner:
             groups,
             hints.hash_block_size or (None if hints.authoritative else self.smallest_step or None),
             self._inner_step(groups) or hints.scheduler_block_size,
-            # Hashes that cover the next tokens make the drop unnecessary: vLLM >= 0.33 then drops
-            # nothing.
-            hints.eagle and not self.lookahead,
+            self._eagle(len(groups)),
             hints.eagle_sees_last_token,
+            hints.prefix_replay_tokens,
         )
+
+    def _eagle(self, group_count: int) -> bool | list[int]:
+        """The groups that drop a block, of those known so far.
+
+        Hashes that cover the next tokens make the drop unnecessary: vLLM >= 0.33 then drops
+        nothing.
+        """
+        eagle = self.hints.eagle
+        if self.lookahead or isinstance(eagle, bool):
+            return bool(eagle) and not self.lookahead
+        return [index for index in eagle if index < group_count]
 
     def _inner_step(self, groups: Sequence[KVCacheGroup]) -> int | None:
         """The granularity of hits that end inside blocks, in tokens; None: they end between blocks.
@@ -212,9 +224,9 @@ class LayoutLearner:
     def _group(self, index: int) -> KVCacheGroup:
         seen, hint = self.seen.get(index) or self._from_below(index), self._hint(index)
         if seen is None:
-            return (hint if self.hints.assume_unseen else None) or KVCacheGroup(
-                GroupKind.NOT_CACHED, 1
-            )
+            if hint and self.hints.assume_unseen:
+                return hint
+            return self._assumed_full(index) or KVCacheGroup(GroupKind.NOT_CACHED, 1)
         kind = kind_from_wire(seen.kind) or (hint.kind if hint else GroupKind.FULL)
         window = seen.sliding_window or (hint.sliding_window if hint else None)
         chunk = self._chunk_size(hint)
@@ -225,6 +237,17 @@ class LayoutLearner:
         return KVCacheGroup(
             kind, seen.block_size, window, chunk if kind is GroupKind.CHUNKED_LOCAL else None
         )
+
+    def _assumed_full(self, index: int) -> KVCacheGroup | None:
+        """A group that no event has named, where those behind it are windows or states: seldom all
+        that a model has. Its blocks are larger than any prompt so far, and none is cached."""
+        named = {**self.tiers_seen, **self.seen}
+        kinds = [kind_from_wire(seen.kind) for seen in named.values()]
+        if index >= max(named, default=0) or None in kinds or GroupKind.FULL in kinds:
+            return None
+        found = [self.seen.get(each) or self._from_below(each) for each in named]
+        size = self.smallest_step or math.gcd(*(seen.block_size for seen in found if seen))
+        return KVCacheGroup(GroupKind.FULL, size) if size else None
 
     def _from_below(self, index: int) -> SeenGroup | None:
         """What lower tiers say of a group; the size that events leave out is the other groups'."""
@@ -264,6 +287,8 @@ class LayoutLearner:
             yield self.error
         if self.hints.eagle:
             yield "eagle: from the configuration"
+        if self.hints.prefix_replay_tokens:
+            yield "prefix_replay_tokens: from the configuration"
         if self.hints.authoritative:
             yield "groups: from the configuration"
             return
@@ -278,6 +303,8 @@ class LayoutLearner:
         if seen is None:
             if hint and self.hints.assume_unseen:
                 yield f"group {index}: from the configuration, no event has named it"
+            elif self._assumed_full(index):
+                yield f"group {index}: taken as full attention, no event has named it"
             return
         kind = kind_from_wire(seen.kind)
         if kind is None:
@@ -298,16 +325,16 @@ class TierUnits:
     seen: dict[GroupTier, int] = field(default_factory=dict)
     """The greatest common divisor of the ends, in tokens."""
     sizes: dict[GroupTier, int] = field(default_factory=dict)
-    """The greatest common divisor of the block sizes that its events name."""
+    """The largest block that its events describe, in tokens."""
 
     def see_size(self, where: GroupTier, size: int) -> None:
-        """Learn from the block size of an event.
+        """Learn from an event that describes its blocks.
 
         Args:
             where: Group and tier.
-            size: In tokens.
+            size: Of one block, in tokens.
         """
-        self.sizes[where] = math.gcd(self.sizes.get(where, 0), size)
+        self.sizes[where] = max(self.sizes.get(where, 0), size)
 
     def see(self, where: GroupTier, ends: Iterable[int]) -> None:
         """Learn from what a tier announces.
@@ -328,10 +355,22 @@ class TierUnits:
             layout: The cache's.
         """
         group, tier = where
-        if tier == GPU or group >= len(layout.groups):
+        if tier == GPU or tier in self.hints or group >= len(layout.groups):
             return False
         found = self.seen.get(where, 0)
         return not found or found > layout.groups[group].block_size
+
+    def wants_ends(self, where: GroupTier, layout: KVCacheLayout, has_unplaced: bool) -> bool:
+        """Whether what a tier holds of a prompt may tell more. Not where events describe blocks:
+        one names all blocks in a unit, and only the last of them ends it.
+
+        Args:
+            where: Group and tier.
+            layout: The cache's.
+            has_unplaced: Some block of the tier has no place yet, so its end is not known.
+        """
+        is_known = where in self.sizes or (where in self.seen and not has_unplaced)
+        return not is_known and self.may_shrink(where, layout)
 
     def of(self, tier: str, layout: KVCacheLayout) -> tuple[int, ...]:
         """The tokens of a unit in each group.
@@ -357,13 +396,12 @@ class TierUnits:
         if layout.groups[index].kind is GroupKind.NOT_CACHED:
             return 0
         size = layout.groups[index].block_size
-        hint = self.hints.get(tier)
-        configured = hint.unit_tokens(size) if hint is not None else 0
-        unit = math.gcd(self.seen.get((index, tier), 0), configured)
-        named = self.sizes.get((index, tier), 0)
-        if named > size:
+        hint, named = self.hints.get(tier), self.sizes.get((index, tier), 0)
+        if hint is not None:
+            unit = hint.unit_tokens(size)
+        else:
             # Not the GPU's blocks: the tier, such as LMCache's, has its own.
-            unit = math.gcd(unit, named)
+            unit = named if named > size else self.seen.get((index, tier), 0)
         if not unit:
             return 0
         # Ends inside a block are those of a block that is not full.

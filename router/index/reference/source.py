@@ -158,6 +158,20 @@ class SourceCache:
         return lower.units.of(lower.tier, layout)
 
     @property
+    def has_own_blocks_below(self) -> bool:
+        """Whether some tier has blocks of its own, larger than the GPU's, and so hashes of its
+        own."""
+        layout = self.layout
+        if layout is None:
+            return False
+        return any(
+            size > layout.groups[group].block_size
+            for units in (self.units, *(store.units for store in self.stores))
+            for (group, _), size in units.sizes.items()
+            if group < len(layout.groups)
+        )
+
+    @property
     def has_unplaced(self) -> bool:
         """Whether some block that it could load has no place yet."""
         return self.table.unplaced > 0 or any(store.table.unplaced for store in self.stores)
@@ -361,8 +375,8 @@ class SourceCache:
 
     def _needs_parent(self, event: BlockStored) -> bool:
         """Whether only the parent's key can show where this run belongs. A known hash function
-        shows it at every look-up."""
-        if self.finder.chain is not None and not event.lora_name:
+        shows it at every look-up, unless a tier has hashes of its own."""
+        if self.finder.chain is not None and event.tier == GPU and not event.lora_name:
             return False
         tables = (self.table, *(store.table for store in self.stores))
         return any(table.unplaced_of(event.block_hashes) for table in tables)
@@ -370,7 +384,9 @@ class SourceCache:
     def _is_opaque(self, event: BlockStored) -> bool:
         """Whether something the event hides goes into its hashes, such as a salt before vLLM 0.17.
         Only a known hash function can show it: the first hash then differs from what the event's
-        tokens hash to."""
+        tokens hash to. A lower tier may have hashes of its own, so theirs show nothing."""
+        if event.tier != GPU:
+            return False
         if event.parent_block_hash is not None or event.extra_keys is not None:
             return False
         if event.lora_name or event.cache_salt:
@@ -393,14 +409,13 @@ class SourceCache:
         Every hash ends a unit, with one exception: a self-describing event of vLLM is about one
         unit, and names the blocks in it. LMCache's names its own blocks, which are larger.
         """
-        layout = self.layout
-        if layout is None or self.learner.announced or not units.may_shrink(where, layout):
-            return
-        ends = event.block_hashes
+        layout, ends = self.layout, event.block_hashes
         if event.token_ids:
             ends = ends[-1:]
+            units.see_size(where, event.tokens_per_block or event.block_size or 1)
             units.see(where, [len(event.token_ids)])
-            units.see_size(where, event.tokens_per_block)
+        if layout is None or self.learner.announced or not units.may_shrink(where, layout):
+            return
         keys = map(self._key_of, ends)
         known = [tokens_of(key) - self.learner.lookahead for key in keys if key is not None]
         if known:

@@ -211,9 +211,20 @@ def test_the_hits_of_a_match_are_the_same_in_columns(implementation: Implementat
     expected = [hits.get(source, NO_HIT) for source in sources]
     assert expected[1] != NO_HIT
     for found in (hits, dict(hits.items()), {}):
-        gpu, cached = token_columns(found, sources)
+        gpu, cached, _ = token_columns(found, sources)
         assert gpu == [hit.gpu_cached_tokens if found else 0 for hit in expected]
         assert cached == [hit.cached_tokens if found else 0 for hit in expected]
+
+
+def test_a_junction_is_what_full_attention_has_beyond_the_hit(
+    implementation: Implementation,
+) -> None:
+    """There a prompt that is computed once more makes a hit for all later ones."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(128), 0, 64))
+    assert token_columns(index.match(tokens(161)), [SOURCE]) == ([64], [64], [160 - 64])
+    apply(index, PROMPT.removed(1, [16, 32, 48, 64]))
+    assert token_columns(index.match(tokens(161)), [SOURCE]) == ([0], [0], [160])
 
 
 def test_the_hits_of_a_match_stay_as_they_were_found(implementation: Implementation) -> None:
@@ -387,6 +398,25 @@ def test_two_live_hashes_of_one_prefix_are_counted_as_ambiguous(
     assert statistics(index).ambiguous == 0
     apply(index, Prefix(PROMPT.tokens, seed="and a hidden salt").stored(0, FULL))
     assert statistics(index).ambiguous == 10
+
+
+def test_a_hidden_salt_shows_in_the_batch_that_completes_the_layout(
+    implementation: Implementation,
+) -> None:
+    """The hash function is known and the layout was not: the salted blocks must not be taken for
+    those of the same tokens."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_block_size=16, hash_seeds=("0",)))
+    apply(index, Prefix(PROMPT.tokens, seed="0").kept(0, FULL, [64, 80], 0, 96))
+    assert statistics(index).hash_algorithm == "sha256"
+    other = Prefix(tokens(480, first=5000))
+    apply(index, other.stored(1, window(64, 32)), other.stored(2, window(64, 24)))
+    assert statistics(index).layout is None
+    salted = replace(Prefix(PROMPT.tokens, seed="a hidden salt").stored(0, FULL), extra_keys=None)
+    batch = EventBatch(0.0, [salted, other.stored(2, window(64, 48))])
+    result = index.apply(SOURCE, encode(batch))
+    assert statistics(index).layout is not None
+    assert result.waiting == 10
 
 
 def test_a_parent_named_by_several_digests_is_the_block_that_its_last_one_names(
@@ -880,6 +910,20 @@ def test_a_source_is_held_from_its_first_batch_until_it_is_dropped(index: Prefix
     index.drop(SOURCE)
     assert not index.holds(SOURCE)
     assert (index.match(PROMPT.tokens), index.statistics()) == ({}, {})
+
+
+def test_copies_that_seemed_left_when_the_cache_was_cleared_teach_nothing_afterwards(
+    implementation: Implementation,
+) -> None:
+    """A block that is stored again after a clear was gone: it does not show that the engine leaves
+    removals out."""
+    index = index_with(implementation)
+    for _ in range(10):
+        apply(index, PROMPT.stored(0, FULL), PROMPT.stored(0, FULL))
+        apply(index, PROMPT.removed(0, range(16, 161, 16)), AllBlocksCleared())
+        apply(index, PROMPT.stored(0, FULL), AllBlocksCleared())
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(0, FULL), PROMPT.removed(0, [160]))
+    assert gpu_hit(index, PROMPT.tokens) == 160
 
 
 def test_clearing_or_dropping_an_unknown_source_does_nothing(index: PrefixIndex) -> None:

@@ -8,12 +8,21 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvevents.codec import encode
-from kvevents.events import CPU, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.events import (
+    CPU,
+    AllBlocksCleared,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupSpec,
+)
 from kvevents.hashing import HashChain
-from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits
+from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits, TierHint
 from router.index.dump import dump, load
 from router.recordings import Query, Record, RecordingReader
 from tests.router.index.implementations import Implementation
@@ -186,6 +195,111 @@ def test_an_incomplete_source_is_incomplete_after_the_restart(
     assert (copied[SECOND].is_incomplete, copied[SECOND].waiting.given_up) == (True, 1)
 
 
+def test_a_source_that_lost_removals_is_incomplete_after_the_restart(
+    implementation: Implementation, index: PrefixIndex
+) -> None:
+    """It predicts what is gone until it is cleared, and must be known to."""
+    apply(index, PROMPT.stored(0, FULL))
+    unreadable = {"type": "BlockRemoved", "block_hashes": "none", "medium": "GPU"}
+    index.apply(SOURCE, msgspec.msgpack.encode([0.0, [unreadable], 0]))
+    copy = copy_of(index, implementation)
+    assert copy.statistics()[SOURCE].is_incomplete
+    apply(copy, AllBlocksCleared())
+    assert not copy.statistics()[SOURCE].is_incomplete
+
+
+def test_what_a_full_tier_drops_first_is_the_same_after_the_restart(
+    implementation: Implementation,
+) -> None:
+    """Of storage that never removes, what was announced first: here the prompt's end."""
+    limits = SourceLimits(blocks=4)
+    index, other = implementation.create(limits), Prefix(tokens(16, first=9000))
+    index.add(SOURCE, LayoutHints(hash_seeds=(), tiers=(("STORAGE", TierHint(unit_blocks=1)),)))
+    apply(index, PROMPT.stored(0, FULL, 0, 64), AllBlocksCleared())
+    for end in (64, 48, 32, 16):
+        apply(index, PROMPT.offloaded(0, [end], "STORAGE"))
+    for each in (index, copy_of(index, implementation, limits)):
+        apply(each, other.stored(0, FULL), AllBlocksCleared(), other.offloaded(0, [16], "STORAGE"))
+        assert each.match([*PROMPT.tokens[:64], 1])[SOURCE].cached_tokens == 48
+        implementation.expect_sound(each)
+
+
+def test_salts_and_media_of_a_run_that_waited_are_not_lost(implementation: Implementation) -> None:
+    """Without them its blocks would be those of every prompt with these tokens."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    media = [["image", 0]]
+    late = msgspec.structs.replace(PROMPT.stored(0, FULL, 96), extra_keys=[media, *[None] * 3])
+    apply(index, late)
+    copy = copy_of(index, implementation)
+    for each in (index, copy):
+        apply(each, PROMPT.stored(0, FULL, 0, 96))
+        asked = [*PROMPT.tokens, 1]
+        assert each.match(asked)[SOURCE].cached_tokens == 96
+        extra_keys = [*[None] * 6, media, *[None] * 3]
+        assert each.match(asked, None, None, extra_keys)[SOURCE].cached_tokens == 160
+
+
+def test_a_run_of_a_lower_tier_that_waited_still_hides_nothing_of_the_gpu(
+    implementation: Implementation,
+) -> None:
+    """A tier with hashes of its own is found beside the GPU's, not in their place."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    own = Prefix(PROMPT.tokens, seed="the tier's own")
+    apply(index, PROMPT.stored(0, FULL), own.stored(0, FULL, 96, medium=CPU))
+    copy = copy_of(index, implementation)
+    for each in (index, copy):
+        apply(each, own.stored(0, FULL, 0, 96, medium=CPU))
+        assert gpu_hit(each, PROMPT.tokens) == 160
+    assert copy.statistics() == index.statistics()
+
+
+def test_the_form_of_an_engines_hashes_is_known_after_the_restart(
+    implementation: Implementation,
+) -> None:
+    """Blocks that are found only by computed hashes are found in that form alone."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(tiers=((CPU, TierHint(unit_blocks=1)),)))
+    known, unplaced = (Prefix(tokens(160, first), seed="0") for first in (1000, 9000))
+    apply(index, known.stored(0, FULL))
+    apply(index, unplaced.offloaded(0, range(16, 161, 16)))
+    assert index.match(unplaced.tokens)[SOURCE].cached_tokens == 160
+    copy = copy_of(index, implementation)
+    assert copy.match(unplaced.tokens)[SOURCE].cached_tokens == 160
+
+
+def test_what_a_source_has_shown_of_itself_comes_back(implementation: Implementation) -> None:
+    """Its removals by group, its hashes that claimed one prefix, and that others read its tier."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    other = Prefix(PROMPT.tokens, seed="and a hidden salt")
+    remote = msgspec.structs.replace(PROMPT.offloaded(0, [16]), locality="REMOTE")
+    apply(index, PROMPT.stored(0, FULL), other.stored(0, FULL, 0, 32), remote)
+    apply(index, PROMPT.stored(1, window(64)), PROMPT.removed(1, [16, 32, 48]))
+    found = copy_of(index, implementation).statistics()[SOURCE]
+    assert (found.removed, found.ambiguous) == ({1: 3}, 2)
+    assert any("announced as remote" in text for text in found.assumptions)
+
+
+def test_how_a_source_counts_copies_is_known_after_the_restart(
+    implementation: Implementation,
+) -> None:
+    """One that announces only the last removal of a block has no copy left then."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    for number in range(8):
+        again = Prefix(tokens(160, first=1000 * (number + 2)))
+        ends = range(16, 161, 16)
+        apply(index, again.stored(0, FULL), again.stored(0, FULL), again.removed(0, ends))
+        apply(index, again.stored(0, FULL))
+    copy = copy_of(index, implementation)
+    for each in (index, copy):
+        apply(each, PROMPT.stored(0, FULL), PROMPT.stored(0, FULL), PROMPT.removed(0, [160]))
+        assert gpu_hit(each, PROMPT.tokens) == 144
+    assert copy.statistics() == index.statistics()
+
+
 def test_an_engine_that_shows_its_salts_is_still_known_to_do_so(
     implementation: Implementation, index: PrefixIndex
 ) -> None:
@@ -268,8 +382,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 7"),
-        (lambda whole: whole[:18] + b"\x00\x08" + whole[20:], "version 8 must be 7"),
+        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 8"),
+        (lambda whole: whole[:18] + b"\x00\x09" + whole[20:], "version 9 must be 8"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ from router.index import (
     SourceLimits,
     TierHint,
     choose_index,
+    token_columns,
 )
 from router.index.dump import dump, load
 from router.index.reference.index import ReferenceIndex
@@ -262,8 +264,9 @@ class Pair:
         hints = LayoutHints(
             groups,
             any_of([None, 2]),
-            eagle=any_of([False, False, True]),
+            eagle=any_of([False, False, True, (0,), (1,), (0, 2)]),
             eagle_sees_last_token=any_of([False, True]),
+            prefix_replay_tokens=any_of([0, 0, 0, 4]),
             authoritative=bool(groups) and any_of([False, True]),
             assume_unseen=any_of([False, True]),
             hash_seeds=any_of([(), (), (DEFAULT_SEED,)]),
@@ -308,8 +311,10 @@ class Pair:
         alone, native = self.rng.choice(self.sources), self.native.prepare(*prompt)
         expected_alone = self.reference.match_source(self.reference.prepare(*prompt), alone)
         assert self.native.match_source(native, alone) == expected_alone, prompt
-        expected = self.reference.match(*prompt)
-        assert self.native.match(*prompt) == expected, prompt
+        expected, found = self.reference.match(*prompt), self.native.match(*prompt)
+        assert found == expected, prompt
+        sources = list(expected)
+        assert token_columns(found, sources) == token_columns(expected, sources), prompt
         for source in self.sources:
             old = self.reference.explain(self.reference.prepare(*prompt), source)
             assert self.native.explain(self.native.prepare(*prompt), source) == old
@@ -377,7 +382,7 @@ def message(seq: int, payload: bytes) -> bytes:
 def test_batches_applied_at_once_do_what_they_do_one_by_one(is_sane: bool, seed: int) -> None:
     """Whatever they bring: what is odd, or news, comes out as it would alone."""
     rng, traffic = random.Random(seed), Traffic(seed, is_sane)
-    pair = Pair(seed, rng.choice([ROOMY, TIGHT, HASTY]), sources=3)
+    pair = Pair(seed, rng.choice([*_LIMITS.values()]), sources=3)
     for _ in range(5):
         number = rng.randrange(3)
         batches = [traffic.batch(number) for _ in range(rng.randint(1, 12))]
@@ -386,23 +391,47 @@ def test_batches_applied_at_once_do_what_they_do_one_by_one(is_sane: bool, seed:
         pair.ask(traffic.prompt(40), None, None, None)
 
 
+def test_a_batch_that_names_its_process_is_left_to_be_looked_at() -> None:
+    """Another process may go on with the numbers of the one before: only who reads the name can
+    tell."""
+    pair = Pair(1, SourceLimits(), sources=1)
+    [source] = pair.sources
+    events = [BlockStored([number], number - 1, list(range(64)), "GPU") for number in range(2, 5)]
+    plain, more, last = (msgspec.msgpack.encode([0.0, [event], 0]) for event in events)
+    named = msgspec.msgpack.encode([0.0, [events[1]], 0, b"process of 16 by"])
+    root = BlockStored([1], None, list(range(64)), "GPU")
+    pair.native.apply(source, EventBatch(0.0, [root]))
+
+    def taken(*payloads: bytes) -> int:
+        data = b"".join(message(number, each) for number, each in enumerate(payloads))
+        done = pair.native.apply_run(source, WireRun(data, 0, HEAD, 2**20), 0, 8, 0)
+        return 0 if done is None else done.batches
+
+    assert taken(plain, more, last) == 3
+    assert taken(plain, named, last) == 1
+    assert taken(named, last) == 0
+
+
 def _window(size: int, block_size: int = 2) -> KVCacheGroup:
     return KVCacheGroup(GroupKind.SLIDING_WINDOW, block_size, sliding_window=size)
 
 
-ROOMY = SourceLimits(forgotten=100_000)
+ROOMY = SourceLimits()
 TIGHT = SourceLimits(
-    blocks=12, tiers=3, waiting_runs=3, waiting_tokens=20, waiting_batches=6, forgotten=100_000
+    blocks=12, tiers=3, waiting_runs=3, waiting_tokens=20, waiting_batches=6, forgotten=3
 )
-HASTY = SourceLimits(forgotten=100_000, cleared_at_once=2)
+HASTY = SourceLimits(cleared_at_once=2)
 """A clear of more than two blocks leaves them for later."""
+OBLIVIOUS = SourceLimits(forgotten=0, cleared_at_once=2)
+SHORT = SourceLimits(forgotten=3, cleared_at_once=2)
+_LIMITS = {"roomy": ROOMY, "tight": TIGHT, "hasty": HASTY, "oblivious": OBLIVIOUS, "short": SHORT}
 _seeds = st.integers(0, 2**32)
 _settings = settings(
     max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 
-@pytest.mark.parametrize("limits", [ROOMY, TIGHT, HASTY], ids=["roomy", "tight", "hasty"])
+@pytest.mark.parametrize("limits", _LIMITS.values(), ids=_LIMITS.keys())
 @pytest.mark.parametrize("is_sane", [True, False], ids=["engines", "anything"])
 @_settings
 @given(seed=_seeds)
@@ -579,6 +608,25 @@ def test_blocks_under_a_key_are_found_by_both(algorithm: str, salt: str | None) 
                 found = index.match(prompt[:length], None, salt)[SourceId("a")].cached_tokens
                 assert found == min(hit, (length - 1) // 16 * 16)
             assert index.match(prompt, None, "other")[SourceId("a")].cached_tokens == 0
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 18, 19, 20, 64, 65, 66, 67, 68])
+def test_hashes_under_a_key_cover_what_is_drafted(
+    algorithm: str, lookahead: int, length: int
+) -> None:
+    """With EAGLE a block's hash covers the next tokens as well: cut at another place, none of them
+    would be found. Without the key they stay as they are, and match nothing that is sealed."""
+    key, unknown = HashKey(b"n" * 32), HashKey(b"u" * 32)
+    hold_key(key)
+    prompt = [at * 7 % 1000 for at in range(length)]
+    plain = HashChain.from_seed(algorithm, "7")
+    digests = list(plain.block_hashes(prompt, 16, lookahead=lookahead))
+    prepared = _NATIVE.create(None).prepare(prompt)
+    for used, expected in ((key, [key.seal(each) for each in digests]), (unknown, digests)):
+        chain = replace(plain, key_id=used.key_id)
+        assert prepared.core_hashes(chain, 16, lookahead, False) == [expected]
 
 
 PLAIN = [

@@ -54,6 +54,9 @@ LAYOUTS: dict[str, KVCacheLayout] = {
     ),
     "eagle": KVCacheLayout.build([full()], eagle=True),
     "eagle with a window and states": KVCacheLayout.build([full(), window(9), mamba()], eagle=True),
+    "eagle in full attention": KVCacheLayout.build([full(), window(9)], eagle=[0]),
+    "eagle in a window": KVCacheLayout.build([full(), window(9), mamba()], eagle=[1]),
+    "eagle in a group of its own": KVCacheLayout.build([full(), full()], eagle=[1]),
 }
 
 
@@ -136,7 +139,8 @@ def announcement(layout: KVCacheLayout) -> CacheLayout:
         groups,
         layout.hash_block_size,
         layout.scheduler_block_size,
-        eagle=layout.eagle,
+        eagle=bool(layout.eagle),
+        eagle_groups=sorted(layout.eagle),
     )
 
 
@@ -145,7 +149,7 @@ def hints_of(layout: KVCacheLayout) -> LayoutHints:
     return LayoutHints(
         layout.groups,
         *sizes,
-        eagle=layout.eagle,
+        eagle=tuple(layout.eagle),
         authoritative=True,
         hash_seeds=(),
         tiers=tuple((tier, TierHint(unit_blocks=1)) for tier in (CPU, "DISK")),

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
-from kvevents.events import BlockStored, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupSpec,
+)
 from kvevents.layout import KVCacheGroup
 from router.index import LayoutHints, PrefixIndex, SourceLimits, TierHint
 from router.index.dump import dump, load
@@ -69,6 +77,39 @@ def test_a_prompt_that_parts_inside_a_self_describing_chunk_reuses_none_of_it(
     assert units(index) == {(0, "CPU"): 64}
     assert hit(index, PROMPT.tokens[:48] + OTHER.tokens[:48]) == (0, 0)
     assert hit(index, PROMPT.tokens[:64] + OTHER.tokens[:48]) == (0, 64)
+
+
+def test_the_blocks_in_a_self_describing_chunk_end_no_unit(implementation: Implementation) -> None:
+    """Nobody knows the place of what another prompt left, so look-ups go on teaching: each block
+    that the tier then names would be taken for a chunk of its own, for good."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, FULL, W64)
+    apply(index, described(PROMPT, 0, 64), PROMPT.offloaded(1, [64]))
+    apply(index, OTHER.offloaded(1, [128]))
+    assert index.statistics()[SOURCE].unplaced == 1
+    assert hit(index, PROMPT.tokens[:80]) == (0, 64)
+    assert hit(index, PROMPT.tokens[:48] + OTHER.tokens[:48]) == (0, 0)
+    assert units(index) == {(0, "CPU"): 64, (1, "CPU"): 64}
+
+
+def test_a_chunk_described_before_the_layout_is_known_teaches_its_unit_alone(
+    implementation: Implementation,
+) -> None:
+    """A router that joins late may hear of a chunk before it can tell how large a block is; its
+    inner blocks are no ends then, either."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints((FULL, window(64, 24)), 16, hash_seeds=()))
+    apply(index, described(PROMPT, 0, 64), OTHER.offloaded(0, [128]))
+    assert index.statistics()[SOURCE].layout is None
+    copy = implementation.create(None)
+    load(b"".join(dump(index)), copy)
+    for each in (index, copy):
+        fill(each, PROMPT, FULL, window(64, 32))
+        apply(each, PROMPT.offloaded(1, [64]))
+        assert hit(each, PROMPT.tokens[:80]) == (0, 64)
+        assert hit(each, PROMPT.tokens[:48] + OTHER.tokens[:48]) == (0, 0)
+        assert units(each)[0, "CPU"] == 64
 
 
 def test_a_tier_of_blocks_is_told_from_one_of_chunks(index: PrefixIndex) -> None:
@@ -154,18 +195,18 @@ def test_hashes_that_must_be_computed_teach_units_too(implementation: Implementa
 
 
 @pytest.mark.parametrize("hint", [TierHint(unit_blocks=4), TierHint(unit_size=64)])
-def test_a_configured_unit_holds_until_the_tier_contradicts_it(
-    implementation: Implementation, hint: TierHint
-) -> None:
-    """One chunk at 192 looks like a chunk of 192."""
+def test_a_configured_unit_is_a_fact(implementation: Implementation, hint: TierHint) -> None:
+    """One chunk at 192 looks like a chunk of 192, and the end of a prompt like a small one."""
     index = implementation.create(None)
     index.add(SOURCE, LayoutHints(hash_seeds=(), tiers=(("CPU", hint),)))
     fill(index, PROMPT, FULL)
     apply(index, PROMPT.offloaded(0, [192]))
     assert units(index) == {(0, "CPU"): 64}
     assert hit(index, PROMPT.tokens[:200]) == (0, 0)
-    apply(index, PROMPT.offloaded(0, [32]))
-    assert units(index) == {(0, "CPU"): 32}
+    apply(index, PROMPT.offloaded(0, [32, 64]), described(OTHER, 0, 32))
+    assert units(index) == {(0, "CPU"): 64}
+    assert hit(index, PROMPT.tokens[:200]) == (0, 64)
+    assert hit(index, OTHER.tokens[:50]) == (0, 0)
 
 
 def test_a_publisher_that_announces_its_layout_names_every_block(
@@ -209,6 +250,62 @@ def test_a_tier_with_hashes_and_blocks_of_its_own_is_found_by_its_tokens(
     assert units(index) == {(0, "CPU"): 128}
     assert hit(index, PROMPT.tokens[:200]) == (0, 128)
     assert hit(index, PROMPT.tokens[:300]) == (0, 256)
+
+
+@pytest.mark.parametrize("hint", [(), (("CPU", TierHint(unit_size=256)),)], ids=["learned", "told"])
+@pytest.mark.parametrize("tail", [200, 208, 16, 8])
+@pytest.mark.parametrize("tail_first", [True, False])
+def test_a_chunk_that_its_prompt_does_not_fill_changes_no_unit(
+    implementation: Implementation,
+    hint: tuple[tuple[str, TierHint], ...],
+    tail: int,
+    tail_first: bool,
+) -> None:
+    """LMCache stores such chunks with `save_unfull_chunk`, and loads the whole ones before them."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=(), tiers=hint))
+    prompt = Prefix(tokens(480))
+    fill(index, prompt, FULL)
+    chunks = [lmcache_chunk(prompt, 0, 256), lmcache_chunk(prompt, 256, 256 + tail)]
+    apply(index, *(reversed(chunks) if tail_first else chunks))
+    copy = implementation.create(None)
+    load(b"".join(dump(index)), copy)
+    for each in (index, copy):
+        assert units(each) == {(0, "CPU"): 256}
+        assert hit(each, prompt.tokens[:300] + OTHER.tokens[:40]) == (0, 256)
+
+
+def lmcache_chunk(prompt: Prefix, start: int, end: int) -> BlockStored:
+    """One chunk in an event, as LMCache has them; the hashes name nothing of an engine's."""
+    parent = hash(("chunk", start)) % 2**63 if start else None
+    own = hash(("chunk", end)) % 2**63
+    return BlockStored([own], parent, prompt.tokens[start:end], "cpu", 0, block_size=end - start)
+
+
+def test_a_store_that_leaves_chunks_out_still_names_their_size(
+    implementation: Implementation,
+) -> None:
+    """LMCache's server tells of three chunks, and the engine has announced the first before: what
+    is left has no place, and must not be taken for a chunk of its own."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(groups=(FULL,), hash_seeds=()))
+    whole = described(LMCACHE, 0, 384, size=128)
+    apply(index, replace(whole, block_hashes=whole.block_hashes[1:]), described(OTHER, 0, 16))
+    assert units(index) == {(0, "CPU"): 128}
+
+
+def test_a_tiers_own_hashes_are_no_hidden_salt(implementation: Implementation) -> None:
+    """They are not what the engine's function makes of the same tokens; only the GPU's show
+    something when they differ."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=("0",)))
+    prompt = Prefix(tokens(300), seed="0")
+    apply(index, prompt.kept(0, FULL, [240, 256], 0, 288))
+    apply(index, prompt.removed(0, [240, 256]))
+    assert index.statistics()[SOURCE].hash_algorithm == "sha256"
+    apply(index, BlockStored([7], None, prompt.tokens[:256], "CPU", 0, block_size=256))
+    assert index.statistics()[SOURCE].unplaced == 0
+    assert hit(index, prompt.tokens) == (0, 256)
 
 
 @pytest.mark.parametrize("gpu_first", [True, False])
@@ -337,6 +434,8 @@ def test_a_tier_that_removes_is_believed_to_hold_what_it_announced(
     for each in (index, copy):
         result = each.apply(SOURCE, EventBatch(0.0, [OTHER.offloaded(0, [16, 32])]))
         assert (result.stored, result.overflow, result.is_incomplete) == (1, 1, True)
+        result = each.apply(SOURCE, EventBatch(0.0, [OTHER.offloaded(0, [48])]))
+        assert (result.stored, result.overflow) == (0, 1)
         assert hit(each, PROMPT.tokens[:161]) == (0, 144)
         implementation.expect_sound(each)
 
@@ -356,3 +455,56 @@ def test_what_a_tier_announces_uses_up_no_search_for_the_gpus_hash_function(
     apply(index, Prefix(tokens(32, first=700), seed="vllm-none-hash").stored(0, W64, 0, 32))
     assert index.statistics()[SOURCE].hash_algorithm == "sha256"
     assert hit(index, [*prompt.tokens, 1]) == (160, 160)
+
+
+# --- what is remembered of blocks that went -------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [2, 4096])
+@pytest.mark.parametrize("remembered", [0, 8, 9, 8192])
+def test_what_a_clear_took_is_remembered_together_or_not_at_all(
+    implementation: Implementation, remembered: int, at_once: int
+) -> None:
+    """An offload may end after it. However large it was, and before and after it is tidied up."""
+    limits = SourceLimits(forgotten=remembered, cleared_at_once=at_once)
+    index = implementation.create(limits)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    apply(index, PROMPT.stored(0, FULL, 0, 144), AllBlocksCleared())
+    copy = implementation.create(limits)
+    load(b"".join(dump(index)), copy)
+    for each, end in ((index, 144), (copy, 144), (index, 16)):
+        result = each.apply(SOURCE, EventBatch(0.0, [PROMPT.offloaded(0, [end])]))
+        assert result.waiting == (remembered < 9)
+        while each.tidy():
+            continue
+    implementation.expect_sound(index)
+    # The next one takes the place of that where both are too many.
+    apply(index, OTHER.stored(0, FULL, 0, 16), AllBlocksCleared())
+    result = index.apply(SOURCE, EventBatch(0.0, [PROMPT.offloaded(0, [32])]))
+    assert result.waiting == (remembered < 10)
+
+
+@pytest.mark.parametrize("remembered", [0, 3, 8192])
+def test_of_what_was_removed_the_newest_is_remembered(
+    implementation: Implementation, remembered: int
+) -> None:
+    """A tier announces a block after the GPU has evicted it."""
+    index = implementation.create(SourceLimits(forgotten=remembered))
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    apply(index, PROMPT.stored(0, FULL, 0, 144), PROMPT.removed(0, range(144, 15, -16)))
+    result = index.apply(SOURCE, EventBatch(0.0, [PROMPT.offloaded(0, range(16, 145, 16))]))
+    assert result.waiting == max(0, 9 - remembered)
+
+
+def test_a_hash_that_is_remembered_for_what_another_claims_is_still_found(
+    implementation: Implementation,
+) -> None:
+    """No engine sends it; both indexes decide alike which of two hashes stands for a prefix."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    first = PROMPT.stored(0, FULL, 0, 16)
+    apply(index, first, PROMPT.removed(0, [16]))
+    claims = BlockStored([77, *first.block_hashes], None, PROMPT.tokens[:32], "CPU", 0)
+    apply(index, claims, first)
+    found = index.explain(index.prepare(PROMPT.tokens[:20]), SOURCE)
+    assert [group.tokens for group in found] == [16]

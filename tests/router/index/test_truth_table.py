@@ -16,7 +16,7 @@ from kvevents.events import (
 )
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index import LayoutHints, PrefixIndex, SourceId, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, gpu_hit, mamba, tokens, window
 
@@ -143,6 +143,66 @@ def test_eagle_gives_the_last_matched_block_back(index: PrefixIndex, prompt: Pre
     index.add(SOURCE, LayoutHints(eagle=True))
     apply(index, prompt.stored(0, FULL))
     assert gpu_hit(index, prompt.tokens) == 144
+
+
+@pytest.mark.parametrize(("eagle", "hit"), [((0,), 128), ((1,), 144), ((0, 1), 128), ((), 144)])
+def test_only_the_groups_with_the_drafters_layers_give_the_last_block_back(
+    index: PrefixIndex, prompt: Prefix, eagle: tuple[int, ...], hit: int
+) -> None:
+    """vLLM flags them; the others reuse all they have."""
+    index.add(SOURCE, LayoutHints(eagle=eagle))
+    apply(index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(0, [160]))
+    assert gpu_hit(index, prompt.tokens) == hit
+
+
+def test_a_drafters_own_full_attention_is_looked_up_beside_the_models(
+    index: PrefixIndex, prompt: Prefix
+) -> None:
+    """Equal in kind and sizes, they are two for vLLM: what the model's lacks costs no block
+    more."""
+    index.add(SOURCE, LayoutHints(eagle=(1,)))
+    apply(index, prompt.stored(0, FULL), prompt.stored(1, FULL), prompt.removed(0, [160]))
+    assert gpu_hit(index, prompt.tokens) == 144
+    apply(index, prompt.removed(1, [160]))
+    assert gpu_hit(index, prompt.tokens) == 128
+
+
+def test_a_window_without_a_drafter_that_cuts_the_hit_makes_the_drafters_give_again(
+    index: PrefixIndex,
+) -> None:
+    """The first window gives up 96 for 80, the second cuts to 48, and then the first gives up 48
+    for 32."""
+    prompt = Prefix(tokens(96))
+    index.add(SOURCE, LayoutHints(eagle=(0,)))
+    apply(index, prompt.stored(0, window(10)), prompt.stored(1, window(12)))
+    apply(index, prompt.removed(0, [64]), prompt.removed(1, [64, 80, 96]))
+    assert gpu_hit(index, prompt.tokens) == 32
+
+
+@pytest.mark.parametrize(("replay", "hit"), [(0, 64), (63, 64), (64, 0), (128, 0)])
+def test_a_hit_no_longer_than_what_is_replayed_is_worth_nothing(
+    index: PrefixIndex, prompt: Prefix, replay: int, hit: int
+) -> None:
+    """vLLM computes the end of a hit again where a window is rebuilt and not cached (DeepSeek
+    V4.1), and takes no hit that would be computed whole."""
+    index.add(SOURCE, LayoutHints(prefix_replay_tokens=replay))
+    apply(index, prompt.stored(0, FULL))
+    assert gpu_hit(index, prompt.tokens) == 160
+    assert gpu_hit(index, prompt.tokens[:64]) == hit
+
+
+def test_what_a_tier_adds_counts_against_what_is_replayed(
+    index: PrefixIndex, prompt: Prefix
+) -> None:
+    """The engine looks at the whole hit, wherever its blocks come from."""
+    of_a_block = (("CPU", TierHint(unit_blocks=1)),)
+    index.add(SOURCE, LayoutHints(prefix_replay_tokens=64, tiers=of_a_block))
+    on_cpu = replace(prompt.stored(0, FULL), medium="CPU")
+    apply(index, prompt.stored(0, FULL), on_cpu, prompt.removed(0, range(80, 161, 16)))
+    assert index.match([*prompt.tokens[:80], 7])[SOURCE].cached_tokens == 80
+    assert gpu_hit(index, prompt.tokens[:80]) == 64
+    assert index.match([*prompt.tokens[:64], 7])[SOURCE].cached_tokens == 0
+    assert index.match_source(index.prepare([*prompt.tokens[:64], 7]), SOURCE).cached_tokens == 0
 
 
 # --- copies and order -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -289,3 +290,27 @@ def test_a_full_cache_says_what_it_evicts_next() -> None:
         assert cache.eviction_age_s(fleet.now) is None
         fleet.run(prompt(number))
     assert cache.eviction_age_s(fleet.now) == 3.0
+
+
+def test_a_prediction_is_wrong_from_one_step_on() -> None:
+    """An engine's own blocks may end anywhere within a step: less than one says nothing."""
+    for missing, shrinks in ((STEP - 1, False), (STEP, True)):
+        fleet = Fleet(cache_keys=100)
+        fleet.run(prompt(1, 8))
+        fleet.now += 1
+        visit = fleet.send(prompt(1, 8))
+        visit.first_token()
+        visit.ended(8 * STEP - missing)
+        (found,) = fleet.caches.statistics().values()
+        assert (found.capacity_tokens < 100 * STEP) is shrinks
+
+
+def test_trust_is_the_share_of_predicted_tokens_that_were_there() -> None:
+    """More than was predicted makes no prediction better than right."""
+    for actual, trust in ((0, 0.0), (4, 0.5), (8, 1.0), (16, 1.0)):
+        fleet = Fleet(cache_keys=1000)
+        for _ in range(300):
+            fleet.run(prompt(1, 8), None)
+            fleet.run(prompt(1, 8), actual)
+        (found,) = fleet.caches.statistics().values()
+        assert found.trust == pytest.approx(trust, abs=0.1)

@@ -181,7 +181,8 @@ def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None
 
 
 class Engine:
-    """One simulated engine under a mirror; requests come one after another or overlap."""
+    """One simulated engine under a mirror; requests come one after another or overlap. It keeps its
+    windows densely, which is what the mirror assumes of a prompt that is being computed."""
 
     def __init__(self, preset: str, event_delay_s: float = 0.0) -> None:
         self.timeline = Timeline()
@@ -199,6 +200,7 @@ class Engine:
             num_blocks=400,
             block_size=16,
             max_num_seqs=4,
+            retention_interval=None,
             time_model=TIME_MODEL,
         )
         self.replica = SimulatedReplica(

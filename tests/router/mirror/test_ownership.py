@@ -118,3 +118,15 @@ def test_ownership_is_that_of_the_last_user_of_every_key(steps: list[tuple[str, 
                 assert ownership.among_oldest(use, count) == min(left, use.owned)
                 left -= min(left, use.owned)
             assert not any(ownership.among_oldest(use, count) for use in running)
+
+
+def test_only_what_ended_after_a_time_was_used_since() -> None:
+    """How far a cache reaches is told by it: older uses would make every cache seem large."""
+    ownership = Ownership()
+    for moment, keys in enumerate(((1, 2, 3), (4, 5), (6,), (7, 8, 9, 10))):
+        use, _ = ownership.begin(keys)
+        ownership.end(use, float(moment))
+    assert [ownership.owned_since(at, 100) for at in (-1.0, 0.0, 0.5, 1.0, 2.0, 3.0)] == [
+        *(10, 7, 7, 5, 4, 0)
+    ]
+    assert [ownership.owned_since(-1.0, most) for most in (0, 3, 5, 9, 10)] == [0, 3, 5, 9, 10]

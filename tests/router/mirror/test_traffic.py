@@ -133,6 +133,33 @@ def test_what_was_used_once_is_forgotten_before_memory_runs_out() -> None:
     assert 10 < traffic._uses.requests < 30, "each keeps all the keys that it shares"
 
 
+def test_what_memory_has_no_room_for_counts_for_as_long_as_it_was_watched() -> None:
+    """Left out, what never comes back would seem to come back always: all that is counted then is
+    what did."""
+    roomy, tight = ModelTraffic(1_000_000), ModelTraffic(300)
+    for traffic in (roomy, tight):
+        for number in range(3000):
+            keys, now = range(number * 8, number * 8 + 8), number * 10.0
+            traffic.ended(traffic.began(keys, now), now)
+            if number % 4 == 0:
+                traffic.ended(traffic.began(keys, now + 5.0), now + 5.0)
+    assert roomy.reuse_probability(1.0) == pytest.approx(0.25, abs=0.05)
+    assert tight.reuse_probability(1.0) == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("shared", [0, 160])
+def test_memory_is_used_up_to_its_bound_and_never_beyond(shared: int) -> None:
+    """A key of a prompt counts as an eighth of one that is owned."""
+    traffic, most = ModelTraffic(200), 0.0
+    for number in range(400):
+        keys = [*range(shared), *range((number + 1000) * 8, (number + 1000) * 8 + 8)]
+        traffic.ended(traffic.began(keys, number), number)
+        used = len(traffic._uses) + traffic._uses.size // 8
+        assert used <= 200
+        most = max(most, used)
+    assert most > 180
+
+
 def test_only_long_prefills_tell_the_speed() -> None:
     """A step costs some milliseconds however few its tokens."""
     traffic = ModelTraffic(100)

@@ -280,7 +280,10 @@ private:
         if (choice & 32) layout.groups.push_back({GroupKind::chunked, size, {}, 4 * size});
         if (choice & 64) layout.groups.push_back({GroupKind::mamba, size * 2, {}, {}});
         layout.scheduler_block_size = choice & (8 | 64) ? size * 2 : size;
-        layout.eagle = choice & 128;
+        for (std::size_t i = 0; choice & 128 && i < layout.groups.size(); ++i) {
+            layout.groups[i].eagle = choice % 3 || i % 2;
+        }
+        if (choice % 4 == 1) layout.prefix_replay_tokens = 2 * size;
         index_.set_layout(slot, std::move(layout), choice % 5 == 4, choice % 11 == 10);
     }
 

@@ -14,7 +14,7 @@ from kvevents.codec import encode
 from kvevents.events import BlockStored, EventBatch
 
 SOURCES = 4
-FULL_ATTENTION = [(0, 16, None, None)]
+FULL_ATTENTION = [(0, 16, None, None, False)]
 BLOCKS = (4, 3000, 2000, 10)
 """In each prompt: large batches and long prompts are worked on without the interpreter lock."""
 ROUNDS = 40
@@ -83,7 +83,7 @@ def replace_last(core: Any) -> None:
 
 def add_source(core: Any) -> None:
     slot = core.add([])
-    core.set_layout(slot, FULL_ATTENTION, 16, 16, False, True, False, 0)
+    core.set_layout(slot, FULL_ATTENTION, 16, 16, True, 0, False, 0)
 
 
 def apply_all(core: Any, payloads: Sequence[bytes]) -> None:

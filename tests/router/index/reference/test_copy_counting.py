@@ -21,7 +21,7 @@ from kvevents.events import (
 )
 from router.index import SourceLimits
 from router.index.reference.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
-from router.index.reference.index import PromptKeys, hit_of
+from router.index.reference.index import PromptKeys, hit_and_junction
 from router.index.reference.keys import KeySpace
 from router.index.reference.source import SourceCache
 from router.recordings import Query, RecordingReader
@@ -129,7 +129,7 @@ def test_a_recording_with_last_removals_only_is_exact_once_the_way_is_known(name
             )
             if cache.copies.counting is Counting.LAST_COPY:
                 queries += 1
-                assert hit_of(cache, prompt).cached_tokens == record.hit
+                assert hit_and_junction(cache, prompt)[0].cached_tokens == record.hit
     assert queries > 50
 
 

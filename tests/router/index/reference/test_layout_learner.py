@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from kvevents.events import CPU, BlockStored, CacheLayout, GroupSpec
@@ -116,7 +117,7 @@ def test_an_announced_layout_is_believed_before_all_else() -> None:
     learner.see_announcement(CacheLayout("publisher-1", specs, 16, 32, eagle=False))
     learn(learner, PROMPT.stored(0, window(64)), PROMPT.stored(3, FULL))
     chunks = KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16, attention_chunk_size=128)
-    assert learner.layout == KVCacheLayout((mamba(32), chunks), 16, 32, eagle=False)
+    assert learner.layout == KVCacheLayout((mamba(32), chunks), 16, 32, eagle=frozenset())
     assert learner.assumptions() == ()
 
 
@@ -158,6 +159,17 @@ def test_unseen_groups_can_be_left_out() -> None:
 def test_a_group_between_others_that_was_never_seen_has_no_say() -> None:
     """Groups of cross attention announce nothing."""
     assert groups_of(learned(PROMPT.stored(2, FULL))) == (NOT_CACHED, NOT_CACHED, FULL)
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_group_that_was_never_seen_is_full_attention_where_no_other_is(medium: str) -> None:
+    """Its blocks are larger than all prompts so far: nothing that windows accept is reused."""
+    learner = learned(PROMPT.stored(1, window(50), medium=medium))
+    assert groups_of(learner) == (FULL, window(50))
+    assert "group 0: taken as full attention, no event has named it" in learner.assumptions()
+    learner.see_stored(PROMPT.stored(1, window(50)))
+    learner.see_stored(PROMPT.stored(0, KVCacheGroup(GroupKind.FULL, 64)))
+    assert groups_of(learner) == (KVCacheGroup(GroupKind.FULL, 64), window(50))
 
 
 def test_an_event_without_a_group_is_of_group_0() -> None:
@@ -204,6 +216,15 @@ def test_eagle_is_known_only_from_the_configuration() -> None:
     assert learner.layout is not None
     assert learner.layout.eagle
     assert learner.assumptions() == ("eagle: from the configuration",)
+
+
+def test_a_drafters_group_that_no_event_has_named_is_not_in_the_layout_yet() -> None:
+    """The list is of the whole cache, and the groups come one by one."""
+    learner = learned(PROMPT.stored(0, FULL), hints=LayoutHints(eagle=(0, 1)))
+    assert learner.layout is not None
+    assert learner.layout.eagle == {0}
+    learner.see_stored(PROMPT.stored(1, window(64)))
+    assert learner.layout.eagle == {0, 1}
 
 
 def test_eagle_drops_nothing_where_hashes_cover_the_next_tokens() -> None:
