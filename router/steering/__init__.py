@@ -1,0 +1,21 @@
+"""What engines are told to keep, by the router that knows where prompts part.
+
+Engines keep windows and states sparsely: at the end of a prompt, and where a hit was cut short.
+What will be asked for next only shows in the requests of the whole fleet.
+
+The files; each imports only what is listed above it:
+
+    branches.py   where prompts part, and whether sessions go on
+    tails.py      where a new prompt will part from later ones
+    steering.py   what is told with a request
+"""
+
+from router.steering.steering import (
+    MOST_BOUNDARIES,
+    NO_HINTS,
+    Hints,
+    Steering,
+    SteeringStatistics,
+)
+
+__all__ = ["MOST_BOUNDARIES", "NO_HINTS", "Hints", "Steering", "SteeringStatistics"]
