@@ -13,6 +13,7 @@ The files; each imports only what is listed above it:
     tokenize/        request body -> token ids, exact or marked as not
     overload/        who waits for room at a replica, and who is next
     mirror/          what every cache is doing and will evict next
+    steering/        what an engine should keep of a request; pure
     replicas/        which replicas exist, and how they are doing
     discovery/       which replicas there should be: files, DNS, Kubernetes
     taps.py          records what happens at one cache, while someone listens

@@ -6,6 +6,7 @@
     ├── InvalidReplicaResponse  what a replica reported about itself makes no sense
     └── RequestError            the response to a client's or an operator's request is an error
         ├── BadRequest          400  the input breaks a rule: place, value, rule
+        │   └── PromptTooLong   400  a prompt is longer than any replica takes
         ├── Unauthorized        401  no API key, or a wrong one
         ├── ForeignHost         403  `Host` names another machine
         ├── ForeignOrigin       403  a page on another origin wants to change something
@@ -117,6 +118,22 @@ class BadRequest(RequestError):
         self.place = place
         self.found = found
         self.rule = rule
+
+
+class PromptTooLong(BadRequest):
+    """A prompt is longer than any replica of its model takes.
+
+    Args:
+        tokens: Of the prompt.
+        longest: That a replica takes, prompt and response together.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, longest: int) -> None:
+        super().__init__(
+            "prompt", f"{tokens:,} tokens", f"this model takes at most {longest:,} at any replica"
+        )
 
 
 class Unauthorized(RequestError):

@@ -18,7 +18,7 @@ import zmq
 
 from kvevents.curve import CurveClient, CurveKeys
 from kvevents.delivery import Effect, RunTaken
-from kvevents.errors import KVEventsError, MalformedBatch
+from kvevents.errors import KVEventsError, MalformedBatch, NoAnswer
 from kvevents.messages import Batch, WireRun
 from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
@@ -450,9 +450,9 @@ class _SourceFeed:
     def change(self, state: SourceState) -> None:
         is_news = state is SourceState.SUSPECT and not self._is_known_suspect
         level = logging.WARNING if is_news else logging.INFO
-        _log.log(
-            level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value
-        )
+        problem = self._subscriber and self._subscriber.statistics().problem
+        why = f": {problem}" if problem and state is SourceState.SUSPECT else ""
+        _log.log(level, "replica %s rank %d: %s%s", *self._source, state.value, why)
         self._enter(state)
         if state in (SourceState.SUSPECT, SourceState.LIVE):
             self._is_known_suspect = state is SourceState.SUSPECT
@@ -469,7 +469,10 @@ class _SourceFeed:
             self._suspects.add(self._source)
 
     def report(self, problem: KVEventsError) -> None:
-        self._complain(self._source, problem)
+        if isinstance(problem, NoAnswer):
+            _log.warning("replica %s rank %d: %s", *self._source, problem)
+        else:
+            self._complain(self._source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """A subscriber ends only when it is cancelled; anything else is our bug, and shows."""

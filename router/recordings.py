@@ -1,8 +1,9 @@
 """Recorded event streams: their format, JSON lines, plain or gzip; and how well the index predicts
 one.
 
-The first line is the header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and
-whatever else the recorder noted. Frames and queries follow in the order in which they happened:
+The first line is the header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle` (a flag,
+or a list of groups), and whatever else the recorder noted. Frames and queries follow in the order
+in which they happened:
 
 - `{"frame": base64}`: the third frame of a message, as the publisher sent it.
 - `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: at this point the engine
@@ -49,11 +50,15 @@ class Header(msgspec.Struct):
     """By group index."""
     hash_block_size: int | None = None
     scheduler_block_size: int | None = None
-    eagle: bool = False
+    eagle: bool | list[int] = False
+    """The groups that drop EAGLE's block, or whether all do."""
     name: str | None = None
     """Of the recording."""
     source: str | None = None
     """The engine, as in `vllm 0.33.0`."""
+    eagle_groups: list[int] | None = None
+    """The groups where *eagle* is true of some: the form of `CacheLayout`."""
+    prefix_replay_tokens: int = 0
 
     def hints(self, learn_layout: bool) -> LayoutHints:
         """The layout of the header; or, if it is to be learned, only what no event says of it.
@@ -62,7 +67,13 @@ class Header(msgspec.Struct):
             RecordingError: The groups contradict themselves.
         """
         groups = self._groups()
-        common = LayoutHints(groups, eagle=self.eagle, eagle_sees_last_token=self._is_recent_vllm())
+        eagle = self.eagle if self.eagle_groups is None else self.eagle_groups
+        common = LayoutHints(
+            groups,
+            eagle=eagle if isinstance(eagle, bool) else tuple(eagle),
+            eagle_sees_last_token=self._is_recent_vllm(),
+            prefix_replay_tokens=self.prefix_replay_tokens,
+        )
         if learn_layout:
             return dataclasses.replace(common, assume_unseen=False)
         return dataclasses.replace(

@@ -45,7 +45,7 @@ from router.http.networks import Networks
 from router.http.proxied_paths import ProxiedPaths
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
-from router.index import IndexImplementation
+from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
 from router.process import (
     BACKLOG,
@@ -326,6 +326,8 @@ async def serve(
         sharing=_shared_with(config, member),
     )
     logger.info("index: %s", service.models.index_implementation)
+    if indexes is None and config.index == "auto" and (member is None or member.start.number == 0):
+        _warn_without_native()
     grace_s = config.server.timeouts.shutdown_grace_s
     uvicorn_config = _uvicorn_config(service, config, reserved_from, member)
     uvicorn_config.load()
@@ -347,6 +349,17 @@ async def serve(
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
     logger.info("stopped")
+
+
+def _warn_without_native() -> None:
+    """What serves in place of the compiled index, and what it costs: nobody has chosen it."""
+    why = why_not_native()
+    if why is not None:
+        logger.warning(
+            "%s; the index in plain Python serves: the same answers, at 4 to 18 times the "
+            "processor time for an event and up to 250 times for a prompt",
+            why,
+        )
 
 
 def _listener(config: RouterConfig, member: Member | None) -> socket.socket:

@@ -272,6 +272,7 @@ class RouterService:
             config.policy.name,
             self.responses,
             self._large_work,
+            owns_priority=config.owns_priority,
         )
         self.proxy = Proxy(self._upstream, _proxy_settings(config))
         return planner
@@ -706,7 +707,7 @@ def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing |
     try:
         otel = import_module("router.tracing.otel")
     except ImportError as error:
-        rule = "it needs the extra otel: pip install 'kvroute[otel]'"
+        rule = "it needs the extra otel: pip install '.[otel]' in kvroute's checkout"
         problem = ConfigProblem("observability.tracing.enabled", f"true; {rule} ({error})")
         raise ConfigError([problem]) from error
     made: OtelTracing | None = otel.make_tracing(

@@ -211,7 +211,7 @@ def valkey_board(config: BoardConfig, secret: bytes, group: bytes) -> Board:
     try:
         module = import_module("router.board.valkey")
     except ImportError as error:
-        rule = f"{error}; it needs the extra valkey: pip install 'kvroute[valkey]'"
+        rule = f"{error}; it needs the extra valkey: pip install '.[valkey]' in kvroute's checkout"
         raise ConfigError([ConfigProblem("board.url", rule)]) from error
     for name in ("ca", "certificate", "key"):
         path = getattr(config, name)

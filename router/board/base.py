@@ -39,7 +39,10 @@ class BoardStatistics:
     """The age of the oldest of these slots."""
     published: int
     failures: int
-    """Times that it could not be reached, and slots that could not be read."""
+    """Times that it could not be reached, and slots that could not be read or not be believed."""
+    clock_off_s: float = 0.0
+    """How far this machine's clock is ahead of another's, where that keeps its words out; negative
+    where it is behind."""
 
 
 class Board(Protocol):

@@ -6,7 +6,16 @@ task of their own, with at most one under way. While the server is away, what th
 expires here as it does there, and each process goes on with what it knows itself.
 
 What comes from the server is sealed with the secret that all share: without it nobody who reaches
-the server can make up load or read whose keys are whose.
+the server can make up load or read whose keys are whose. Nor can words be said again that somebody
+recorded there. Sealed with them are a name that each process draws at its start, a number that
+grows with every word, and the time:
+
+    seal 16 | name 16 | number 8 | time 8 | slot
+
+A word of a known name must have a higher number than the last one. Any word must be of the present:
+a process that has just started knows no names yet. A name is known for longer than its words are of
+the present, so no recorded word counts but to a process that did not hear it, and to that for a few
+seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +24,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
+import struct
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -35,12 +46,22 @@ SPACING_S = 0.02
 BEAT_S = 0.4
 EXPIRY_S = 2.0
 MAX_WRITERS = 1024
+MOST_OFF_S = 5.0
+"""A word is of the present up to this age by the clock here, and as far ahead of it: so much may
+the clocks of routers differ, the two seconds for which a word holds included. NTP keeps them within
+a hundredth of that."""
+KNOWN_S = 3 * MOST_OFF_S
+"""For which a name is known after its last word; that can be repeated for `2 * MOST_OFF_S`."""
+WARNED_S = 60.0
+"""Between two warnings of a clock."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
 """Before the next try, while the server is away."""
 TIMEOUT_S = 2.0
 """Of one round trip."""
 _SEAL_BYTES = 16
 _NAME_BYTES = 16
+_STAMP = struct.Struct(">Qd")
+_HEAD_BYTES = _NAME_BYTES + _STAMP.size
 _AWAY = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -82,6 +103,55 @@ def connect(
     return ValkeyBoard(server, prefix, secret, group)
 
 
+class _Word(NamedTuple):
+    """The last one that was heard of a name."""
+
+    number: int
+    at: float
+    slot: bytes
+
+
+class ClockDoubt:
+    """Tells a clock that is off from a pause of this process, after which old words come as well:
+    only with a wrong clock do they come for seconds.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = self._last = self._warned = -math.inf
+        self._off_s = 0.0
+
+    @property
+    def off_s(self) -> float:
+        """How far the clock here is ahead of another's; 0 without doubt."""
+        is_present = self._clock() - self._last <= EXPIRY_S <= self._last - self._since
+        return self._off_s if is_present else 0.0
+
+    def note(self, off_s: float) -> None:
+        """A word of another time has come.
+
+        Args:
+            off_s: Its age by the clock here.
+        """
+        now = self._clock()
+        if now - self._last > EXPIRY_S:
+            self._since = now
+        self._last, self._off_s = now, off_s
+        if self.off_s and now - self._warned >= WARNED_S:
+            self._warned = now
+            side = "ahead of" if off_s > 0 else "behind"
+            logger.warning(
+                "board: the clock here is %.1f s %s another router's, whose words are not believed:"
+                " they must agree within %g s (NTP); or somebody repeats old words",
+                abs(off_s),
+                side,
+                MOST_OFF_S,
+            )
+
+
 class ValkeyBoard(Board):
     """One process's end of it.
 
@@ -91,6 +161,7 @@ class ValkeyBoard(Board):
         secret: That all share.
         group: Of the processes that hear each other elsewhere: they are left out.
         clock: A monotonic clock, in seconds.
+        wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
     """
 
     kind = "valkey"
@@ -102,19 +173,25 @@ class ValkeyBoard(Board):
         secret: bytes,
         group: bytes,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._server = server
         self._channel = f"{prefix}:board"
         self._prefix = f"{prefix}:slot:"
-        self._secret = hashlib.blake2b(secret, digest_size=32, person=b"board seal").digest()
+        self._secret = hashlib.blake2b(secret, digest_size=32, person=b"board words").digest()
         self._group = hashlib.blake2b(group, digest_size=_NAME_BYTES // 2).digest()
         self._name = self._group + secrets.token_bytes(_NAME_BYTES // 2)
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._number = 0
         self._said = b""
         self._is_new = asyncio.Event()
-        self._heard: dict[bytes, tuple[float, bytes]] = {}
-        """By name: when it was heard last, and the slot."""
+        self._heard: dict[bytes, _Word] = {}
+        """By name."""
+        self._doubt = ClockDoubt(clock)
         self._is_heard = self._is_hearing = False
+        # The client may swallow a cancellation that meets the end of a call.
+        self._is_over = False
         self._published = self._failures = 0
 
     # --- what the exchange calls ------------------------------------------------------------------
@@ -130,9 +207,9 @@ class ValkeyBoard(Board):
 
     @override
     def read(self) -> Mapping[str, bytes]:
-        oldest = self._clock() - EXPIRY_S
-        self._heard = {name: told for name, told in self._heard.items() if told[0] >= oldest}
-        return {name.hex(): slot for name, (_, slot) in self._heard.items()}
+        oldest = self._clock() - KNOWN_S
+        self._heard = {name: word for name, word in self._heard.items() if word.at >= oldest}
+        return {name.hex(): word.slot for name, word in self._fresh()}
 
     @override
     def note_broken(self) -> None:
@@ -141,9 +218,19 @@ class ValkeyBoard(Board):
     @override
     def statistics(self) -> BoardStatistics:
         now = self._clock()
-        oldest_s = max((now - at for at, _ in self._heard.values()), default=0.0)
-        is_up = self._is_heard and self._is_hearing
-        return BoardStatistics(is_up, len(self._heard), oldest_s, self._published, self._failures)
+        ages = [now - word.at for _, word in self._fresh()]
+        return BoardStatistics(
+            self._is_heard and self._is_hearing,
+            len(ages),
+            max(ages, default=0.0),
+            self._published,
+            self._failures,
+            self._doubt.off_s,
+        )
+
+    def _fresh(self) -> list[tuple[bytes, _Word]]:
+        oldest = self._clock() - EXPIRY_S
+        return [(name, word) for name, word in self._heard.items() if word.at >= oldest]
 
     @override
     async def run(self, on_news: Callable[[], None]) -> None:
@@ -151,6 +238,7 @@ class ValkeyBoard(Board):
         try:
             await asyncio.gather(*tasks)
         finally:
+            self._is_over = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -160,7 +248,7 @@ class ValkeyBoard(Board):
 
     async def _speak(self) -> None:
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
-        while True:
+        while not self._is_over:
             self._is_new.clear()
             try:
                 await self._say()
@@ -186,7 +274,9 @@ class ValkeyBoard(Board):
         self._published += 1
 
     def _sealed(self, slot: bytes) -> bytes:
-        return self._seal(self._name + slot) + self._name + slot
+        self._number += 1
+        content = self._name + _STAMP.pack(self._number, self._wall_clock()) + slot
+        return self._seal(content) + content
 
     def _seal(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, digest_size=_SEAL_BYTES, key=self._secret).digest()
@@ -195,7 +285,7 @@ class ValkeyBoard(Board):
 
     async def _hear(self, on_news: Callable[[], None]) -> None:
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
-        while True:
+        while not self._is_over:
             try:
                 async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._channel)
@@ -216,7 +306,7 @@ class ValkeyBoard(Board):
 
     async def _listen(self, channel: Any, on_news: Callable[[], None]) -> None:
         quiet_since = self._clock()
-        while True:
+        while not self._is_over:
             message = await channel.get_message(timeout=1.0)
             if message is not None:
                 self._take(message["data"])
@@ -227,22 +317,33 @@ class ValkeyBoard(Board):
                 quiet_since = self._clock()
 
     def _take(self, message: object) -> None:
-        """Keep what was said, if it is whole and of one who has the secret."""
+        """Keep what was said, if it is whole, new, and of one who has the secret."""
         if not isinstance(message, bytes) or len(message) > MAX_BYTES + 64:
             return
         seal, content = message[:_SEAL_BYTES], message[_SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(content)):
+        is_sealed = hmac.compare_digest(seal, self._seal(content))
+        if not is_sealed or len(content) < _HEAD_BYTES:
             self._failures += 1
             return
-        name, slot = content[:_NAME_BYTES], content[_NAME_BYTES:]
+        name, slot = content[:_NAME_BYTES], content[_HEAD_BYTES:]
         if name[: len(self._group)] == self._group:
             return
+        number, said_at = _STAMP.unpack(content[_NAME_BYTES:_HEAD_BYTES])
         known = self._heard.get(name)
         if known is None and len(self._heard) >= MAX_WRITERS:
             return
+        if known is not None and number <= known.number:
+            # The last one comes twice, from the channel and from its key, where both are read.
+            self._failures += number < known.number
+            return
+        age_s = self._wall_clock() - said_at
+        if not abs(age_s) <= MOST_OFF_S:
+            self._failures += 1
+            self._doubt.note(age_s)
+            return
         # The same object while it is the same, so that nobody decodes it again.
-        kept = known[1] if known is not None and known[1] == slot else slot
-        self._heard[name] = self._clock(), kept
+        kept = known.slot if known is not None and known.slot == slot else slot
+        self._heard[name] = _Word(number, self._clock(), kept)
 
     def _note_away(self, was_up: bool, error: BaseException) -> None:
         self._failures += 1

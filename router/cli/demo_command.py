@@ -24,6 +24,8 @@ from router.observability.labels import group_label
 _CACHE_BLOCKS = 140
 _SIMULATED = ("--simulate", "--prefill-tokens-per-s", "10000")
 """Slow enough that the times to compute stand out from those of a busy machine."""
+_DENSE = ("--retention-interval", "dense")
+"""The router does not tell engines yet what to keep, so they keep all windows."""
 _FILE_COLUMNS = 130
 """Where the output goes into a file, which has no width of its own."""
 _INTRODUCTION = """\
@@ -116,7 +118,7 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
     sizes = WorkloadSizes(rounds=arguments.rounds)
     return DemoSettings(
         replicas=arguments.replicas,
-        engine_arguments=[*engine, *([] if arguments.torch else _SIMULATED)],
+        engine_arguments=[*engine, *_DENSE, *([] if arguments.torch else _SIMULATED)],
         workload=lambda _play: questions_about_documents(sizes),
         plays=arguments.plays,
         policy=arguments.policy,

@@ -73,7 +73,8 @@ class OverloadConfig(Section, frozen=True):
     no such answer matters.
 
     Change it when replicas that answer 429 or 503 with `Retry-After` should be left alone for
-    longer, or not at all (0): where a replica's 429 is about one client and not about its load."""
+    longer, or not at all (0); [a 429 by one tenant
+    only](operations.md#when-replicas-are-full), where there are several."""
     slow_start_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 0.0
     """Change it when a replica that joins others has to warm up: for so long it counts as slower,
     and its limits above are smaller, from a tenth to all."""

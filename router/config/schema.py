@@ -45,6 +45,7 @@ from router.config.values import (
     Checks,
     Count,
     CurvePublicKey,
+    DrafterGroups,
     FilePath,
     HeaderName,
     HostName,
@@ -116,7 +117,9 @@ class RetriesConfig(Section, frozen=True):
     kept connection turns out to be closed counts."""
     budget_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.1
     """Change it when a larger or smaller share of all requests may be retried in the long run.
-    Requests that leave a replica out of rotation do not count, since all of them must move."""
+    Requests that leave a replica out of rotation do not count, since all of them must move; nor do
+    those that go to one at ease: at most 3 of its last 32 requests failed, it has room, and nothing
+    waits in its queue."""
     budget_burst: Annotated[int, Field(ge=0, le=1_000_000), PLAIN] = 10
     """How many more than that at once.
 
@@ -308,11 +311,18 @@ class LayoutConfig(Section, frozen=True):
     scheduler_block_size: Tokens | None = None
     """Change it when hits are multiples of something other than the least common multiple of the
     block sizes seen."""
-    eagle: bool = False
-    """Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
-    says so."""
+    eagle: DrafterGroups = False
+    """The groups, by index, that hold layers of an EAGLE or MTP drafter; true: all.
+
+    Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
+    says so. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
     eagle_sees_last_token: bool = True
     """Change it when `eagle` is set and the engines are vLLM before 0.32."""
+    prefix_replay_tokens: Annotated[int, Field(ge=0, le=2**20), PLAIN] = 0
+    """Tokens of a hit's end that the engine computes again.
+
+    Change it when the engines rebuild a sliding window after a hit instead of caching it, as vLLM
+    does for DeepSeek V4.1: the window's tokens. A hit that is no longer is worth nothing"""
     authoritative: bool = False
     """The groups are facts, whatever the events say.
 
@@ -338,6 +348,7 @@ class LayoutConfig(Section, frozen=True):
             scheduler_block_size=self.scheduler_block_size,
             eagle=self.eagle,
             eagle_sees_last_token=self.eagle_sees_last_token,
+            prefix_replay_tokens=self.prefix_replay_tokens,
             authoritative=self.authoritative,
             assume_unseen=self.assume_unseen,
             hash_seeds=self.hash_seeds,
@@ -511,13 +522,15 @@ class HealthConfig(Section, frozen=True):
     """Change it when the engine's health check has another path; any status 200 to 299 is
     healthy."""
     interval_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False), PLAIN] = 2.0
-    """A replica that returns is back in rotation within this time.
+    """A replica that returns is back in rotation within this time; a check that hung when it
+    returned adds `timeout_s` at most.
 
     Change it when a recovered replica should return sooner (lower), or checks cost too much
     (raise)."""
     timeout_s: Seconds = 2.0
-    """Change it when a busy engine responds late; at most `interval_s`; also the timeout of
-    discovery and scrapes."""
+    """May exceed `interval_s`: the next check of a replica waits for the one before.
+
+    Change it when a busy engine responds late; also the timeout of discovery and scrapes."""
     unhealthy_after: Checks = 3
     """Failures in a row.
 
@@ -533,7 +546,8 @@ class HealthConfig(Section, frozen=True):
     Change it when adapters are added and removed faster than this."""
     ready_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 30.0
     """After a start: how long `/readyz` waits for the event streams of each configured replica to
-    catch up; 0 does not wait.
+    catch up; 0 does not wait. A replica that has been unhealthy for longer, and never reported its
+    models, no longer keeps an unknown model from being 404.
 
     Change it when event streams take longer to catch up after a start (raise); 0: ready at once,
     with caches still unknown."""
@@ -550,11 +564,6 @@ class HealthConfig(Section, frozen=True):
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Times that defeat each other."""
         interval_s, stale_s = self.interval_s, self.engine_load_stale_after_s
-        if self.timeout_s > interval_s:
-            yield (
-                ("timeout_s",),
-                f"{self.timeout_s:g}; must be at most interval_s ({interval_s:g})",
-            )
         if self.scrape_metrics and stale_s <= interval_s:
             yield (
                 ("engine_load_stale_after_s",),
@@ -735,6 +744,14 @@ class RouterConfig(Section, frozen=True):
             if key.priority is not None and key.priority not in known:
                 rule = f"{key.priority!r}; expected one of overload.priorities: {', '.join(known)}"
                 yield ("server", "client_api_keys", index, "priority"), rule
+
+    @property
+    def owns_priority(self) -> bool:
+        """Whether the order of requests at engines is the router's to decide: where it tells
+        clients apart, or orders them itself."""
+        overload = self.overload
+        ordered = overload.is_queueing or overload.priority_header is not None
+        return ordered or bool(self.server.client_api_keys)
 
     def _keys_without_ours(self) -> Iterator[tuple[Location, str]]:
         rule = "there must be events.curve_keys for that"

@@ -22,6 +22,7 @@ from pydantic import (
     ValidationInfo,
 )
 
+from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import parse_public_key
 from kvevents.errors import CurveError
 from router.config.document import broken_rule
@@ -58,6 +59,19 @@ def _refuse_reference(data: object) -> object:
 
 def _as_tuple(data: object) -> object:
     return tuple(data) if isinstance(data, list) else data
+
+
+def _drafter_groups(data: object) -> object:
+    if isinstance(data, bool):
+        return data
+    numbers = data if isinstance(data, (list, tuple)) else [data]
+    wrong = (each for each in numbers if type(each) is not int or not 0 <= each <= MAX_GROUP_IDX)
+    if numbers is not data or next(wrong, None) is not None:
+        raise broken_rule(
+            f"{data!r:.100}; must be true, false, or a list of groups, numbers from 0 to "
+            f"{MAX_GROUP_IDX}"
+        )
+    return tuple(numbers)
 
 
 def _resolve_key(data: object, info: ValidationInfo) -> object:
@@ -214,6 +228,8 @@ Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), PLAIN]
 Count = Annotated[int, Field(ge=1, le=1_000_000), PLAIN]
 Bytes = Annotated[int, Field(ge=1024, le=2**40), PLAIN]
 Tokens = Annotated[int, Field(ge=1, le=2**20), PLAIN]
+DrafterGroups = Annotated[bool | tuple[int, ...], BeforeValidator(_drafter_groups)]
+"""True: all groups."""
 TokenCount = Annotated[int, Field(ge=1, le=2**40), PLAIN]
 Port = Annotated[int, Field(ge=0, le=65_535), PLAIN]
 Window = Annotated[int, Field(ge=1, le=2**31), PLAIN]

@@ -180,7 +180,11 @@ class GroupBlindIndex(PrefixIndex):
 def _one_group(layout: CacheLayout) -> CacheLayout:
     full = GroupSpec(GroupKind.FULL.value, layout.hash_block_size)
     return msgspec.structs.replace(
-        layout, groups=[full], scheduler_block_size=layout.hash_block_size, eagle=False
+        layout,
+        groups=[full],
+        scheduler_block_size=layout.hash_block_size,
+        eagle=False,
+        eagle_groups=None,
     )
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import termios
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fcntl import ioctl
+from itertools import islice
 from typing import ClassVar
 
 import httptools
@@ -30,6 +33,11 @@ MAX_PIPELINED = 64
 """Requests that may wait behind the one being served. Few clients pipeline at all."""
 MAX_PIPELINED_BYTES = 64 * 1024
 """Of their heads and bodies, all together. The connection is not read beyond it."""
+RESERVED_S = 2.0
+"""For a head to arrive on one of the last file descriptors, and for its client to read nothing."""
+MADE_ROOM = 64
+"""Connections that are closed at once where file descriptors are short: as many as the reserve has
+at most. The event loop accepts fewer before those are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,14 @@ class ClientLimits:
     slack_s: float = 5.0
     """Added to the times that the application watches as well: it ends such requests with a
     response, and this file without one."""
+
+    def of_reserve(self) -> ClientLimits:
+        """Those of a connection that has one of the last file descriptors."""
+        return replace(
+            self,
+            request_s=min(self.request_s, RESERVED_S),
+            stall_s=min(self.stall_s, RESERVED_S),
+        )
 
 
 class Refusal(str):
@@ -89,10 +105,20 @@ class GuardedHttpProtocol(DirectHttpProtocol):
 
     A refused connection gets an error response, and whatever else its client sends is discarded for
     a moment: if it were closed at once, the client would see a reset before it read the response.
+
+    Where file descriptors are short, connections that never brought a request make room for those
+    that come: nobody can keep probes out by connecting and saying nothing.
     """
 
-    limits: ClassVar[ClientLimits] = ClientLimits()
+    limits: ClientLimits = ClientLimits()
     on_refusal: ClassVar[Callable[[Refusal], None]]
+    strangers: ClassVar[dict[GuardedHttpProtocol, None]] = {}
+    """Connections of this server on which no head has come whole yet, oldest first: each server
+    has a class of its own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.strangers = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw_transport = transport
@@ -107,8 +133,17 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         self._unsent_bytes = 0
         self._stalled_since: float | None = None
         self._has_declined_upgrade = False
+        self._drops_trailers = False
         self._is_cut = False
         super().connection_made(transport)
+        if self.is_of_reserve:
+            self.limits = self.limits.of_reserve()
+            self._make_room()
+        self.strangers[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.strangers.pop(self, None)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused_at is not None or self._deferred is not None:
@@ -184,6 +219,7 @@ class GuardedHttpProtocol(DirectHttpProtocol):
             self._violation = PIPELINED
             raise _OverBound
         self._check_head()
+        self.strangers.pop(self, None)
         self._is_in_head = False
         super().on_headers_complete()
         if self.parser.should_upgrade():
@@ -202,6 +238,8 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         self._unframed_bytes = 0
         self._receiving_since = None
         self._is_in_head = True
+        if self._drops_trailers:
+            self._drop_trailers(False)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -216,6 +254,18 @@ class GuardedHttpProtocol(DirectHttpProtocol):
             self.transport.close()
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Close the oldest connections that have brought no request."""
+        silent = (each for each in self.strangers if not each._has_unread_bytes())
+        for stranger in list(islice(silent, MADE_ROOM)):
+            del self.strangers[stranger]
+            stranger.abort()
+
+    def _has_unread_bytes(self) -> bool:
+        """Whether the kernel has something of the client's that the event loop has not read yet."""
+        descriptor = self._raw_transport.get_extra_info("socket").fileno()
+        return ioctl(descriptor, termios.FIONREAD, bytes(4)) != bytes(4)
 
     def _feed(self, data: bytes) -> bool:
         """Parse *data*; False if it is malformed or over a bound."""
@@ -264,7 +314,9 @@ class GuardedHttpProtocol(DirectHttpProtocol):
             if name in _FRAMING
         ]
         self.parser = httptools.HttpRequestParser(_BodyReader(self))
-        return self._feed_body(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        is_valid = self._feed_body(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self._drop_trailers(True)
+        return is_valid
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -275,16 +327,28 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         for name, value in self.headers:
             if name == b"host":
                 hosts += 1
-            elif name == b"transfer-encoding" and any(
-                coding.strip().lower() != b"chunked" for coding in value.split(b",")
-            ):
-                # RFC 9112 6.1: only chunks are decoded here.
-                self._violation = UNKNOWN_CODING
-                raise _OverBound
+            elif name == b"transfer-encoding":
+                if any(coding.strip().lower() != b"chunked" for coding in value.split(b",")):
+                    # RFC 9112 6.1: only chunks are decoded here.
+                    self._violation = UNKNOWN_CODING
+                    raise _OverBound
+                self._drop_trailers(True)
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             # RFC 9112 3.2: two readers of one message may take two hosts for the one meant.
             self._violation = BAD_HOST
             raise _OverBound
+
+    def _drop_trailers(self, is_body: bool) -> None:
+        """Let trailers say what they will until the body ends: all are dropped, and none changes
+        the framing that its head gave it (RFC 9112 7.1.2). In a head the same fields are refused.
+
+        Args:
+            is_body: Whether what follows is chunks and trailers; if not, a head.
+        """
+        self._drops_trailers = is_body
+        self.parser.set_dangerous_leniencies(
+            lenient_chunked_length=is_body, lenient_transfer_encoding=is_body
+        )
 
     def _probe(self, running: RequestResponseCycle | Exchange) -> None:
         """Send what a client that has left will not take."""

@@ -40,6 +40,7 @@ from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
 from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
 from router.routing.stored_responses import ResponseOwner
+from router.tokenize import RequestBodyError, check_int64
 from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts
 
@@ -51,6 +52,8 @@ _FORWARDING = (
     *(b"x-forwarded-host", b"x-forwarded-port"),
 )
 MAX_RANK_DIGITS = 5
+PRIORITY_HEADER = b"x-vllm-priority"
+"""vLLM reads the order of requests from it, before it reads `priority` of the body."""
 
 
 class Gateway:
@@ -90,7 +93,7 @@ class Gateway:
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
-        self._dropped = _dropped_headers(server, guard)
+        self._dropped = _dropped_headers(server, guard, dispatcher.owns_priority)
         self.logs_access = logs_access
         self.tracer = tracer
         self._paths = paths
@@ -130,6 +133,7 @@ class Gateway:
         salt: TenantSalt | None,
         usage: KeyUsage | None = None,
         owner: ResponseOwner | None = None,
+        tenant: str = "",
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine where something has to be waited
         for.
@@ -141,16 +145,19 @@ class Gateway:
             salt: Of the client's key.
             usage: What that key may use, if it is limited.
             owner: Who holds it, where there are several.
+            tenant: Whose request it is, where there may be several.
         Raises:
             RequestError: It is refused.
         """
         check_model = None if usage is None else usage.check_model
         if path.routed_by is RoutedBy.RESPONSE:
-            return self.dispatcher.dispatch_to_holder(path.response_id, body, check_model, owner)
+            return self.dispatcher.dispatch_to_holder(
+                path.response_id, body, check_model, owner, tenant
+            )
         if path.endpoint is None:
             if salt is not None or (usage is not None and not usage.is_for_all_models):
-                return self._decide_for_key(path, headers, body, salt, check_model)
-            return self._decide_by_load(path, headers, body, salt, check_model)
+                return self._decide_for_key(path, headers, body, salt, check_model, tenant)
+            return self._decide_by_load(path, headers, body, salt, check_model, tenant)
         session = headers.get(self._session_header)
         return self.dispatcher.dispatch_now(
             path.endpoint,
@@ -161,6 +168,7 @@ class Gateway:
             headers=headers,
             check_model=check_model,
             owner=owner,
+            tenant=tenant,
         )
 
     async def _decide_for_key(
@@ -170,6 +178,7 @@ class Gateway:
         body: bytes,
         salt: TenantSalt | None,
         check_model: CheckModel | None,
+        tenant: str,
     ) -> Decision:
         """The same for a key that keeps its holder from something: an engine must read in the body
         what the router reads there, and nothing else."""
@@ -179,7 +188,7 @@ class Gateway:
         elif path.routed_by is RoutedBy.ANY and body.strip() and not is_object(body):
             # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
             raise BadRequest("$", f"{len(body)} bytes", "with this key, it must be a JSON object")
-        return await self._decide_by_load(path, headers, body, salt, check_model)
+        return await self._decide_by_load(path, headers, body, salt, check_model, tenant)
 
     async def _decide_by_load(
         self,
@@ -188,6 +197,7 @@ class Gateway:
         body: bytes,
         salt: TenantSalt | None,
         check_model: CheckModel | None,
+        tenant: str,
     ) -> Decision:
         content_type = headers.get(b"content-type", b"")
         needs_model = path.routed_by is RoutedBy.LOAD
@@ -200,10 +210,11 @@ class Gateway:
                 headers=headers,
                 rename=functools.partial(with_form_field, content_type, b"model"),
                 check_model=check_model,
+                tenant=tenant,
             )
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             return self.dispatcher.dispatch_by_load(
-                None, body, needs_model=False, check_model=check_model
+                None, body, needs_model=False, check_model=check_model, tenant=tenant
             )
         return await self.dispatcher.dispatch(
             *(None, body),
@@ -211,7 +222,19 @@ class Gateway:
             salt=salt,
             headers=headers,
             check_model=check_model,
+            tenant=tenant,
         )
+
+    def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
+        """Whose request it is: whose key it came with, where there are several, or what its header
+        says, where requests are told apart by that.
+
+        Args:
+            key: The client's, where one is needed.
+            headers: The request's, names in lower case.
+        """
+        named = "" if self.entrance is None else self.entrance.tenant(headers)
+        return named or ("" if key is None or key.owner is None else key.name)
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
         """Decide in a task, which is kept until its end."""
@@ -394,6 +417,8 @@ class Passage:
                 key.usage.enter()
                 self._usage = key.usage
             self._check_content_type()
+        if PRIORITY_HEADER in self._headers:
+            self._check_priority()
         max_bytes = self._gateway.server.max_body_bytes
         if self._exchange.more_body and announced_bytes(self._headers) > max_bytes:
             raise BodyTooLarge(max_bytes)
@@ -406,6 +431,15 @@ class Passage:
             count = sum(name == b"content-type" for name, _ in self._exchange.headers)
             if count > 1:
                 raise BadRequest("content-type", f"{count} times", "must appear once")
+
+    def _check_priority(self) -> None:
+        """Refuse a priority that engines answer with 500."""
+        for name, value in self._exchange.headers:
+            if name == PRIORITY_HEADER:
+                try:
+                    check_int64(value.decode("latin-1"), PRIORITY_HEADER.decode())
+                except RequestBodyError as error:
+                    raise BadRequest(error.place, error.found, error.rule) from None
 
     def _enter(self) -> Key | None:
         """Check that there is room, and who asks; return the client's key."""
@@ -453,7 +487,8 @@ class Passage:
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
         usage, headers = self._usage, self._headers
         owner = None if self._key is None else self._key.owner
-        return self._gateway.decide(self._path, headers, body, self._salt, usage, owner)
+        tenant = self._gateway.tenant(self._key, headers)
+        return self._gateway.decide(self._path, headers, body, self._salt, usage, owner, tenant)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:
@@ -599,7 +634,7 @@ class Passage:
                 entrance.room.over(waiter, tokens)
 
 
-def _dropped_headers(server: ServerConfig, guard: Guard) -> frozenset[bytes]:
+def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
     """Those of a client that are not for replicas: the router writes its own, or none."""
     return frozenset(
         (
@@ -608,6 +643,7 @@ def _dropped_headers(server: ServerConfig, guard: Guard) -> frozenset[bytes]:
             # The router's key is for the router only: replicas do not get to see it.
             *(KEY_HEADERS if guard.needs_key("client") else ()),
             *(() if server.trust_client_rank else (RANK_HEADER,)),
+            *((PRIORITY_HEADER,) if owns_priority else ()),
         )
     )
 

@@ -37,11 +37,13 @@ from router.errors import (
 from router.http import request_bodies, views
 from router.http.access import Guard, Role
 from router.http.request_bodies import (
+    ChatBatchRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     EngineResponse,
+    GenerateRequest,
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
@@ -254,11 +256,17 @@ _PROXIED: dict[str, tuple[type[Any], str]] = {
     "/v1/responses": (ResponsesRequest, "OpenAI's responses"),
     "/v1/messages": (MessagesRequest, "Anthropic's messages"),
     "/v1/embeddings": (EmbeddingsRequest, "OpenAI's embeddings"),
+    "/v1/chat/completions/batch": (ChatBatchRequest, "vLLM's batch of chat completions"),
+    "/inference/v1/generate": (GenerateRequest, "vLLM's generation from token ids"),
     "/tokenize": (TokenizeRequest, "vLLM's tokenizer"),
     "/detokenize": (DetokenizeRequest, "vLLM's detokenizer"),
 }
 _PASSED_ON = (
     ("post", "/v1/messages/count_tokens", "Anthropic's count of tokens"),
+    ("post", "/v1/chat/completions/render", "vLLM's token ids of a chat"),
+    ("post", "/v1/completions/render", "vLLM's token ids of a completion"),
+    ("post", "/v1/responses/render", "vLLM's token ids of a response's input"),
+    ("post", "/v1/messages/render", "vLLM's token ids of messages"),
     ("post", "/v1/rerank", "Documents ranked by a query"),
     ("post", "/v2/rerank", "Documents ranked by a query"),
     ("post", "/rerank", "Documents ranked by a query"),

@@ -49,8 +49,15 @@ PROMPT_PATHS: dict[str, Endpoint] = {
         Endpoint.RESPONSES,
         Endpoint.MESSAGES,
         Endpoint.EMBEDDINGS,
+        Endpoint.CHAT_BATCH,
+        Endpoint.GENERATE,
     )
 }
+RENDER_PATHS = tuple(
+    f"{path.value}/render"
+    for path in (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES)
+)
+"""vLLM's: a body in, what `/inference/v1/generate` takes for it out; nothing is computed."""
 LOAD_PATHS = (
     "/tokenize",
     "/detokenize",
@@ -61,10 +68,11 @@ LOAD_PATHS = (
     "/v1/score",
     "/score",
     "/v1/audio/*",
+    *RENDER_PATHS,
 )
 """A trailing asterisk matches one character or more."""
 ANY_PATHS = ("/version",)
-_TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens"))
+_TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens", *RENDER_PATHS))
 EXTRA_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 _RESPONSE = re.compile(

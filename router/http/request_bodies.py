@@ -92,6 +92,25 @@ class EmbeddingsToRoute(EmbeddingsRequest, frozen=True, kw_only=True):
     endpoint: Literal["/v1/embeddings"]
 
 
+class ChatBatchRequest(ProxiedRequest, frozen=True, kw_only=True):
+    """Several chats, each with a choice of the response; as in vLLM."""
+
+    messages: list[list[dict[str, Any]]]
+    """The conversations, to which all else applies alike."""
+    cache_salt: str | None = None
+    """Keeps cached blocks of different tenants apart."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class GenerateRequest(PromptRequest, frozen=True, kw_only=True):
+    """Token ids to go on from, as in vLLM (`--enable-scale-out`)."""
+
+    token_ids: Annotated[list[Any], msgspec.Meta(extra_json_schema=_TOKEN_IDS)]
+    sampling_params: dict[str, Any]
+    features: dict[str, Any] | None = None
+    """What `/render` made of media among them; what is cached is known up to the first one."""
+
+
 class TokenizeRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Text or a chat to tokenise, as in vLLM."""
 
@@ -159,6 +178,16 @@ EXAMPLES: dict[type[Any], dict[str, dict[str, Any]]] = {
             "input": ["blue", "sky"],
         }
     },
+    ChatBatchRequest: {
+        "chats": {"model": "gemma-3", "messages": [_CHAT, [{"role": "user", "content": "Why?"}]]}
+    },
+    GenerateRequest: {
+        "tokens-in": {
+            "model": "gemma-3",
+            "token_ids": [2, 651, 7217, 603],
+            "sampling_params": {"max_tokens": 16},
+        }
+    },
     TokenizeRequest: {"text-to-tokenise": {"model": "gemma-3", "prompt": "The sky is"}},
     DetokenizeRequest: {"tokens": {"model": "gemma-3", "tokens": [2, 651, 7217]}},
     TokenIdsRequest: {
@@ -179,7 +208,7 @@ EXAMPLES: dict[type[Any], dict[str, dict[str, Any]]] = {
             "kv_events": [
                 {
                     "endpoint": "tcp://10.0.0.7:5557",
-                    "replay_endpoint": "tcp://10.0.0.7:5558",
+                    "replay_endpoint": "tcp://10.0.0.7:6557",
                     "topic": "kv-events",
                     "dp_rank": 0,
                 }

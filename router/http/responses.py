@@ -400,7 +400,8 @@ def _cache(cache: SourceStatistics) -> CacheView:
         groups=() if layout is None else layout.groups,
         hash_block_size=None if layout is None else layout.hash_block_size,
         scheduler_block_size=None if layout is None else layout.scheduler_block_size,
-        eagle=None if layout is None else layout.eagle,
+        eagle=None if layout is None else sorted(layout.eagle),
+        prefix_replay_tokens=None if layout is None else layout.prefix_replay_tokens,
         assumptions=cache.assumptions,
     )
 

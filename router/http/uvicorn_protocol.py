@@ -519,7 +519,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
             return
         if cycle.scope["http_version"] == "1.0":
             app = functools.partial(_without_chunks, app, cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, functools.partial(_until_cancelled, app, cycle))
 
 
 def mark_disconnected(request: RequestResponseCycle | Exchange) -> None:
@@ -528,6 +528,18 @@ def mark_disconnected(request: RequestResponseCycle | Exchange) -> None:
     request.message_event.set()
     if isinstance(request, Exchange) and request.server is not None:
         request.server.client_left()
+
+
+async def _until_cancelled(
+    app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any
+) -> None:
+    """Run *app*. uvicorn cancels what still runs when the process ends, and would log that as a
+    failure of the application."""
+    try:
+        await app(scope, receive, send)
+    except asyncio.CancelledError:
+        mark_disconnected(cycle)
+        cycle.transport.abort()
 
 
 async def _without_chunks(

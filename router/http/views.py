@@ -256,7 +256,10 @@ class CacheView(View, frozen=True, kw_only=True):
     hash_block_size: int | None
     scheduler_block_size: int | None
     """Hits are multiples of this."""
-    eagle: bool | None
+    eagle: Sequence[int] | None
+    """Groups that drop a block of each hit, since they hold a drafter's layers."""
+    prefix_replay_tokens: int | None
+    """A hit that is no longer is worth nothing."""
     assumptions: Sequence[str]
     """What is not known but assumed, in sentences."""
 

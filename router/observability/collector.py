@@ -263,7 +263,7 @@ def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Me
     )
     yield _single(
         "kvroute_suspect_sources",
-        "Event streams with a loss that could not be repaired: their state is `suspect`.",
+        "Event streams in the state `suspect`: a loss could not be repaired, or nobody answers.",
         sum(found.state is SourceState.SUSPECT for found in feeds.values()),
     )
     now = time.monotonic()
@@ -697,6 +697,12 @@ _BOARD_GAUGES: _Table[BoardStatistics] = (
         "Age of the oldest word of those that are heard over this board; half a second is usual.",
         lambda found: found.oldest_s,
     ),
+    (
+        "kvroute_board_clock_off_seconds",
+        "How far the clock here is ahead of another router's (behind: negative), while that is too"
+        " much for its words to be believed; else 0.",
+        lambda found: found.clock_off_s,
+    ),
 )
 _BOARD_COUNTERS: _Table[BoardStatistics] = (
     (
@@ -706,7 +712,8 @@ _BOARD_COUNTERS: _Table[BoardStatistics] = (
     ),
     (
         "kvroute_board_failures",
-        "Times that this board could not be reached, and words that could not be read.",
+        "Times that this board could not be reached, and words that could not be read, were sealed"
+        " with another secret, or were old.",
         lambda found: found.failures,
     ),
 )

@@ -7,6 +7,7 @@ from enum import Enum
 
 import msgspec
 
+from kvevents.stream_state import SourceState
 from router.feed import SourceFeedStatistics
 from router.index import SourceStatistics
 from router.observability.labels import duration
@@ -48,6 +49,8 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int
     state: str | None
     """As in `SourceState`; None before it is followed."""
+    stream_problem: str | None = None
+    """As in `SubscriberStatistics.problem`."""
     unplaced: int
     """Blocks that no prompt can find."""
     incomplete: bool
@@ -81,6 +84,7 @@ def summarize_source(
     return SourceSummary(
         dp_rank=dp_rank,
         state=None if feed is None else feed.state.value,
+        stream_problem=None if feed is None else feed.stream.problem,
         unplaced=unplaced,
         incomplete=cache is not None and cache.is_incomplete,
         unreadable=0 if feed is None else feed.applied.unreadable,
@@ -150,10 +154,13 @@ def _of_streams(
     sources: Sequence[SourceSummary],
     approximate_ranks: Container[int] | None,
 ) -> Iterator[ReplicaProblem]:
-    for state, problem in _BY_SOURCE_STATE.items():
-        ranks = [source.dp_rank for source in sources if source.state == state]
-        if ranks:
-            yield ReplicaProblem(problem.level, problem.text + _name_ranks(ranks, sources))
+    found: dict[ReplicaProblem, list[int]] = {}
+    for source in sources:
+        problem = _of_stream(source)
+        if problem is not None:
+            found.setdefault(problem, []).append(source.dp_rank)
+    for problem, ranks in found.items():
+        yield ReplicaProblem(problem.level, problem.text + _name_ranks(ranks, sources))
     estimated = [one.dp_rank for one in sources if one.dp_rank in (approximate_ranks or ())]
     if estimated:
         text = "its events have been missing for long: its hits are approximate"
@@ -162,6 +169,16 @@ def _of_streams(
         how = "it is routed by load" if approximate_ranks is None else "its hits are approximate"
         reasons = [f"no event stream: {how}", *replica.notes[:MAX_NOTES]]
         yield ReplicaProblem(Level.WARN, "; ".join(reasons))
+
+
+def _of_stream(source: SourceSummary) -> ReplicaProblem | None:
+    if source.stream_problem is None:
+        return _BY_SOURCE_STATE.get(source.state or "")
+    if source.state == SourceState.SUSPECT.value:
+        text = f"{source.stream_problem}: its hits are discounted"
+        return ReplicaProblem(Level.BAD, text)
+    text = f"{source.stream_problem}: a lost event cannot be requested again"
+    return ReplicaProblem(Level.WARN, text)
 
 
 def _of_cache(sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:

@@ -117,6 +117,11 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         return outcome(self.cached_tokens, self.actual_tokens, self.approximate)
 
     @property
+    def was_refused(self) -> bool:
+        """Whether it ended with a 4xx: nothing was computed for it."""
+        return 400 <= (self.status or 0) < 500
+
+    @property
     def has_failed(self) -> bool:
         """Whether it failed for a reason other than its client."""
         return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
@@ -130,7 +135,8 @@ class Totals(msgspec.Struct):
     failed: int = 0
     """Ended with a 5xx or broken off, the router's own refusals included."""
     routed_tokens: int = 0
-    """Over all routed requests, as far as their prompts are known."""
+    """Over all routed requests but those that ended with a 4xx, which compute nothing; as far as
+    their prompts are known."""
     promised_tokens: int = 0
     """Part of *routed_tokens* that was predicted to be cached."""
     compared: int = 0
@@ -154,8 +160,9 @@ class Totals(msgspec.Struct):
     def add_request(self, request: RoutedRequest) -> None:
         """Count a request that has ended."""
         self.failed += request.has_failed
-        self.routed_tokens += request.prompt_tokens
-        self.promised_tokens += request.cached_tokens
+        if not request.was_refused:
+            self.routed_tokens += request.prompt_tokens
+            self.promised_tokens += request.cached_tokens
         if request.actual_tokens is not None:
             self.compared += 1
             self.compared_tokens += request.prompt_tokens

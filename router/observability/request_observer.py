@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from router.errors import NoReplica, Overloaded, RequestError
+from router.errors import KeyLimitReached, NoReplica, Overloaded, RequestError
 from router.index import SourceId
 from router.mirror import ApproximateVisit, Visit
 from router.observability.metrics import RouterMetrics, ServedMetrics
@@ -89,6 +89,7 @@ class RequestObservers:
             trace_id: Of the distributed trace that it belongs to.
         Raises:
             NoReplica: The ranking is empty; the request is logged as refused.
+            KeyLimitReached: The same, since replicas take nothing more of its tenant.
         """
         self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         if decision.target is not None:
@@ -96,7 +97,7 @@ class RequestObservers:
         request = _logged(decision, path, request_id, trace_id)
         try:
             decision.require_replica()
-        except NoReplica as error:
+        except (NoReplica, KeyLimitReached) as error:
             self.log.add_refused(request, error)
             raise
         if decision.has_report_mode:
@@ -218,8 +219,13 @@ class RequestObserver(ProxyObserver):
         return not self._of_all.replicas.is_healthy(replica_id)
 
     @override
-    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
-        self._of_all.replicas.report_busy(attempt.replica_id, retry_after_s)
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        return self._of_all.replicas.is_at_ease(attempt.replica_id)
+
+    @override
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
+        tenant = self._decision.tenant if is_429 else ""
+        self._of_all.replicas.report_busy(attempt.replica_id, retry_after_s, tenant)
         return self._of_all.replicas.backs_off
 
     @override

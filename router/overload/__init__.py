@@ -11,7 +11,14 @@ The files; each imports only what is listed above it:
 """
 
 from router.overload.entrance import Entrance, line_limits
-from router.overload.gate import AT_LIMIT, PASSING, Breaker, GateOptions, ReplicaGate
+from router.overload.gate import (
+    AT_LIMIT,
+    PASSING,
+    TENANT_BACKING_OFF,
+    Breaker,
+    GateOptions,
+    ReplicaGate,
+)
 from router.overload.limits import KeyCounts, KeyLimits, KeyUsage
 from router.overload.line import LineLimits, Waiter
 from router.overload.room import NoTurn, RoomListener, Waiting, WaitingRoom
@@ -19,6 +26,7 @@ from router.overload.room import NoTurn, RoomListener, Waiting, WaitingRoom
 __all__ = [
     "AT_LIMIT",
     "PASSING",
+    "TENANT_BACKING_OFF",
     "Breaker",
     "Entrance",
     "GateOptions",

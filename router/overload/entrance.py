@@ -62,14 +62,15 @@ class Entrance:
         """
         return Waiter(
             model=model,
-            tenant=self._tenant(headers) or holder,
+            tenant=self.tenant(headers) or holder,
             weight=share,
             priority=self._class(headers, priority),
             tokens=0,
             deadline=self.room.clock() + self._patience_s(headers),
         )
 
-    def _tenant(self, headers: Mapping[bytes, bytes]) -> str:
+    def tenant(self, headers: Mapping[bytes, bytes]) -> str:
+        """Whose request it is, as its headers say; empty where they do not."""
         if self._tenant_header is None:
             return ""
         return headers.get(self._tenant_header, b"")[:_MAX_TENANT_BYTES].decode("latin-1")

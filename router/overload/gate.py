@@ -3,7 +3,8 @@
 Four things close a gate, each by itself:
 
     limits      as much is under way there as may be: what can wait, waits
-    back-off    it has answered 429 or 503 and said for how long: nothing is sent until then
+    back-off    it has answered 429 or 503 and said for how long: nothing is sent until then; of one
+                tenant alone, where its 429 was an answer to that one
     breaker     too many of its last requests failed, though its checks pass
     slow start  it has just joined: its limits, and its speed for the policy, grow from a tenth
 
@@ -25,10 +26,13 @@ from typing import NamedTuple
 AT_LIMIT = "at its limit of requests"
 AT_TOKEN_LIMIT = "at its limit of prompt tokens"
 BACKING_OFF = "asked to be left alone for a while"
+TENANT_BACKING_OFF = "asked to be left alone by this client for a while"
 BREAKER_OPEN = "failing too many requests"
 BEING_PROBED = "being probed after it failed too many requests"
 PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BREAKER_OPEN, BEING_PROBED))
-"""Obstacles for which it makes sense to wait."""
+"""Obstacles for which it makes sense to wait. Whoever is told off alone is told to come back."""
+MAX_TENANTS_TOLD_OFF = 1024
+"""At one replica; the one who may come back soonest is forgotten first."""
 SLOWEST = 0.1
 """At the beginning of a slow start."""
 
@@ -82,7 +86,8 @@ class ReplicaGate:
         self._open_s = 0.0
         self._open_until: float | None = None
         self._probe_until = 0.0
-        self._back_off_until = 0.0
+        self._back_off_until: dict[str, float] = {}
+        """By tenant; an empty name stands for everybody."""
         self._started_at: float | None = None
         self.opened = 0
         """Times that the breaker opened, from `CLOSED` or again."""
@@ -112,11 +117,20 @@ class ReplicaGate:
         if self._open_until is not None or self._outcomes.bit_count() >= most:
             self._open(self._options)
 
-    def busy(self, retry_after_s: float) -> None:
-        """It answered that it cannot take requests for so long."""
+    def busy(self, retry_after_s: float, tenant: str = "") -> None:
+        """It answered that it cannot take requests for so long.
+
+        Args:
+            retry_after_s: As it says.
+            tenant: Whose requests these are; empty: everybody's.
+        """
         self.told_off += 1
         until = self._clock() + min(retry_after_s, self._options.max_back_off_s)
-        self._back_off_until = max(self._back_off_until, until)
+        self._forget_past()
+        told_off = self._back_off_until
+        told_off[tenant] = max(told_off.get(tenant, 0.0), until)
+        if len(told_off) > MAX_TENANTS_TOLD_OFF:
+            del told_off[min(told_off, key=lambda name: told_off[name])]
 
     def start_slowly(self) -> None:
         """It has just joined others that can take its share meanwhile."""
@@ -133,7 +147,7 @@ class ReplicaGate:
             options.in_flight is not None
             or options.prefill_tokens is not None
             or self._open_until is not None
-            or self.backs_off_s > 0
+            or self._backs_off_from_any()
             or self.speed < 1
         )
 
@@ -147,7 +161,7 @@ class ReplicaGate:
     @property
     def backs_off_s(self) -> float:
         """For how many seconds more it is left alone, since it asked for that."""
-        return max(self._back_off_until - self._clock(), 0.0)
+        return self._backs_off_s("")
 
     @property
     def speed(self) -> float:
@@ -160,10 +174,12 @@ class ReplicaGate:
             return 1.0
         return max(grown, SLOWEST)
 
-    def shut(self) -> str | None:
-        """Why nothing is sent there, whatever has room; None if something may be."""
+    def shut(self, tenant: str = "") -> str | None:
+        """Why nothing of a tenant is sent there, whatever has room; None if something may be."""
         if self.backs_off_s:
             return BACKING_OFF
+        if tenant and self._backs_off_s(tenant):
+            return TENANT_BACKING_OFF
         breaker = self.breaker
         if breaker is Breaker.OPEN:
             return BREAKER_OPEN
@@ -186,10 +202,23 @@ class ReplicaGate:
             return AT_TOKEN_LIMIT
         return None
 
-    def opens_in_s(self) -> float:
-        """After how many seconds it is not shut any more, as far as that is known."""
-        until = max(self._back_off_until, self._open_until or 0.0)
-        return max(until - self._clock(), 0.0)
+    def opens_in_s(self, tenant: str = "") -> float:
+        """After how many seconds it is not shut any more for a tenant, as far as that is known."""
+        opens_in_s = max((self._open_until or 0.0) - self._clock(), 0.0)
+        return max(opens_in_s, self.backs_off_s, self._backs_off_s(tenant))
+
+    def _backs_off_s(self, tenant: str) -> float:
+        return max(self._back_off_until.get(tenant, 0.0) - self._clock(), 0.0)
+
+    def _backs_off_from_any(self) -> bool:
+        if self._back_off_until:
+            self._forget_past()
+        return bool(self._back_off_until)
+
+    def _forget_past(self) -> None:
+        now = self._clock()
+        for tenant in [name for name, until in self._back_off_until.items() if until <= now]:
+            del self._back_off_until[tenant]
 
     @property
     def _window(self) -> int:

@@ -3,10 +3,12 @@ again.
 
 Retries are bounded twice: for one request, so that one that kills replicas does not reach them all,
 and for all requests together, so that retries do not become a load of their own when much fails.
+What goes to a replica that is at ease, or leaves one that is lost, is no such load.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -76,7 +78,7 @@ class Unretried(Enum):
 
     # It had its further attempts.
     LIMIT = "limit"
-    # Too many of all requests were tried again already.
+    # Too many of all requests were tried again already, and the next replica is not at ease.
     BUDGET = "budget"
     # Two replicas closed the connection over it, as a process that dies does.
     CLOSED = "closed_replicas"
@@ -93,7 +95,7 @@ class RetryLimits:
     further_attempts: int = 2
     """Of one request, after its first."""
     budget_share: float = 0.1
-    """Of all requests, how many may be tried again in the long run."""
+    """Of all requests, how many may be tried again in the long run where that may do harm."""
     budget_burst: int = 10
     """How many more than that at once."""
 
@@ -143,10 +145,15 @@ class RequestRetries:
         self._closed_by: set[str] = set()
         self._is_free = False
 
-    def start(self) -> bool:
-        """Whether another attempt may be made now; it counts as made."""
+    def start(self, is_at_ease: Callable[[], bool]) -> bool:
+        """Whether another attempt may be made now; it counts as made.
+
+        Args:
+            is_at_ease: Whether the replica that would get it serves its requests and has room for
+                more. Then nothing is taken from the budget: a storm begins where retries fail too.
+        """
         if self._attempts:
-            self.refused = self._obstacle()
+            self.refused = self._obstacle(is_at_ease)
             if self.refused is not None:
                 return False
         self._attempts += 1
@@ -167,9 +174,10 @@ class RequestRetries:
         elif failure in (Failure.UNAVAILABLE, Failure.BUSY):
             self._closed_by.discard(replica_id)  # it is alive
 
-    def _obstacle(self) -> Unretried | None:
+    def _obstacle(self, is_at_ease: Callable[[], bool]) -> Unretried | None:
         if len(self._closed_by) >= MAX_CLOSED_REPLICAS:
             return Unretried.CLOSED
         if self._attempts > self._budget.limits.further_attempts:
             return Unretried.LIMIT
-        return None if self._is_free or self._budget.take() else Unretried.BUDGET
+        is_allowed = self._is_free or is_at_ease() or self._budget.take()
+        return None if is_allowed else Unretried.BUDGET

@@ -278,7 +278,7 @@ class Relay:
     def _try_next(self) -> None:
         """Try the next candidate; without one, refuse the request."""
         attempt = next(self._plan, None)
-        if attempt is not None and self._retries.start():
+        if attempt is not None and self._may_try(attempt):
             self._tried = True
             self._send_to(attempt)
             return
@@ -287,6 +287,9 @@ class Relay:
             self._observer.on_unretried(refused)
         status = 502 if self._tried and not self._unavailable else 503
         self._refuse(End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available")
+
+    def _may_try(self, attempt: Attempt) -> bool:
+        return self._retries.start(lambda: self._observer.is_at_ease(attempt))
 
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
         self._attempt = attempt
@@ -323,7 +326,7 @@ class Relay:
             return
         except UpstreamError as error:
             self._failed(attempt, _FAILURES[type(error)])
-            if isinstance(error, KeptConnectionClosed) and self._retries.start():
+            if isinstance(error, KeptConnectionClosed) and self._may_try(attempt):
                 self._send_to(attempt, may_reuse=False)
             else:
                 self._try_next()
@@ -343,11 +346,14 @@ class Relay:
         """The replica says "not now". Its 429 is passed on where it does not say for how long, or
         nobody else may be tried."""
         retry_after_s = retry_after_of(response.headers)
-        is_busy = retry_after_s is not None and self._observer.on_busy(attempt, retry_after_s)
+        is_429 = response.status == _TOO_MANY
+        is_busy = retry_after_s is not None and self._observer.on_busy(
+            attempt, retry_after_s, is_429
+        )
         following: Attempt | None = None
-        if response.status == _TOO_MANY:
+        if is_429:
             following = next(self._plan, None) if is_busy else None
-            if following is None or not self._retries.start():
+            if following is None or not self._may_try(following):
                 return False
         response.abort()
         if retry_after_s is not None and is_busy:

@@ -130,12 +130,18 @@ class ProxyObserver(Protocol):
         """
         raise NotImplementedError
 
-    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        """Whether the candidate serves its requests and has room for this one too: then a retry
+        there is no part of a storm, and takes nothing from the budget of retries."""
+        raise NotImplementedError
+
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
         """The candidate says that it can take no request now.
 
         Args:
             attempt: The candidate.
             retry_after_s: For how long, as it says.
+            is_429: Whether it may mean this client only; else it means everybody.
         Returns:
             Whether that matters: then the request goes to another one, if there is one.
         """

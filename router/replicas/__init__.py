@@ -7,6 +7,7 @@ The files; each imports only what is listed above it:
 
     load.py          what this router has in flight, by replica
     engine_load.py   what an engine's own metrics say about its load
+    load_topic.py    what an engine publishes of its load
     types.py         plain values
     health.py        outcomes of checks and requests in, healthy or not out
     discovery.py     what a replica reports about itself

@@ -18,7 +18,7 @@ the flag that it was started with, `kv_events_config`:
 
     {"kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
                    "replay_endpoint_port_base": 6557, "topic": "kv-events", "dp_size": 2,
-                   "block_size": 16},
+                   "block_size": 16, "load_endpoint_port_base": 7557, "load_topic": "load"},
      "kv_events_config": "{\\"replay_endpoint\\": \\"tcp://*:6557\\", ...}", ...}
 
 `GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,7 @@ from router.config.values import (
     is_local_host,
 )
 from router.errors import InvalidReplicaResponse
+from router.replicas.load_topic import LoadTopic
 from router.replicas.types import EventSource, ServedModels
 
 SOURCES_PATH = "/kv_event_sources"
@@ -70,6 +71,8 @@ class _SglangPublisher(msgspec.Struct):
     topic: str = ""
     publisher: str | None = "zmq"
     dp_size: int = 1
+    load_endpoint_port_base: int | None = None
+    load_topic: str = ""
 
 
 class _ServerInfo(msgspec.Struct):
@@ -117,9 +120,18 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
     return tuple(sources)
 
 
-def parse_server_info(body: bytes, host: str) -> tuple[EventSource, ...]:
-    """The event sources in SGLang's response to `GET /server_info`, by rank; empty if the engine
-    publishes nothing, or does not say.
+class ServerInfo(NamedTuple):
+    """What SGLang's `GET /server_info` says of what it publishes; each empty if it publishes
+    nothing, or does not say."""
+
+    sources: tuple[EventSource, ...] = ()
+    """By rank."""
+    load_topics: tuple[LoadTopic, ...] = ()
+    """By rank."""
+
+
+def parse_server_info(body: bytes, host: str) -> ServerInfo:
+    """Where SGLang publishes events and its load, by its response to `GET /server_info`.
 
     Args:
         body: The response's.
@@ -131,20 +143,26 @@ def parse_server_info(body: bytes, host: str) -> tuple[EventSource, ...]:
     info: _ServerInfo = _decode(SERVER_INFO_PATH, body, _ServerInfo)
     publisher = info.kv_events
     if publisher is None or publisher.publisher != "zmq":
-        return ()
+        return ServerInfo()
     place = f"{SERVER_INFO_PATH} kv_events"
     if not 1 <= publisher.dp_size <= MAX_RANKS:
         raise InvalidReplicaResponse(place, f"dp_size {publisher.dp_size}; 1 to {MAX_RANKS}")
     if publisher.replay_endpoint_port_base is None:
         publisher.replay_endpoint_port_base = _replay_port(info.kv_events_config or "")
-    last = max(publisher.endpoint_port_base, publisher.replay_endpoint_port_base or 0)
+    load_base = publisher.load_endpoint_port_base
+    last = max(
+        publisher.endpoint_port_base, publisher.replay_endpoint_port_base or 0, load_base or 0
+    )
     if last + publisher.dp_size - 1 > MAX_PORT:
         raise InvalidReplicaResponse(
             place, f"{publisher.dp_size} ports from {last} on; the last must be at most {MAX_PORT}"
         )
-    return tuple(
-        _checked(place, rank, _sglang_entry(publisher, rank), host)
-        for rank in range(publisher.dp_size)
+    ranks = range(publisher.dp_size)
+    sources = tuple(_checked(place, rank, _sglang_entry(publisher, rank), host) for rank in ranks)
+    if load_base is None:
+        return ServerInfo(sources)
+    return ServerInfo(
+        sources, tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks)
     )
 
 
@@ -254,6 +272,19 @@ def _sglang_entry(publisher: _SglangPublisher, rank: int) -> _SourceEntry:
         None if replay is None else f"tcp://*:{replay + rank}",
         publisher.topic,
     )
+
+
+def _load_topic(
+    place: str, rank: int, base: int, publisher: _SglangPublisher, host: str
+) -> LoadTopic:
+    if len(publisher.load_topic) > MAX_TOPIC_CHARS:
+        found = f"load_topic of {len(publisher.load_topic)} characters"
+        raise InvalidReplicaResponse(place, f"{found}; at most {MAX_TOPIC_CHARS} are taken")
+    if base < 1:
+        raise InvalidReplicaResponse(place, f"load_endpoint_port_base {base}; must be above 0")
+    # This socket is always bound, to a wildcard.
+    endpoint = _address(f"{place} load_endpoint_port_base", f"tcp://*:{base + rank}", host)
+    return LoadTopic(rank, endpoint, publisher.load_topic)
 
 
 def _checked(place: str, rank: int, entry: _SourceEntry, host: str) -> EventSource:

@@ -6,6 +6,9 @@ from __future__ import annotations
 from router.replicas.types import Health
 
 MAX_ERROR_CHARS = 300
+_RECENT_REQUESTS = 32
+_FEW_FAILED = 3
+"""Of these, at a replica that serves what others fail."""
 
 
 class HealthRecord:
@@ -28,6 +31,8 @@ class HealthRecord:
         self._unhealthy_after = unhealthy_after
         self._healthy_after = healthy_after
         self._passed_in_a_row = self._failed_in_a_row = self._failed_requests_in_a_row = 0
+        self._recent = 0
+        """The last requests, the latest in the lowest bit: 1 for one that failed."""
 
     def check_passed(self) -> bool:
         """A check passed; True if that made the replica healthy."""
@@ -61,6 +66,7 @@ class HealthRecord:
         self.failed_requests += 1
         self.last_error = error[:MAX_ERROR_CHARS]
         self._failed_requests_in_a_row += 1
+        self._note_request(has_failed=True)
         enough = self._failed_requests_in_a_row >= self._unhealthy_after
         return enough and self.health is Health.HEALTHY and self._become_unhealthy()
 
@@ -75,6 +81,16 @@ class HealthRecord:
     def request_served(self) -> None:
         """A request got a response, with any status below 500."""
         self._failed_requests_in_a_row = 0
+        if self._recent:
+            self._note_request(has_failed=False)
+
+    @property
+    def serves_requests(self) -> bool:
+        """Whether it is healthy, and few of its last requests failed."""
+        return self.health is Health.HEALTHY and self._recent.bit_count() <= _FEW_FAILED
+
+    def _note_request(self, *, has_failed: bool) -> None:
+        self._recent = (self._recent << 1 | has_failed) & ((1 << _RECENT_REQUESTS) - 1)
 
     def _become_unhealthy(self) -> bool:
         if self.health is Health.UNHEALTHY:

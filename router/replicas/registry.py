@@ -15,8 +15,9 @@ from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplic
 from router.overload import GateOptions, ReplicaGate
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
+from router.replicas.load_topic import LoadTopics
 from router.replicas.replica import Replica
-from router.replicas.types import EventSource, ReplicaState, ReplicaView, ServedModels
+from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.replicas.watcher import Fetch, Watcher
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class ReplicaRegistry:
         self.generation = 0
         """Rises with every change of what `serving` says."""
         self._closed = False
+        self._load_topics = LoadTopics()
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """Report every change from now on to *listener*, after those that subscribed before it."""
@@ -136,7 +138,8 @@ class ReplicaRegistry:
         )
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(
-            replica, self, self._fetch, self._load, self._health, self._random, self._clock
+            *(replica, self, self._fetch, self._load),
+            *(self._health, self._random, self._clock, self._load_topics),
         )
         for task in self._watchers[replica.id].tasks:
             task.add_done_callback(_report_crash)
@@ -172,6 +175,7 @@ class ReplicaRegistry:
             self._end(watcher)
         while self._ending:
             await asyncio.wait(self._ending)
+        self._load_topics.close()
 
     # --- the router's side ------------------------------------------------------------------------
 
@@ -190,6 +194,14 @@ class ReplicaRegistry:
         replica = self._replicas.get(replica_id)
         return replica is not None and replica.is_healthy
 
+    def is_at_ease(self, replica_id: str) -> bool:
+        """Whether the replica exists, serves its requests, and has room for another: one more does
+        it no harm."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.is_at_ease(
+            self._load.look_at(replica_id), self._clock(), self._health.engine_load_stale_after_s
+        )
+
     def replicas(self) -> tuple[Replica, ...]:
         """All replicas, in the order in which they were added."""
         return tuple(self._replicas.values())
@@ -205,10 +217,20 @@ class ReplicaRegistry:
 
     @property
     def undiscovered(self) -> int:
-        """How many replicas have neither configured models nor reported any yet."""
-        return sum(
-            not replica.served.models and replica.discoveries == replica.failed_discoveries
+        """How many replicas have neither configured models nor reported any yet. One that has been
+        unhealthy for longer than `ready_wait_s` is not waited for, unless nothing is known of any
+        other: then every model would be unknown."""
+        unknown = [
+            replica
             for replica in self._replicas.values()
+            if not replica.served.models and replica.discoveries == replica.failed_discoveries
+        ]
+        if len(unknown) == len(self._replicas):
+            return len(unknown)
+        waits_since = self._clock() - self._health.ready_wait_s
+        return sum(
+            replica.record.health is not Health.UNHEALTHY or replica.health_since >= waits_since
+            for replica in unknown
         )
 
     def models(self) -> dict[str, str | None]:
@@ -251,16 +273,17 @@ class ReplicaRegistry:
         if replica is not None:
             replica.gate.sent()
 
-    def report_busy(self, replica_id: str, retry_after_s: float) -> None:
+    def report_busy(self, replica_id: str, retry_after_s: float, tenant: str = "") -> None:
         """It answered that it can take no request now.
 
         Args:
             replica_id: Who; may have been removed since.
             retry_after_s: For how long, as it says.
+            tenant: Whose requests it cannot take; empty: everybody's.
         """
         replica = self._replicas.get(replica_id)
         if replica is not None:
-            replica.gate.busy(retry_after_s)
+            replica.gate.busy(retry_after_s, tenant)
             replica.look_at_gate()
 
     def doubt(self, replica_id: str) -> None:

@@ -198,12 +198,13 @@ class Replica:
         ranks = len(self.sources)
         return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
-    def obstacle(self, load: ReplicaLoad, is_new: bool = True) -> str | None:
+    def obstacle(self, load: ReplicaLoad, is_new: bool = True, tenant: str = "") -> str | None:
         """Why it cannot take a request; None if it can.
 
         Args:
             load: What this router has in flight there.
             is_new: Whether the request can wait for room. One that failed elsewhere has waited.
+            tenant: Whose request it is; empty where that is not known.
         """
         if self.record.health is not Health.HEALTHY:
             return "not healthy"
@@ -214,10 +215,23 @@ class Replica:
         self.look_at_gate()
         if self._max_requests is not None and load.requests >= self._max_requests:
             return AT_LIMIT
-        shut = self.gate.shut()
+        shut = self.gate.shut(tenant)
         if shut is not None or not is_new:
             return shut
         return self.gate.full(load.requests, load.prefill_tokens)
+
+    def is_at_ease(self, load: ReplicaLoad, now: float, engine_load_stale_after_s: float) -> bool:
+        """Whether it serves its requests and has room for another, as far as is known.
+
+        Args:
+            load: What this router has in flight there.
+            now: On the registry's clock.
+            engine_load_stale_after_s: The engine's own load is left out when it is older.
+        """
+        engine_load = self.engine_load
+        is_known = engine_load and now - self.engine_load_at <= engine_load_stale_after_s
+        waiting = engine_load.waiting if engine_load and is_known else 0
+        return self.record.serves_requests and not waiting and self.obstacle(load) is None
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
         """Everything about it.
@@ -281,6 +295,7 @@ def sort_out(
     now: float,
     engine_load_stale_after_s: float,
     suspects: Collection[SourceId],
+    tenant: str = "",
 ) -> tuple[States, States]:
     """Who can take a request now, and who cannot. In one loop: it runs for every request.
 
@@ -290,6 +305,7 @@ def sort_out(
         now: On the registry's clock.
         engine_load_stale_after_s: An engine's own load is left out when it is older.
         suspects: Caches of which what is said is doubtful, since events were lost.
+        tenant: Whose request it is.
     """
     able, unable = States([], [], []), States([], [], [])
     load_at, healthy = loads.get, Health.HEALTHY
@@ -312,7 +328,7 @@ def sort_out(
         )
         known = able
         if not (replica._is_usual and replica.record.health is healthy):
-            known = unable if replica.obstacle(load) else able
+            known = unable if replica.obstacle(load, tenant=tenant) else able
             if replica.has_ranks:
                 known.with_ranks.append(len(known.replicas))
         known.replicas.append(replica)

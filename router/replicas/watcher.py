@@ -29,6 +29,7 @@ from router.replicas.discovery import (
 )
 from router.replicas.engine_load import EngineLoad, parse_engine_load
 from router.replicas.load import LoadTracker
+from router.replicas.load_topic import LoadFollower, LoadTopics
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, ServedModels
 from router.upstream import (
@@ -137,6 +138,7 @@ class Watcher:
         config: How often, and how patiently.
         random: For jitter.
         clock: A monotonic clock, in seconds.
+        load_topics: Makes the sockets of those that publish their load.
     """
 
     def __init__(
@@ -148,8 +150,10 @@ class Watcher:
         config: HealthConfig,
         random: Random,
         clock: Callable[[], float],
+        load_topics: LoadTopics,
     ) -> None:
         self._replica = replica
+        self._published = LoadFollower(load_topics, clock, replica.origin.allows)
         self._listener = listener
         self._fetch = fetch
         self._load = load
@@ -181,13 +185,13 @@ class Watcher:
         self._healthy.clear()
 
     def cancel(self) -> tuple[asyncio.Task[None], ...]:
-        """Cancel both tasks, and return them: await their end."""
+        """Cancel all tasks, and return them: await their end."""
         self._closing = True
         # What ends a task remembers the frames that it ran through, and with them this watcher.
         tasks, self.tasks = self.tasks, ()
         for task in tasks:
             task.cancel()
-        return tasks
+        return tasks + self._published.cancel()
 
     def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(
@@ -229,7 +233,7 @@ class Watcher:
             self._look_now.clear()
             if began >= self._discovery_due:
                 await self._discover()
-            if self._config.scrape_metrics:
+            if self._config.scrape_metrics and not self._published.is_live:
                 await self._scrape()
             await self._pause(self._look_now, began, self._details_interval_s())
 
@@ -272,7 +276,7 @@ class Watcher:
             return self._replica.configured_sources
         host = self._replica.origin.host
         try:
-            return parse_sources(await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES), host)
+            found = parse_sources(await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES), host)
         except _Refused as refused:
             # An engine of another kind, or an older one, does not have this endpoint.
             if refused.status in (404, 405):
@@ -280,6 +284,9 @@ class Watcher:
             notes.append(_unknown_cache(SOURCES_PATH, refused.status))
         except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(SOURCES_PATH, error))
+        else:
+            self._published.follow(())
+            return found
         return None
 
     async def _sglang_sources(
@@ -288,19 +295,20 @@ class Watcher:
         """What SGLang tells where vLLM's path returned *status*."""
         host = self._replica.origin.host
         try:
-            found = parse_server_info(await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES), host)
+            info = parse_server_info(await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES), host)
         except _Refused as refused:
             notes.append(_unknown_cache(SOURCES_PATH, status))
             return () if refused.status in (404, 405) else None
         except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(SERVER_INFO_PATH, error))
             return None
-        if not found:
+        self._published.follow(info.load_topics, self._take_published)
+        if not info.sources:
             notes.append(
                 f"GET {SERVER_INFO_PATH} names no kv_events: start it with --kv-events-config, or"
                 " configure kv_events"
             )
-        return found
+        return info.sources
 
     async def _body(self, path: str, max_bytes: int) -> bytes:
         """The body of a response with status 200; raises `_Refused`, and what `Fetch` raises."""
@@ -321,6 +329,10 @@ class Watcher:
         # Requests began and ended while the engine was asked; the larger number blames less on
         # others.
         own = max(own_before, self._own_requests())
+        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
+
+    def _take_published(self, load: EngineLoad) -> None:
+        own = self._own_requests()
         self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
 
     def _own_requests(self) -> int:

@@ -26,6 +26,7 @@ The files; each imports only what is listed above it:
     stored_responses.py    which replica has which stored response
     versions.py            which version of a model a request gets
     models.py              models and every name they go by, each with index and tokenisation
+    lengths.py             how long a prompt may be
     planner.py             hits, load and policy -> a ranking of replicas
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's: where it may be sent, chosen anew at each attempt

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from router.errors import NoReplica
+from router.errors import KeyLimitReached, NoReplica
 from router.index import HashedPrompt, SourceId
-from router.overload import PASSING
+from router.overload import PASSING, TENANT_BACKING_OFF
 from router.proxy import Attempt
 from router.replicas import Replica
 from router.routing.models import Model
@@ -42,6 +42,8 @@ class Asked(msgspec.Struct, frozen=True):
     """The model, as the client names it."""
     target: str | None = None
     """The version that was chosen, where that name stands for several."""
+    tenant: str = ""
+    """Whose request it is, where there may be several."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +68,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     tried all the same."""
     expects: Callable[[Sequence[HashedPrompt], SourceId, int, int], int]
     """How much of the prompts will be cached when the engine admits the request."""
-    obstacle_of: Callable[[Replica], str | None]
-    """Why a replica cannot take the request at this moment; None if it can."""
+    obstacle_of: Callable[[Replica, str], str | None]
+    """Why a replica cannot take a request of a tenant at this moment; None if it can."""
+    tenant: str = ""
+    """Whose request it is, where there may be several. Never in a metric or a log."""
     body: bytes
     """What to send: the client's body, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
@@ -120,9 +124,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def lane(self) -> str:
         """Requests of a model that have the same lane can be served by the same replicas."""
         asked = self.asked
+        told_off = "".join(f" not at {replica_id}" for replica_id in self.told_off_by)
         if asked is None or asked.spec.stored_response is not None:
-            return "" if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
-        return "" if asked.lora_name is None else f"for {asked.lora_name}"
+            return told_off if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
+        return told_off if asked.lora_name is None else f"for {asked.lora_name}{told_off}"
+
+    @property
+    def told_off_by(self) -> tuple[str, ...]:
+        """The replicas that took nothing more of its tenant when it was decided."""
+        return tuple(
+            each.replica_id for each in self.excluded if each.obstacle == TENANT_BACKING_OFF
+        )
 
     def is_comparable_at(self, candidate: Candidate) -> bool:
         """Whether the engine's `cached_tokens` will count the same as the prediction."""
@@ -191,7 +203,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         last_resort = None
         for candidate in left:
             replica = self.replicas[candidate.replica_id]
-            if self.obstacle_of(replica) is None:
+            if self.obstacle_of(replica, self.tenant) is None:
                 return candidate
             is_gone = replica.removed or not replica.is_healthy
             if last_resort is None and candidate.obstacle is None and is_gone:
@@ -226,12 +238,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in others if name in replica.served.models), target)
 
     def require_replica(self) -> None:
-        """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
+        """Refuse the request, with the reasons counted, if the ranking is empty.
+
+        Raises:
+            NoReplica: It is.
+            KeyLimitReached: It is, since all that could serve it take nothing more of its tenant.
+        """
         if not self.ranking:
-            opens_in_s = [
-                replica.gate.opens_in_s()
+            able = [
+                replica
                 for replica in self.replicas.values()
                 if replica.is_healthy and not replica.draining
             ]
+            opens_in_s = [replica.gate.opens_in_s(self.tenant) for replica in able]
             retry_after_s = max(1, math.ceil(min(opens_in_s, default=0)))
+            if able and len(self.told_off_by) == len(able):
+                raise KeyLimitReached("requests at the replicas", retry_after_s)
             raise NoReplica(self.model_name, empty_reason(self.excluded), retry_after_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
+from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import (
     ANY_RANK,
@@ -78,6 +80,7 @@ class Dispatcher:
         responses: StoredResponses,
         large_work: LargeWork,
         limits: PromptLimits | None = None,
+        owns_priority: bool = False,
     ) -> None:
         """Keep the parts that decisions are made from.
 
@@ -89,7 +92,9 @@ class Dispatcher:
             responses: Which replica has which stored response.
             large_work: Reads large bodies.
             limits: Bounds on prompts.
+            owns_priority: Whether the `priority` of clients is the router's to decide.
         """
+        self.owns_priority = owns_priority
         self._models = models
         self._replicas = replicas
         self._planner = planner
@@ -116,6 +121,7 @@ class Dispatcher:
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         check_model: CheckModel | None = None,
         owner: ResponseOwner | None = None,
+        tenant: str = "",
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -131,6 +137,7 @@ class Dispatcher:
             headers: The request's, names in lower case; one may choose the model's version.
             check_model: Whether the client's key is for the model, before anything is done for it.
             owner: The holder of the client's key, where there are several.
+            tenant: Whose request it is, where there may be several.
         Raises:
             BadRequest: The body breaks a rule.
             ModelNotAllowed: *check_model* says so.
@@ -142,13 +149,12 @@ class Dispatcher:
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
             model, body = await self._model_in(body, salt)
-            return self.dispatch_by_load(
-                model, body, needs_model=needs_model, headers=headers, check_model=check_model
-            )
-        tenant_salt = None if salt is None else salt.secret
-        spec, body = await self._parse(endpoint, body, encoding, tenant_salt)
+            by_load = functools.partial(self.dispatch_by_load, headers=headers, tenant=tenant)
+            return by_load(model, body, needs_model=needs_model, check_model=check_model)
+        secret = None if salt is None else salt.secret
+        spec, body = await self._parse(endpoint, body, encoding, secret)
         body = _owned(spec, body, owner)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model)
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant)
         return await self._decide_later(asked)
 
     def dispatch_now(
@@ -163,6 +169,7 @@ class Dispatcher:
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         check_model: CheckModel | None = None,
         owner: ResponseOwner | None = None,
+        tenant: str = "",
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -177,6 +184,7 @@ class Dispatcher:
             headers: The request's.
             check_model: Of the client's key.
             owner: Its holder.
+            tenant: Whose request it is.
         Raises:
             RequestError: As `dispatch`.
         """
@@ -188,12 +196,14 @@ class Dispatcher:
                 headers=headers,
                 check_model=check_model,
                 owner=owner,
+                tenant=tenant,
             )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
         body = _owned(spec, body, owner)
-        return self._decide_now(self._asked(spec, body, session, dp_rank, headers, check_model))
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant)
+        return self._decide_now(asked)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
@@ -206,19 +216,24 @@ class Dispatcher:
         looked_up = tokenized if spec.reads_cache else ()
         if _tokens_in(looked_up) > asked.model.index.inline_tokens:
             return self._look_up_later(asked, tokenized, (started, tokenized_at))
-        prompts = prepare(asked.model.index, looked_up)
         replicas = self._serving(asked.model, asked.lora_name)
+        check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
+        prompts = prepare(asked.model.index, looked_up)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
     def have_room(self, decision: Decision) -> bool:
-        """Whether one of the replicas that could serve a request has room for it now."""
-        return self._planner.have_room(self._replicas_of(decision).values())
+        """Whether one of the replicas that could serve a request has room for it now. Who was told
+        off since stands in a line with others: that must not keep them from starting."""
+        tenant = decision.tenant if decision.told_off_by else ""
+        return self._planner.have_room(self._replicas_of(decision).values(), tenant)
 
     def again(self, decision: Decision) -> Decision:
         """Decide once more where a request goes, by how the replicas are now."""
         asked, replicas = decision.asked, self._replicas_of(decision)
         if asked is None:
-            again = self._by_load(decision.model, replicas, decision.body, decision.named)
+            again = self._by_load(
+                decision.model, replicas, decision.body, decision.named, decision.tenant
+            )
             return replace(again, target=decision.target, rename=decision.rename)
         now = time.perf_counter()
         times = now - (decision.tokenization_s or 0.0), now
@@ -243,6 +258,7 @@ class Dispatcher:
         dp_rank: int | None,
         headers: Mapping[bytes, bytes],
         check_model: CheckModel | None,
+        tenant: str,
     ) -> Asked:
         session, named = session or spec.session, spec.model
         if named and check_model is not None:
@@ -253,7 +269,9 @@ class Dispatcher:
         model, lora_name = self._resolve(spec.model)
         if not named and check_model is not None:
             check_model(model.name)
-        return Asked(spec, body, model, lora_name, session, dp_rank, named, target)
+        if spec.is_cut_to_model:
+            spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
+        return Asked(spec, body, model, lora_name, session, dp_rank, named, target, tenant)
 
     def _is_served(self, name: str) -> bool:
         """Whether some replica can take requests for a model."""
@@ -295,6 +313,8 @@ class Dispatcher:
     ) -> Decision:
         spec, model = asked.spec, asked.model
         looked_up = tokenized if spec.reads_cache else ()
+        serving = self._serving(model, asked.lora_name).values()
+        check_length(spec.endpoint, tokenized, serving, spec.model)
         prompts = await self._run(
             lambda: prepare(model.index, looked_up),
             _tokens_in(tokenized) <= model.index.inline_tokens,
@@ -318,7 +338,7 @@ class Dispatcher:
         if asked.dp_rank is not None:
             choice = RankChoice(choice.is_read, asked.dp_rank)
         ranking, excluded = self._planner.rank(
-            request, model.index, prompts, replicas.values(), choice
+            request, model.index, prompts, replicas.values(), choice, asked.tenant
         )
         started, tokenized_at = times
         return Decision(
@@ -332,6 +352,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
+            tenant=asked.tenant,
             expects=self._planner.expected,
             asked=asked,
             named=asked.named,
@@ -343,7 +364,8 @@ class Dispatcher:
 
     async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
         """The model that a body names, and the body with its salt."""
-        arguments = (body,) if salt is None else (body, salt.secret, salt.names)
+        secret, names = (None, ()) if salt is None else (salt.secret, salt.names)
+        arguments = body, secret, names, self.owns_priority
         try:
             if len(body) <= INLINE_BODY_BYTES:
                 model, salted = read_model(*arguments)
@@ -364,6 +386,7 @@ class Dispatcher:
         headers: Mapping[bytes, bytes] = NO_HEADERS,
         rename: Callable[[bytes, str], bytes] = with_model,
         check_model: CheckModel | None = None,
+        tenant: str = "",
     ) -> Decision:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
@@ -375,6 +398,7 @@ class Dispatcher:
             rename: Puts another model's name into the body.
             check_model: Whether the client's key is for the model. Where there is neither a model
                 nor a body, such as in `GET /version`, there is nothing to check.
+            tenant: Whose request it is.
         Raises:
             ModelNotAllowed: *check_model* says so.
             UnknownModel: No replica serves the model it names.
@@ -384,12 +408,12 @@ class Dispatcher:
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
-            return self._by_load(None, self._all_replicas(), body)
+            return self._by_load(None, self._all_replicas(), body, tenant=tenant)
         target = self._models.versions.choose(name, headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        decision = self._by_load(model, self._serving(model, lora_name), body, name)
+        decision = self._by_load(model, self._serving(model, lora_name), body, name, tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
     async def dispatch_to_holder(
@@ -398,6 +422,7 @@ class Dispatcher:
         body: bytes,
         check_model: CheckModel | None = None,
         owner: ResponseOwner | None = None,
+        tenant: str = "",
     ) -> Decision:
         """Decide where a request goes that is about a stored response.
 
@@ -406,6 +431,7 @@ class Dispatcher:
             body: As the client sent it.
             check_model: Whether the client's key is for the model of the replica that has it.
             owner: The holder of that key, where there are several.
+            tenant: Whose request it is.
         Raises:
             ModelNotAllowed: *check_model* says so.
             UnknownResponse: The response is not *owner*'s.
@@ -416,7 +442,8 @@ class Dispatcher:
         served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
         if check_model is not None and served:
             check_model(served[0])
-        return self._by_load(self._models.get(served[0]) if served else None, replicas, body)
+        model = self._models.get(served[0]) if served else None
+        return self._by_load(model, replicas, body, tenant=tenant)
 
     def _by_load(
         self,
@@ -424,10 +451,11 @@ class Dispatcher:
         replicas: Mapping[str, Replica],
         body: bytes,
         named: str | None = None,
+        tenant: str = "",
     ) -> Decision:
         started = time.perf_counter()
         request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
-        ranking, excluded = self._planner.rank_by_load(request, replicas.values())
+        ranking, excluded = self._planner.rank_by_load(request, replicas.values(), tenant)
         return Decision(
             model=model,
             policy=self._policy_name,
@@ -435,6 +463,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
+            tenant=tenant,
             expects=self._planner.expected,
             named=named,
             body=body,
@@ -494,7 +523,8 @@ class Dispatcher:
             return self._read(endpoint, body, encoding, tenant_salt)
         try:
             spec, changed = await self._large_work.run(
-                read_request, body, endpoint, encoding, self._limits, tenant_salt
+                read_request,
+                *(body, endpoint, encoding, self._limits, tenant_salt, None, self.owns_priority),
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
@@ -511,7 +541,8 @@ class Dispatcher:
     ) -> tuple[PromptSpec, bytes]:
         try:
             spec, changed = read_request(
-                body, endpoint, encoding, self._limits, tenant_salt, self._pack
+                *(body, endpoint, encoding, self._limits, tenant_salt),
+                *(self._pack, self.owns_priority),
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None

@@ -135,6 +135,7 @@ class RoutePlanner:
         prompts: Sequence[HashedPrompt],
         replicas: Iterable[Replica],
         choice: RankChoice = ANY_RANK,
+        tenant: str = "",
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 
@@ -144,39 +145,52 @@ class RoutePlanner:
             prompts: The request's prompts, from `prepare`.
             replicas: All that serve the model, whatever their state.
             choice: What the request allows in the choice of a rank.
+            tenant: Whose it is, where replicas may tell tenants apart.
         Returns:
             As `scoring.rank`.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
         found = self._find(index, prompts, request.prompt_tokens)
-        return self._rank(request, found, replicas, choice)
+        return self._rank(request, found, replicas, choice, tenant)
 
     def rank_by_load(
-        self, request: RouteRequest, replicas: Iterable[Replica]
+        self, request: RouteRequest, replicas: Iterable[Replica], tenant: str = ""
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request whose prompt is not looked at.
 
         Args:
             request: What the policy may know of it.
             replicas: All that can serve it, whatever their state.
+            tenant: Whose it is.
         Returns:
             As `scoring.rank`.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        return self._rank(request, _Found({}, {}, self._clock()), replicas, UNREAD_RANK)
+        found = _Found({}, {}, self._clock())
+        return self._rank(request, found, replicas, UNREAD_RANK, tenant)
 
-    def obstacle(self, replica: Replica) -> str | None:
-        """Why a replica cannot take a request that failed elsewhere; None if it can."""
+    def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
+        """Why a replica cannot take a request that failed elsewhere; None if it can.
+
+        Args:
+            replica: The replica.
+            tenant: Whose request it is.
+        """
         load = self._load.look_at(replica.id)
-        return "removed" if replica.removed else replica.obstacle(load, is_new=False)
+        return "removed" if replica.removed else replica.obstacle(load, False, tenant)
 
-    def have_room(self, replicas: Iterable[Replica]) -> bool:
-        """Whether one of *replicas* would be ranked for a new request."""
+    def have_room(self, replicas: Iterable[Replica], tenant: str = "") -> bool:
+        """Whether one of *replicas* would be ranked for a new request.
+
+        Args:
+            replicas: The replicas.
+            tenant: Whose request it is.
+        """
         load_at = self._load.look_at
         return any(
-            not replica.removed and replica.obstacle(load_at(replica.id)) is None
+            not replica.removed and replica.obstacle(load_at(replica.id), tenant=tenant) is None
             for replica in replicas
         )
 
@@ -287,6 +301,7 @@ class RoutePlanner:
         found: _Found,
         replicas: Iterable[Replica],
         choice: RankChoice,
+        tenant: str,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         if self._mirror is not None and self._ranker.needs_outlook:
             request = RouteRequest(
@@ -302,16 +317,22 @@ class RoutePlanner:
             found.now,
             self._engine_load_stale_after_s,
             self._suspects,
+            tenant,
         )
         ranking = self._ranker.rank(request, self._standings(able, found, request, choice))
-        return ranking, self._excluded(unable, found, request, choice) if unable.replicas else ()
+        if not unable.replicas:
+            return ranking, ()
+        return ranking, self._excluded(
+            unable, self._standings(unable, found, request, choice), tenant
+        )
 
-    def _excluded(
-        self, unable: States, found: _Found, request: RouteRequest, choice: RankChoice
-    ) -> list[Candidate]:
-        standings, load_at = self._standings(unable, found, request, choice), self._load.look_at
+    def _excluded(self, unable: States, standings: Standings, tenant: str) -> list[Candidate]:
+        load_at = self._load.look_at
         return [
-            replace(standings.candidate(number), obstacle=replica.obstacle(load_at(replica.id)))
+            replace(
+                standings.candidate(number),
+                obstacle=replica.obstacle(load_at(replica.id), tenant=tenant),
+            )
             for number, replica in enumerate(unable.replicas)
         ]
 
@@ -336,7 +357,7 @@ class RoutePlanner:
     ) -> Standings:
         """The candidates whose *states* are known: each stands for one of *caches*."""
         hits, recent, mirror = found.hits, found.recent, self._mirror
-        gpu, cached = token_columns(hits, caches)
+        gpu, cached, junction = token_columns(hits, caches)
         progress: list[float]
         outlooks: list[Outlook]
         if mirror is not None and self._ranker.needs_outlook:
@@ -349,6 +370,7 @@ class RoutePlanner:
             states,
             gpu,
             cached,
+            junction,
             [recent.get(cache, 0) for cache in caches] if recent else [0] * len(caches),
             progress,
             outlooks,
@@ -450,6 +472,7 @@ def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
         gpu_cached_tokens=min(candidate.gpu_cached_tokens for candidate in candidates),
         cached_tokens=least.cached_tokens,
         by_tier=least.by_tier,
+        junction_tokens=min(candidate.junction_tokens for candidate in candidates),
         recent_tokens=min(candidate.recent_tokens for candidate in candidates),
         suspect=any(candidate.suspect for candidate in candidates),
         approximate_trust=min(

@@ -41,7 +41,7 @@ class Delays(NamedTuple):
     ahead: float
     """What has to be done before this prompt's prefill."""
     own: float
-    """This prompt's uncached tokens."""
+    """This prompt's uncached tokens, those of a junction left out."""
     work: float
     """That the machine is busy with them."""
     behind: float
@@ -70,6 +70,9 @@ class LeastDelayPolicy(RanksByOrder):
     which drive out what they do not; with m alone nothing gets a second home in time. S is the
     probability that what is evicted will be used again: then it will be computed again, wherever
     that may be, and delay others there. Nothing in it is a tuned weight.
+    A junction counts as cached. This prompt computes it wherever it goes; but there it makes a hit
+    for all later ones, elsewhere a second copy that nobody can hit either, and the next one has the
+    same choice again: so it goes where it would go if the hit were there already.
     Among equals the home of what is cached nowhere: prompts that begin alike have the same one, so
     that they meet before events tell of the first, also when different routers get them. Prompts
     too short for that go to the one with the fewest requests, then anywhere.
@@ -169,15 +172,17 @@ def _costs(
     nothing called in it: this is most of what a decision takes."""
     decode, context_token, work = weights.decode_request, weights.decode_context_token, WORK
     foreign_one, waiting_one = weights.foreign_request, weights.waiting_request
-    columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
+    hits = standings.gpu_cached_tokens, standings.cached_tokens, standings.junction_tokens
+    columns = standings.progress_tokens, *hits, standings.recent_tokens
     tokens, almost_all = float(prompt_tokens), float(max(prompt_tokens - 1, 0))
     found: list[float] = []
     gpu: float
     total: float
-    for state, outlook, progress, gpu, total, recent in zip(
-        standings.states, standings.outlooks, standings.progress_tokens, *columns, strict=True
+    for state, outlook, progress, gpu, total, junction, recent in zip(
+        standings.states, standings.outlooks, *columns, strict=True
     ):
         _, _, speed, doubt, queued, _, decoding, context, foreign, waiting = state
+        gpu += junction
         if doubt:
             trust = share_that_counts(doubt, weights.suspect_trust)
             gpu, total = gpu * trust, total * trust
@@ -191,10 +196,8 @@ def _costs(
             own += min(total - gpu, new) * (weights.of_lower(tiers) - 1)
         left = queued - progress
         ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
-        if foreign or waiting:
-            ahead += foreign * foreign_one + waiting * waiting_one
-        if speed != 1.0:
-            ahead, own, new = ahead / speed, own / speed, new / speed
+        ahead += foreign * foreign_one + waiting * waiting_one
+        ahead, own, new = ahead / speed, own / speed, new / speed
         _, reuse, uncached_per_s, arrivals_per_s = outlook
         behind = 0.0
         if arrivals_per_s:  # as `_congestion` has it
@@ -258,6 +261,8 @@ def _reason(
 ) -> str:
     delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)
     parts = candidate.hit_in_words(prompt_tokens)
+    if candidate.junction_tokens:
+        parts.append(f"{candidate.junction_tokens:,} more are worth as much to later prompts")
     if candidate.recent_tokens > candidate.gpu_cached_tokens:
         parts.append(f"{candidate.recent_tokens:,} being computed there")
     parts += [

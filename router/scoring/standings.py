@@ -54,6 +54,7 @@ class Standings:
         "_tiers_of",
         "cached_tokens",
         "gpu_cached_tokens",
+        "junction_tokens",
         "outlooks",
         "progress_tokens",
         "recent_tokens",
@@ -65,6 +66,7 @@ class Standings:
         states: list[State],
         gpu_cached_tokens: list[int],
         cached_tokens: list[int],
+        junction_tokens: list[int],
         recent_tokens: list[int],
         progress_tokens: list[float],
         outlooks: list[Outlook],
@@ -74,8 +76,9 @@ class Standings:
 
         Args:
             states: What does not depend on the prompt.
-            gpu_cached_tokens: As in `Candidate`, like the next three.
+            gpu_cached_tokens: As in `Candidate`, like the next four.
             cached_tokens: At least as many.
+            junction_tokens: By candidate.
             recent_tokens: By candidate.
             progress_tokens: By candidate.
             outlooks: What each cache is doing.
@@ -84,6 +87,7 @@ class Standings:
         self.states = states
         self.gpu_cached_tokens = gpu_cached_tokens
         self.cached_tokens = cached_tokens
+        self.junction_tokens = junction_tokens
         self.recent_tokens = recent_tokens
         self.progress_tokens = progress_tokens
         self.outlooks = outlooks
@@ -98,6 +102,7 @@ class Standings:
             [state_of(candidate) for candidate in candidates],
             [candidate.gpu_cached_tokens for candidate in candidates],
             [candidate.cached_tokens for candidate in candidates],
+            [candidate.junction_tokens for candidate in candidates],
             [candidate.recent_tokens for candidate in candidates],
             [candidate.progress_tokens for candidate in candidates],
             [_outlook_of(candidate) for candidate in candidates],
@@ -117,6 +122,7 @@ class Standings:
         self.states[number] = state_of(candidate)
         self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
         self.cached_tokens[number] = candidate.cached_tokens
+        self.junction_tokens[number] = candidate.junction_tokens
         self.recent_tokens[number] = candidate.recent_tokens
         self.progress_tokens[number] = candidate.progress_tokens
         self.outlooks[number] = _outlook_of(candidate)
@@ -133,6 +139,7 @@ class Standings:
         state = self.states[number]
         self.states[number] = (*state[:3], trust, *state[4:])
         self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
+        self.junction_tokens[number] = 0
         self._other_tiers[number] = ()
 
     def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
@@ -163,6 +170,7 @@ class Standings:
             gpu_cached_tokens=self.gpu_cached_tokens[number],
             cached_tokens=self.cached_tokens[number],
             by_tier=self.tiers_of(number),
+            junction_tokens=self.junction_tokens[number],
             recent_tokens=self.recent_tokens[number],
             progress_tokens=self.progress_tokens[number],
             eviction_age_s=outlook[0],

@@ -165,6 +165,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """What each lower tier or shared store would bring back; empty where that is not told apart."""
+    junction_tokens: int = 0
+    """Tokens behind the GPU's hit whose full attention is there and whose window or state is gone:
+    sent there, the prompt computes them once more and makes a hit for all later ones; sent
+    elsewhere, it makes a second copy without one."""
     recent_tokens: int = 0
     """Leading prompt tokens that were sent there so recently that events may not show them yet.
     For `least_delay` those that are being computed there for another request."""

@@ -27,9 +27,10 @@ The files; each imports only what is listed above it:
     tokenization.py   both for an event loop, with threads and counts
 """
 
-from router.tokenize.body.renaming import with_model
+from router.tokenize.body.json_fields import check_int64
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
+from router.tokenize.body.splicing import with_model
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,
@@ -93,6 +94,7 @@ __all__ = [
     "TokenizerBackend",
     "Truncation",
     "UntokenizableError",
+    "check_int64",
     "holds_mostly_ids",
     "parse_request",
     "read_model",

@@ -63,8 +63,13 @@ def read_model_files(directory: Path) -> ModelFiles:
     """Read a model directory.
 
     Raises:
-        ModelFilesError: `tokenizer.json` is missing, or a file is not a valid JSON object.
+        ModelFilesError: The directory or its `tokenizer.json` is missing, or a file is not a valid
+            JSON object.
     """
+    if not directory.is_dir():
+        raise ModelFilesError(
+            str(directory), "no such directory", "must be one on this machine, with tokenizer.json"
+        )
     tokenizer_json = _read(directory / "tokenizer.json")
     if tokenizer_json is None:
         raise ModelFilesError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +25,13 @@ class Endpoint(str, Enum):
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
     EMBEDDINGS = "/v1/embeddings"
+    CHAT_BATCH = "/v1/chat/completions/batch"
+    GENERATE = "/inference/v1/generate"
     ROUTE = "/route"
+
+
+MODEL_LENGTH = -1
+"""Of `Truncation.max_tokens`: as many as the model takes; in vLLM one less where it generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +39,16 @@ class Truncation:
     """`truncate_prompt_tokens`: the engine keeps only *max_tokens* of the prompt."""
 
     max_tokens: int
-    """Tokens to keep, special tokens included."""
+    """Tokens to keep, special tokens included; or `MODEL_LENGTH`."""
     side: Literal["left", "right"]
     """Side that is cut away, `left` keeps the end of the prompt."""
     counts_special_tokens: bool
     """The client named the side: the finished ids are cut as they are. Otherwise the text is cut
     first, and the special tokens around it survive."""
+
+    def cuts(self, count: int) -> bool:
+        """Whether a prompt of so many tokens is cut."""
+        return 0 <= self.max_tokens < count
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
@@ -46,6 +56,8 @@ class TokenPrompt(msgspec.Struct, frozen=True):
 
     token_ids: TokenIds
     truncation: Truncation | None = None
+    is_prefix: bool = False
+    """Other ids follow, or keys that are not known: media."""
 
     def __repr__(self) -> str:
         return f"TokenPrompt({len(self.token_ids)} ids)"
@@ -95,6 +107,15 @@ class OpaquePrompt:
 Prompt: TypeAlias = TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt
 
 
+def _cut_to(prompt: Prompt, most: int | None) -> Prompt:
+    if isinstance(prompt, OpaquePrompt) or prompt.truncation is None:
+        return prompt
+    cut = None if most is None else replace(prompt.truncation, max_tokens=most)
+    if isinstance(prompt, TokenPrompt):
+        return msgspec.structs.replace(prompt, truncation=cut)
+    return replace(prompt, truncation=cut)
+
+
 class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that routing needs of a request."""
 
@@ -103,7 +124,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     """As the client named it: a base model or a LoRA adapter; None lets the engine choose."""
     prompts: tuple[Prompt, ...]
-    """One for a chat, as many as the batch holds for completions and embeddings."""
+    """One for a chat, as many as the batch holds for completions, embeddings and batched chats."""
     stream: bool = False
     """Whether the client wants server-sent events."""
     choices: int = 1
@@ -122,14 +143,38 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     stored_response: str | None = None
     """`previous_response_id`: the response that this one continues. One replica has it."""
     has_engine_arguments: bool = False
-    """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
+    """The body has `vllm_xargs` or `sampling_params`, which `strip_report_mode` looks into."""
     has_report_mode: bool = False
     """It found the report mode there."""
+    has_priority: bool = False
+    """The body has a `priority`."""
 
     def salt_of(self, number: int) -> str | None:
         """The salt of a prompt, by its place in the batch."""
         salt = self.cache_salt
         return salt[number] if isinstance(salt, tuple) else salt
+
+    @property
+    def is_cut_to_model(self) -> bool:
+        """Whether a prompt is cut to what the model takes."""
+        return any(
+            not isinstance(prompt, OpaquePrompt)
+            and prompt.truncation is not None
+            and prompt.truncation.max_tokens == MODEL_LENGTH
+            for prompt in self.prompts
+        )
+
+    def cut_to(self, model_length: int | None) -> PromptSpec:
+        """The same with the model's length in numbers.
+
+        Args:
+            model_length: Tokens of a prompt and its response; None, where it is not known, cuts
+                nothing.
+        """
+        is_generating = self.endpoint is not Endpoint.EMBEDDINGS
+        most = None if model_length is None else max(model_length - is_generating, 0)
+        prompts = tuple(_cut_to(prompt, most) for prompt in self.prompts)
+        return msgspec.structs.replace(self, prompts=prompts)
 
     def __repr__(self) -> str:
         # Prompts, salts and sessions stay out of logs.

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -28,7 +28,7 @@ from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
 from router.tokenize.processes import LargeWork
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
-from router.tokenize.truncation import truncate
+from router.tokenize.truncation import ends_of, truncate
 
 # (path, body) -> (status, body). Raises OSError or TimeoutError if no replica responds; bounds time
 # and size.
@@ -119,11 +119,18 @@ class RemoteTokenizer:
         else:
             body, digest = _request_body(prompt, model)
         ids = await self._ask(body, (cache_salt, digest))
-        if prompt.truncation is not None and len(ids) > prompt.truncation.max_tokens:
-            if prompt.add_special_tokens and not prompt.truncation.counts_special_tokens:
-                raise UntokenizableError("truncation")
-            return truncate(ids, prompt.truncation, None)
-        return ids
+        truncation = prompt.truncation
+        if truncation is None or not truncation.cuts(len(ids)):
+            return ids
+        if truncation.counts_special_tokens or not prompt.add_special_tokens:
+            return truncate(ids, truncation, None)
+        # The text gives way, and the special tokens stay: which of the ids those are, shows what
+        # the replica makes of the same text without them.
+        body, digest = _request_body(replace(prompt, add_special_tokens=False), model)
+        ends = ends_of(ids, await self._ask(body, (cache_salt, digest)))
+        if ends is None:
+            raise UntokenizableError("truncation")
+        return truncate(ids, truncation, ends)
 
     def statistics(self) -> RemoteStatistics:
         """Return a snapshot of the counts."""

@@ -139,8 +139,7 @@ class Tokenization:
         first = spec.prompts[0]
         if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
             # What most gateways send.
-            ids = truncate(first.token_ids, first.truncation, None)
-            outcome = ids, Coverage.WHOLE
+            outcome = _given(first)
             return [self._result(outcome, lora_name or spec.lora_name, spec.salt_of(0))]
         is_short = self._local is not None and spec.body_bytes <= self._inline_chars
         texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
@@ -226,7 +225,7 @@ class Tokenization:
 
     def _finish(self, prompt: Prompt, attempt: _Attempt) -> _Outcome:
         if isinstance(prompt, TokenPrompt):
-            return truncate(prompt.token_ids, prompt.truncation, None), Coverage.WHOLE
+            return _given(prompt)
         if isinstance(attempt, UntokenizableError) or self._local is None:
             return (
                 attempt
@@ -274,6 +273,11 @@ class Tokenization:
         if reason is not None:
             self._unknown[reason] += 1
         return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt)
+
+
+def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage]:
+    ids = truncate(prompt.token_ids, prompt.truncation, None)
+    return ids, Coverage.PREFIX if prompt.is_prefix else Coverage.WHOLE
 
 
 class _Threads:

@@ -19,6 +19,23 @@ class Ends:
         return self.before + ids + self.after if self.before or self.after else ids
 
 
+_MOST_SPECIAL_TOKENS = 16
+
+
+def ends_of(whole: TokenIds, bare: TokenIds) -> Ends | None:
+    """The special tokens around a prompt; None where that cannot be told.
+
+    Args:
+        whole: Its ids.
+        bare: The same without special tokens.
+    """
+    added, size = len(whole) - len(bare), len(bare)
+    if not 0 <= added <= _MOST_SPECIAL_TOKENS:
+        return None
+    places = [at for at in range(added + 1) if whole[at : at + size] == bare]
+    return Ends(whole[: places[0]], whole[places[0] + size :]) if len(places) == 1 else None
+
+
 def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) -> TokenIds:
     """Cut *ids* as the engine cuts them.
 
@@ -27,7 +44,7 @@ def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) ->
         truncation: What the request asks for.
         ends: The special tokens around *ids*; None if they are not known.
     """
-    if truncation is None or len(ids) <= truncation.max_tokens:
+    if truncation is None or not truncation.cuts(len(ids)):
         return ids
     if truncation.counts_special_tokens or ends is None:
         return _keep(ids, truncation.max_tokens, truncation.side)

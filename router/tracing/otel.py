@@ -74,6 +74,8 @@ _OPERATIONS = {
     Endpoint.RESPONSES.value: "chat",
     Endpoint.MESSAGES.value: "chat",
     Endpoint.EMBEDDINGS.value: "embeddings",
+    Endpoint.CHAT_BATCH.value: "chat",
+    Endpoint.GENERATE.value: "text_completion",
 }
 _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
 _Attributes = dict[str, AttributeValue]

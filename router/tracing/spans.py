@@ -214,8 +214,12 @@ class _TracingObserver(ProxyObserver):
         return self._inner.on_failure(attempt, failure)
 
     @override
-    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
-        return self._inner.on_busy(attempt, retry_after_s)
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        return self._inner.is_at_ease(attempt)
+
+    @override
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
+        return self._inner.on_busy(attempt, retry_after_s, is_429)
 
     @override
     def on_unretried(self, reason: Unretried) -> None:

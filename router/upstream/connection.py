@@ -295,7 +295,6 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._interim:
             # 100 Continue, 102, 103: the final response follows (RFC 9110 15.2).
-            self._interim = False
             self._response.headers.clear()
         elif not self._violation:
             self._response.complete = True

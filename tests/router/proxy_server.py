@@ -26,9 +26,9 @@ from router.proxy import (
     Unretried,
 )
 from router.upstream import Origin, PoolLimits, Timeouts, UpstreamClient, UpstreamStatistics
-from tests.router.raw_http import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
-TIMEOUTS = Timeouts(connect_s=5, first_byte_s=20, idle_s=20)
+TIMEOUTS = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)
 
 
 class Recorder:
@@ -41,6 +41,7 @@ class Recorder:
         self.busy: list[tuple[str, int]] = []
         self.unretried: list[Unretried] = []
         self.out_of_rotation: set[str] = set()
+        self.at_ease: set[str] = set()
         self.data = b""
         self.responded: Attempt | None = None
         self.ends: list[tuple[End, int | None, float]] = []
@@ -52,7 +53,10 @@ class Recorder:
         self.failures.append((attempt.replica_id, failure))
         return attempt.replica_id in self.out_of_rotation
 
-    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        return attempt.replica_id in self.at_ease
+
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
         self.busy.append((attempt.replica_id, retry_after_s))
         return True
 
@@ -141,6 +145,7 @@ class ProxyServer:
     limits: PoolLimits
     rewrite: Rewrite
     out_of_rotation: set[str] = field(default_factory=set)
+    at_ease: set[str] = field(default_factory=set)
     port: int = 0
     recorders: list[Recorder] = field(default_factory=list)
     relays: list[Relay] = field(default_factory=list)
@@ -162,6 +167,7 @@ class ProxyServer:
         request = ProxyRequest(exchange.method.encode(), exchange.target, exchange.headers, body)
         recorder = Recorder()
         recorder.out_of_rotation = self.out_of_rotation
+        recorder.at_ease = self.at_ease
         self.recorders.append(recorder)
         assert self.proxy is not None
         relay = self.proxy.start(self.plan, self.rewrite(request), exchange, recorder)
@@ -179,7 +185,7 @@ class ProxyServer:
         await self.client.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def recorder(self, end: End, within_s: float = 5.0) -> Recorder:
+    async def recorder(self, end: End, within_s: float = DEADLINE_S) -> Recorder:
         """The first recorder, once its request has ended; it must have ended so, and once."""
         await eventually(
             lambda: self.recorders and self.recorders[0].ends,
@@ -206,7 +212,7 @@ class ProxyServer:
             done.set()
 
         self.server.loop.call_soon_threadsafe(now)
-        assert done.wait(5)
+        assert done.wait(DEADLINE_S)
 
     async def check_all_is_over(self) -> None:
         """Every request ended exactly once and left nothing at work."""
@@ -235,7 +241,7 @@ class _Errors(logging.Handler):
 async def proxy_server(
     plan: Sequence[Attempt],
     timeouts: Timeouts = TIMEOUTS,
-    client_stall_s: float = 60.0,
+    client_stall_s: float = 600.0,
     limits: PoolLimits | None = None,
     rewrite: Rewrite = lambda request: request,
     retries: RetryLimits | None = None,

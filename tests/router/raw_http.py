@@ -6,21 +6,12 @@ import asyncio
 import contextlib
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from async_timeout import timeout
 
 from router.upstream import Origin
-
-
-async def eventually(condition: Callable[[], object], what: str, within_s: float = 5.0) -> None:
-    """Poll *condition* until it holds; fail with *what* after *within_s*."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 def reset(writer: asyncio.StreamWriter) -> None:

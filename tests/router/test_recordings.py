@@ -117,6 +117,24 @@ def test_a_headers_layout_is_a_fact_or_only_what_no_event_says() -> None:
     assert HEADER.hints(learn_layout=True) == LayoutHints(groups, eagle=True, assume_unseen=False)
 
 
+@pytest.mark.parametrize(
+    ("line", "eagle"),
+    [
+        ('{"eagle": true}', True),
+        ('{"eagle": [1]}', (1,)),
+        ('{"eagle": true, "eagle_groups": [0]}', (0,)),
+        ("{}", False),
+    ],
+)
+def test_a_header_says_which_groups_hold_a_drafters_layers(
+    tmp_path: Path, line: str, eagle: bool | tuple[int, ...]
+) -> None:
+    """As a list, or in the form of `CacheLayout`."""
+    (tmp_path / "recording.jsonl").write_text(line + "\n")
+    header, _ = read(tmp_path / "recording.jsonl")
+    assert header.hints(learn_layout=False).eagle == eagle
+
+
 def test_a_header_without_groups_leaves_them_to_the_events() -> None:
     """A live capture knows no layout."""
     assert Header().hints(learn_layout=False) == LayoutHints()

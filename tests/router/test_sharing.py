@@ -23,7 +23,7 @@ from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.sharing import Sharing
 from router.upstream import Header, Origin
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 IDS = array("I", range(1000))
 R0 = SourceId("r0")

@@ -6,7 +6,7 @@ The files; each imports only what is listed above it:
     tools.py               tool definitions in the form that templates get
     openai_request.py      bodies of a chat completion and of /v1/responses
     anthropic_request.py   body of /v1/messages
-    renaming.py            another model's name in a body
+    splicing.py            fields of a body replaced or taken out; all other bytes stay
     rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
     requests.py            any body -> what to tokenise
 """

@@ -158,6 +158,26 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
     raise RequestBodyError(place, "nested too deep", rule)
 
 
+def check_int64(value: object, place: str) -> None:
+    """Refuse a number that has no room in 64 bits: some engines answer it with 500. What is no
+    number is theirs to judge.
+
+    Args:
+        value: A number, or the text of one.
+        place: Its JSON path or its header, for the error.
+    Raises:
+        RequestBodyError: It is out of range.
+    """
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            return
+    if isinstance(value, (int, float)) and not -(2**63) <= value < 2**63:
+        found = f"{value:g}" if isinstance(value, float) else f"{value.bit_length()} bits"
+        raise RequestBodyError(place, found, "must be an integer of 64 bits, from -2^63 to 2^63-1")
+
+
 def is_true(value: object) -> bool:
     """Read a flag the lenient way an engine does: `true`, 1 and `"true"` alike."""
     return (

@@ -9,26 +9,38 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import is_not
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import msgspec
 from msgspec.structs import astuple, replace
 
 from router.tokenize.body.anthropic_request import parse_messages
-from router.tokenize.body.json_fields import as_count, describe, is_true, optional_text, required
+from router.tokenize.body.json_fields import (
+    as_count,
+    check_int64,
+    check_shape,
+    describe,
+    is_true,
+    optional_object,
+    optional_text,
+    required,
+)
 from router.tokenize.body.openai_request import parse_chat, parse_responses
 from router.tokenize.body.rewriting import (
     ARGUMENTS_FIELD,
     SALT_FIELD,
+    SAMPLING_FIELD,
     strip_report_mode,
     tenant_salt_of,
     with_tenant_salt,
 )
+from router.tokenize.body.splicing import without_field
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import (
+    MODEL_LENGTH,
     Endpoint,
     OpaquePrompt,
     PackTokenIds,
@@ -49,12 +61,14 @@ _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a li
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PLACE = re.compile(r"\(byte (\d+)\)")
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
+_PRIORITY = "priority"
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _WITH_SESSION = frozenset((*_SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _WITH_TOKEN_IDS = {
     Endpoint.COMPLETIONS: frozenset(("prompt",)),
     Endpoint.EMBEDDINGS: frozenset(("input",)),
     Endpoint.ROUTE: frozenset(("token_ids", "prompt")),
+    Endpoint.GENERATE: frozenset(("token_ids",)),
 }
 """The fields that may hold nothing but token ids."""
 _MAX_REST_BYTES = 65_536
@@ -71,6 +85,7 @@ _FIELD_NAMES = (
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
     *("instructions", "reasoning", "system", "thinking", "output_config"),
+    *(SAMPLING_FIELD, "features", "content_parts", _PRIORITY),
 )
 
 
@@ -96,8 +111,7 @@ def parse_request(
     """Read all that routing needs from a request body.
 
     A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms; with *pack*, which makes no
-    Python list of them, token ids take a quarter. Fields that nothing here
-    reads are skipped, which takes a tenth of the time and no memory.
+    Python list of them, token ids take a quarter. Fields that nothing reads are skipped.
 
     Args:
         endpoint: Where the body was sent.
@@ -111,6 +125,10 @@ def parse_request(
     limits = limits or PromptLimits()
     fields = _decode(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
+    if _PRIORITY in fields:
+        check_int64(fields[_PRIORITY], f"$.{_PRIORITY}")
+    if form is Endpoint.GENERATE:
+        fields = _with_sampling(fields)
     model = optional_text(fields, "model", "$")
     prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
     return PromptSpec(
@@ -129,8 +147,17 @@ def parse_request(
         body_bytes=len(body),
         reads_cache=not _asks_for_prompt_logprobs(fields, form),
         stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
-        has_engine_arguments=ARGUMENTS_FIELD in fields,
+        has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
+        has_priority=_PRIORITY in fields,
     )
+
+
+def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and what other forms have beside the prompt and this one in an object."""
+    given = fields.get(SAMPLING_FIELD)
+    if not isinstance(given, dict):
+        return fields
+    return {name: given[name] for name in ("n", "prompt_logprobs") if name in given} | fields
 
 
 def _salt(
@@ -272,11 +299,12 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
-    """Read `truncate_prompt_tokens`; -1 means the model's own length, which a prompt that is
-    served never passes."""
+    """Read `truncate_prompt_tokens`; -1 means the model's own length."""
     if "truncate_prompt_tokens" not in fields:
         return None
-    count = as_count(fields.get("truncate_prompt_tokens"))
+    given = fields["truncate_prompt_tokens"]
+    is_minus_one = not isinstance(given, bool) and given in (-1, "-1")
+    count = MODEL_LENGTH if is_minus_one else as_count(given)
     if count is None:
         return None
     side = fields.get("truncation_side")
@@ -320,6 +348,67 @@ def _chat(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
     return (parse_chat(fields, limits, truncation),)
+
+
+def _chats(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    """Several conversations, to which all else in the body applies alike."""
+    rule = "must be a list of conversations, each a list of messages"
+    given = required(fields, "messages", "$", rule)
+    if not isinstance(given, list) or not given:
+        found = "an empty list" if given == [] else describe(given)
+        raise RequestBodyError("$.messages", found, rule)
+    if len(given) > limits.max_prompts:
+        most = f"must have at most {limits.max_prompts} conversations"
+        raise RequestBodyError("$.messages", describe(given), most)
+    for index, conversation in enumerate(given):
+        if not isinstance(conversation, list):
+            place = f"$.messages[{index}]"
+            raise RequestBodyError(place, describe(conversation), "must be a list of messages")
+    check_shape(given, "$.messages", limits)
+    return tuple(
+        parse_chat({**fields, "messages": conversation}, limits, truncation)
+        for conversation in given
+    )
+
+
+def _generate(
+    fields: Mapping[str, Any],
+    limits: PromptLimits,
+    truncation: Truncation | None,  # noqa: ARG001 - this form cuts nothing
+) -> tuple[Prompt, ...]:
+    """Token ids as the engine computes them; where media are among them, up to the first one."""
+    if fields.get("content_parts"):
+        return (OpaquePrompt("media"),)
+    rule = "must be a list of token ids"
+    value = required(fields, "token_ids", "$", rule)
+    if not isinstance(value, (list, array)):
+        raise RequestBodyError("$.token_ids", describe(value), rule)
+    if not value:
+        raise RequestBodyError("$.token_ids", "an empty list", "must hold at least one token id")
+    if isinstance(value, array):
+        ids = _bounded(value, "$.token_ids", limits)
+    else:
+        ids = _token_ids(value, "$.token_ids", limits)
+    features = optional_object(fields, "features", "$")
+    if not features:
+        return (TokenPrompt(ids),)
+    start = _first_medium(features)
+    return (OpaquePrompt("media") if start is None else TokenPrompt(ids[:start], is_prefix=True),)
+
+
+def _first_medium(features: Mapping[str, Any]) -> int | None:
+    """Where the first medium's ids begin; None where that cannot be read."""
+    by_kind = features.get("mm_placeholders")
+    ranges = list(chain.from_iterable(by_kind.values())) if _holds_lists(by_kind) else []
+    starts = [as_count(each.get("offset")) for each in ranges if isinstance(each, dict)]
+    known = [start for start in starts if start is not None]
+    return min(known) if known and len(known) == len(ranges) else None
+
+
+def _holds_lists(value: object) -> TypeGuard[dict[str, list[Any]]]:
+    return isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
 
 
 def _completions(
@@ -370,6 +459,8 @@ _PARSERS: Mapping[
     Endpoint.RESPONSES: _responses,
     Endpoint.MESSAGES: _messages,
     Endpoint.EMBEDDINGS: _embeddings,
+    Endpoint.CHAT_BATCH: _chats,
+    Endpoint.GENERATE: _generate,
     Endpoint.ROUTE: _route,
 }
 
@@ -469,8 +560,9 @@ def read_request(
     limits: PromptLimits,
     tenant_salt: bytes | None = None,
     pack: PackTokenIds | None = None,
+    drops_priority: bool = False,
 ) -> tuple[PromptSpec, bytes | None]:
-    """Read a body, take the report mode out of it, and put a tenant's salt in.
+    """Read a body, take out of it what is not the client's to say, and put a tenant's salt in.
 
     Args:
         body: As for `parse_request`, like the rest.
@@ -479,6 +571,7 @@ def read_request(
         limits: Bounds on the prompt.
         tenant_salt: Of the client's key.
         pack: As for `parse_request`.
+        drops_priority: Whether the client's `priority` is taken out.
     Returns:
         What it asks for, with the tenant's salt; and the body to send, None if that is *body*.
     Raises:
@@ -489,6 +582,8 @@ def read_request(
     changed = strip_report_mode(body, spec) if is_sent else body
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
+    if is_sent and drops_priority and spec.has_priority:
+        changed = without_field(changed, _PRIORITY)
     if tenant_salt is not None:
         own = spec.cache_salt
         salts = (
@@ -501,30 +596,39 @@ def read_request(
     return spec, None if changed is body else changed
 
 
-class _OnlyModel(msgspec.Struct):
+class _LittleRead(msgspec.Struct):
     model: str | None = None
+    priority: Any = None
 
 
 def read_model(
-    body: bytes, tenant_salt: bytes | None = None, salt_names: Sequence[str] = (SALT_FIELD,)
+    body: bytes,
+    tenant_salt: bytes | None = None,
+    salt_names: Sequence[str] = (SALT_FIELD,),
+    drops_priority: bool = False,
 ) -> tuple[str | None, bytes | None]:
-    """Read the model that any JSON body names, and put a tenant's salt in; the rest is skipped.
+    """Read the model that any JSON body names, and change it as `read_request` does; the rest is
+    skipped.
 
     Args:
         body: As the client sent it.
         tenant_salt: Of the client's key.
         salt_names: As for `with_tenant_salt`.
+        drops_priority: As for `read_request`.
     Returns:
         The model, None if it names none; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: It is not a JSON object, or its model is not a string.
+        RequestBodyError: It is not a JSON object, its model is not a string, or its priority breaks
+            a rule.
     """
     try:
-        model = msgspec.json.decode(body, type=_OnlyModel).model
+        read = msgspec.json.decode(body, type=_LittleRead)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise RequestBodyError(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
-    if tenant_salt is None or not salt_names:
-        return model, None
-    return model, with_tenant_salt(body, tenant_salt, salt_names)
+    check_int64(read.priority, f"$.{_PRIORITY}")
+    changed = without_field(body, _PRIORITY) if drops_priority else body
+    if tenant_salt is not None and salt_names:
+        changed = with_tenant_salt(changed, tenant_salt, salt_names)
+    return read.model, None if changed is body else changed

@@ -1,8 +1,9 @@
 """What the router changes in a body before it is sent on.
 
 It takes `kv_cache_report_mode` out. Any client can send `vllm_xargs: {"kv_cache_report_mode":
-"full"}`. The engine then announces every block of a hit again, even blocks that do not exist, which
-corrupts the index's counts for all clients.
+"full"}`, or the same to `/inference/v1/generate` in `sampling_params: {"extra_args": ...}`. The
+engine then announces every block of a hit again, even blocks that do not exist, which corrupts the
+index's counts for all clients.
 
 It puts a tenant's salt in, so that the tenant's cached blocks are found for that tenant only.
 """
@@ -22,6 +23,8 @@ from router.tokenize.errors import RequestBodyError
 from router.tokenize.prompts import PromptSpec
 
 ARGUMENTS_FIELD = "vllm_xargs"
+SAMPLING_FIELD = "sampling_params"
+_EXTRA = "extra_args"
 _REPORT_MODE = "kv_cache_report_mode"
 
 # The key in plain letters, or an escape that could spell one of its letters: a-z are U+0061 to
@@ -55,7 +58,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
 
 def _occurrences(body: bytes) -> list[Any]:
-    """Every value of the field in the body, including those that a later one overrides."""
+    """All that the body holds for the engine, including what a later value overrides."""
     try:
         pairs = json.loads(body, object_pairs_hook=_Pairs)
     except RecursionError:
@@ -64,7 +67,14 @@ def _occurrences(body: bytes) -> list[Any]:
         # In a field that routing skips; the engine reads it.
         found = "not UTF-8" if isinstance(error, UnicodeError) else "malformed"
         raise RequestBodyError("$", found, "the body must be valid json") from None
-    return [value for name, value in pairs if name == ARGUMENTS_FIELD]
+    inner = [
+        pair
+        for name, value in pairs
+        if name == SAMPLING_FIELD and isinstance(value, _Pairs)
+        for pair in value
+    ]
+    outer = [value for name, value in pairs if name == ARGUMENTS_FIELD]
+    return outer + [value for name, value in inner if name == _EXTRA]
 
 
 def _asks_for_report_mode(arguments: object) -> bool:
@@ -73,12 +83,24 @@ def _asks_for_report_mode(arguments: object) -> bool:
 
 def _without_report_mode(body: bytes) -> bytes:
     fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
-    arguments = bytes(fields[ARGUMENTS_FIELD])
-    if arguments.lstrip().startswith(b"{"):
-        kept: dict[str, Any] = dict(_RAW_FIELDS.decode(arguments))
-        kept.pop(_REPORT_MODE, None)
-        fields[ARGUMENTS_FIELD] = kept
+    _strip(fields, ARGUMENTS_FIELD)
+    if (sampling := _object(fields.get(SAMPLING_FIELD))) is not None:
+        _strip(sampling, _EXTRA)
+        fields[SAMPLING_FIELD] = sampling
     return encode_json(fields)
+
+
+def _strip(fields: dict[str, Any], name: str) -> None:
+    """Take the report mode out of the object that *name* holds, if it does."""
+    if (arguments := _object(fields.get(name))) is not None:
+        arguments.pop(_REPORT_MODE, None)
+        fields[name] = arguments
+
+
+def _object(raw: Any) -> dict[str, Any] | None:
+    """The fields of an object, undecoded; None for any other value, and for none."""
+    is_object = raw is not None and bytes(raw).lstrip().startswith(b"{")
+    return dict(_RAW_FIELDS.decode(raw)) if is_object else None
 
 
 # --- a tenant's salt ------------------------------------------------------------------------------

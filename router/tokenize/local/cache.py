@@ -57,8 +57,9 @@ class _Slab:
         self.keys: list[SegmentKey] = []
 
 
-_Place: TypeAlias = tuple[int, int, int]
-"""The slab's number, where the ids begin and where they end; the collector skips such tuples."""
+_Place: TypeAlias = tuple[int, int, int, SegmentKey]
+"""The slab's number, where the ids begin and where they end, and the key as it is kept: each
+request brings a text of its own, and one of them is enough. The collector skips such tuples."""
 
 
 class SegmentCache:
@@ -129,11 +130,11 @@ class SegmentCache:
             return None
         ids = self._ids_at(place)
         if place[0] < self._slabs[len(self._slabs) // 2].number:
-            self._write(key, ids.tobytes())
+            self._write(place[3], ids.tobytes())
         return ids
 
     def _ids_at(self, place: _Place) -> TokenIds:
-        number, start, end = place
+        number, start, end, _ = place
         return array("I", self._slabs[number - self._slabs[0].number].data[start:end])
 
     def _write(self, key: SegmentKey, data: bytes) -> None:
@@ -148,7 +149,7 @@ class SegmentCache:
         slab.used = end
         slab.room -= cost
         slab.keys.append(key)
-        self._places[key] = slab.number, start, end
+        self._places[key] = slab.number, start, end, key
         self._held_bytes += len(data)
         while self._held_bytes > self._max_bytes:
             self._drop(self._slabs.popleft())

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import pytest
+import redis.asyncio as redis
 import trustme
 
-from router.board.valkey import Credentials, ValkeyBoard, connect
-from tests.support.http_client import eventually
+from router.board.valkey import (
+    EXPIRY_S,
+    MOST_OFF_S,
+    ClockDoubt,
+    Credentials,
+    ValkeyBoard,
+    connect,
+)
 from tests.support.valkey_server import ValkeyServer
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 def board(
@@ -87,6 +97,145 @@ async def test_what_is_not_sealed_with_the_secret_is_dropped() -> None:
             await eventually(lambda: one.statistics().failures, "the stranger is counted")
             assert heard(one) == [], "nor is a sibling heard twice"
             assert not refused.statistics().is_up
+
+
+class Recorder:
+    """Reaches the server without the secret: it records what is said there, and says it again."""
+
+    def __init__(self, server: ValkeyServer) -> None:
+        self._server = redis.Redis.from_url(server.url)
+        self.words: list[bytes] = []
+        self.repeated = 0
+        self._is_over = False
+        """Instead of a cancellation, which the client of Python 3.11 may lose."""
+
+    async def __aenter__(self) -> Recorder:
+        self._channel = self._server.pubsub(ignore_subscribe_messages=True)
+        while True:  # until the server listens
+            with contextlib.suppress(redis.ConnectionError):
+                await self._channel.subscribe("kvroute:board")
+                break
+            await asyncio.sleep(0.01)
+        await self._channel.get_message(timeout=DEADLINE_S)
+        self._tasks = [asyncio.create_task(self._record())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+        await self._channel.aclose()  # type: ignore[no-untyped-call]
+        await self._server.aclose()
+
+    def repeat(self, words: Sequence[bytes]) -> None:
+        """From now on, on the channel and as keys."""
+        self._tasks.append(asyncio.create_task(self._repeat(words)))
+
+    async def _record(self) -> None:
+        while not self._is_over:
+            message = await self._channel.get_message(timeout=0.1)
+            if message is not None:
+                self.words.append(message["data"])
+
+    async def _repeat(self, words: Sequence[bytes]) -> None:
+        while not self._is_over:
+            for number, word in enumerate(words):
+                await self._server.set(f"kvroute:slot:{number:032x}", word)
+                await self._server.publish("kvroute:board", word)
+            self.repeated += 1
+            await asyncio.sleep(0.005)
+
+
+async def test_a_recorded_word_said_again_is_not_believed() -> None:
+    """Whoever reaches the server without the secret could have made a tenant's two requests of an
+    hour ago last for ever: another router refused that tenant 10 of 10."""
+    with contextlib.closing(ValkeyServer()) as server:
+        one, two = board(server, group=b"1"), board(server, group=b"2")
+        async with running(two), Recorder(server) as recorder:
+            await eventually(lambda: two.statistics().is_up, "it hears")
+            async with running(one):
+                one.publish(b"busy")
+                await eventually(lambda: heard(two) == [b"busy"], "it is heard")
+                one.publish(b"idle")
+                await eventually(lambda: heard(two) == [b"idle"], "it is heard")
+                recorder.repeat(recorder.words[:])
+                before = recorder.repeated
+                while recorder.repeated < before + 50:
+                    assert heard(two) == [b"idle"]
+                    await asyncio.sleep(0)
+            await eventually(
+                lambda: heard(two) == [], "who is gone is forgotten, whoever repeats it"
+            )
+            before = recorder.repeated
+            while recorder.repeated < before + 50:
+                assert heard(two) == []
+                await asyncio.sleep(0)
+            assert two.statistics().failures, "and that is counted"
+
+
+async def test_a_router_that_starts_believes_no_word_of_the_past() -> None:
+    """It knows no numbers yet, and what was recorded has a valid seal."""
+    with contextlib.closing(ValkeyServer()) as server:
+        async with Recorder(server) as recorder:
+            one = board(server, group=b"1")
+            async with running(one):
+                one.publish(b"busy")
+                await eventually(lambda: one.statistics().published > 2, "it speaks")
+                await eventually(lambda: len(recorder.words) > 2, "that is recorded")
+            recorder.repeat(recorder.words[:])
+            await eventually(lambda: recorder.repeated > 1, "it is repeated, its keys are there")
+            late = ValkeyBoard(
+                redis.Redis.from_url(server.url),
+                "kvroute",
+                b"secret",
+                b"2",
+                wall_clock=lambda: time.time() + 2 * MOST_OFF_S,
+            )
+            async with running(late):
+                await eventually(lambda: late.statistics().failures > 20, "it hears all of that")
+                assert late.statistics().writers == 0
+                assert heard(late) == []
+
+
+@pytest.mark.parametrize("ahead_s", [-60.0, 60.0])
+async def test_a_router_whose_clock_is_off_is_told_so(
+    ahead_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It believes nobody and nobody believes it: an operator must not have to guess why."""
+    with contextlib.closing(ValkeyServer()) as server:
+        right = board(server, group=b"1")
+        wrong = ValkeyBoard(
+            redis.Redis.from_url(server.url),
+            "kvroute",
+            b"secret",
+            b"2",
+            wall_clock=lambda: time.time() + ahead_s,
+        )
+        async with running(right, wrong):
+            right.publish(b"right")
+            wrong.publish(b"wrong")
+            for each, off_s in ((wrong, ahead_s), (right, -ahead_s)):
+                await eventually(lambda each=each: each.statistics().clock_off_s, "it is told")  # type: ignore[misc]
+                assert abs(each.statistics().clock_off_s - off_s) < MOST_OFF_S
+                assert heard(each) == []
+        for side in ("ahead of", "behind"):
+            assert f"the clock here is 60.0 s {side} another router's" in caplog.text
+        assert len(caplog.records) == 2, "once a minute each"
+
+
+async def test_words_that_waited_while_a_router_was_stopped_raise_no_doubt_of_its_clock() -> None:
+    """They are old, and what comes behind them is not: the warning would send operators after a
+    clock that is right."""
+    now = 100.0
+    doubt = ClockDoubt(lambda: now)
+    for _ in range(1000):
+        doubt.note(30.0)
+    assert doubt.off_s == 0.0
+    for _ in range(10):
+        now += 0.4
+        doubt.note(30.0)
+    assert doubt.off_s == 30.0
+    now += 2 * EXPIRY_S
+    assert doubt.off_s == 0.0, "it was set right"
 
 
 class Authority:

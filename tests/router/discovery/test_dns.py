@@ -10,7 +10,7 @@ from router.config import DnsDiscovery, ReplicaOptions
 from router.discovery.dns import DnsProvider
 from tests.router.discovery.found import following
 from tests.support.dns_server import dns_server
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 NAME = "engines.models.svc.example"
 

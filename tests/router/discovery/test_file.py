@@ -8,7 +8,7 @@ from pathlib import Path
 from router.config import FileDiscovery
 from router.discovery.file import FileProvider
 from tests.router.discovery.found import following
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 
 def provider(path: Path, **environ: str) -> FileProvider:

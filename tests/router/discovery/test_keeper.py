@@ -12,7 +12,7 @@ from router.config import HealthConfig, ReplicaConfig
 from router.discovery import CONFIGURATION, ProviderListener, ReplicaKeeper
 from router.replicas import ReplicaRegistry
 from router.replicas.load import LoadTracker
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 
 class Setting:

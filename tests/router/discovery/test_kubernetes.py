@@ -7,12 +7,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from async_timeout import timeout
 
 from router.config import KubernetesDiscovery, ReplicaOptions
 from router.discovery.kubernetes import KubernetesProvider
-from tests.router.discovery.found import following
-from tests.support.http_client import eventually
+from tests.router.discovery.found import Found, following
 from tests.support.kubernetes_api import PODS, POOLS, SLICES, api_server, pod
+from tests.support.waiting import DEADLINE_S, eventually
 
 NAMESPACE = "models"
 PATH = PODS.format(NAMESPACE)
@@ -274,6 +275,23 @@ async def test_an_inference_pool_is_followed_when_its_selector_changes() -> None
                 "to the API server it would mean every pod of the namespace"
             )
             assert list(found.urls) == ["sglang-0"]
+
+
+async def test_a_pool_whose_pods_are_followed_no_more_ends_with_the_reason() -> None:
+    """A bug in what takes the list, say: unseen, the pods of that moment would be served for
+    ever."""
+
+    class Broken(Found):
+        def on_replicas(self, *_: object) -> None:
+            raise ZeroDivisionError
+
+    spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]}
+    async with api_server() as (server, url):
+        await server.put(PATH, pod("vllm-0", "10.0.0.1"))
+        await server.put(POOLS.format(NAMESPACE), {"metadata": {"name": "llama"}, "spec": spec})
+        async with timeout(DEADLINE_S):
+            with pytest.raises(ZeroDivisionError):
+                await provider(url, pool="llama").follow(Broken())
 
 
 async def test_a_storm_of_two_hundred_pods_ends_in_the_truth() -> None:

@@ -15,14 +15,17 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from router.http.connection_guard import (
+    MADE_ROOM,
     MAX_PIPELINED,
     OUT_OF_MEMORY,
+    RESERVED_S,
     ClientLimits,
     GuardedHttpProtocol,
     Refusal,
     guarded_protocol,
 )
-from tests.support.http_client import HttpClient, connect, eventually, request_bytes
+from tests.support.http_client import HttpClient, connect, request_bytes
+from tests.support.waiting import eventually
 
 LIMITS = ClientLimits(head_bytes=4096, request_s=10, stall_s=20, slack_s=5)
 KEEP_ALIVE_S = 3000
@@ -44,6 +47,8 @@ class GuardedServer:
     requests: list[tuple[str, bytes, dict[bytes, bytes]]] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     received_bytes: int = 0
+    protocol: type[GuardedHttpProtocol] = GuardedHttpProtocol
+    shortages: int = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
@@ -85,6 +90,15 @@ class GuardedServer:
     def unsent_bytes(self) -> int:
         return self.connection._raw_transport.get_write_buffer_size()
 
+    def run_short_of_files(self) -> None:
+        """From now on every connection gets one of the last descriptors."""
+
+        def note() -> None:
+            self.shortages += 1
+
+        self.protocol.reserved_from = 0
+        self.protocol.on_reserve = staticmethod(note)
+
     def look(self, later_s: float) -> None:
         """Check as if *later_s* had passed, once for each second until then."""
         now = asyncio.get_running_loop().time()
@@ -114,6 +128,8 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             app.received_bytes += len(data)
+
+    app.protocol = Counting
 
     def protocol() -> asyncio.Protocol:
         return Counting(config=config, server_state=app.state, app_state={})
@@ -150,6 +166,63 @@ async def test_a_silent_connection_is_ended() -> None:
         app.look(LIMITS.request_s + 1)
         assert app.refusals == ["slow_request"]
         assert await client.is_closed()
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /x HTTP/1.1\r\nx: "])
+async def test_on_one_of_the_last_descriptors_a_head_has_two_seconds(start: bytes) -> None:
+    """There are a few dozen of them, and probes wait for one: a minute for each stranger would keep
+    all of them out."""
+    async with guarded_server() as app:
+        app.run_short_of_files()
+        async with connect(app.port) as client:
+            await client.write(start)
+            await eventually(lambda: app.shortages, "it has one of them")
+            await until_received(app, len(start))
+            app.look(RESERVED_S - 1)
+            assert not app.refusals
+            app.look(RESERVED_S + 1)
+            assert app.refusals == ["slow_request"]
+            assert await client.is_closed()
+
+
+async def test_where_files_are_short_those_make_room_that_never_asked_for_anything() -> None:
+    """The oldest first. Whoever has been of use, or has sent what is not read yet, stays."""
+    async with guarded_server() as app, contextlib.AsyncExitStack() as stack:
+
+        async def client() -> HttpClient:
+            before = set(app.state.connections)
+            found = await stack.enter_async_context(connect(app.port))
+            await eventually(lambda: app.state.connections - before, "it is accepted")
+            return found
+
+        app.go.set()
+        idle = await client()
+        assert (await idle.ask("GET", "/first")).status == 200
+        app.go.clear()
+        served = await client()
+        await served.send("GET", "/served")
+        await eventually(lambda: len(app.requests) == 2, "it is under way")
+        before = set(app.state.connections)
+        unread = await client()
+        (unread_here,) = app.state.connections - before
+        assert isinstance(unread_here, GuardedHttpProtocol)
+        unread_here._raw_transport.pause_reading()
+        await unread.send("GET", "/unread")
+        strangers = [await client() for _ in range(MADE_ROOM + 2)]
+        await strangers[0].write(b"GET /half HTTP/1.1\r\nx: ")
+
+        app.run_short_of_files()
+        probe = await client()
+        for stranger in strangers[:MADE_ROOM]:
+            assert await stranger.is_closed()
+        app.go.set()
+        assert (await probe.ask("GET", "/healthz")).status == 200
+        unread_here._raw_transport.resume_reading()
+        for asked in (unread, served):
+            assert (await asked.read_answer()).status == 200
+        assert not app.refusals, "that is no fault of theirs"
+        for other in (idle, *strangers[MADE_ROOM:]):
+            assert (await other.ask("GET", "/again")).status == 200
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /x HTTP/1.1\r\nx: ", b"\r\n"])
@@ -324,6 +397,49 @@ async def test_invalid_framing_is_refused_behind_an_offer_to_upgrade(framing: st
         assert app.refusals == ["malformed_http"]
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"x: 1\r\n",
+        b"content-length: 9\r\n",
+        b"transfer-encoding: gzip\r\n",
+        b"content-length: 0\r\ntransfer-encoding: chunked\r\n",
+    ],
+)
+async def test_trailers_are_dropped_whatever_they_say(
+    trailers: bytes, offer: bytes, cut: int
+) -> None:
+    """Some clients repeat there what they could not say in the head; other servers drop it, and
+    what follows must still be read as its own head frames it."""
+    head = CHUNKED.replace(b"host: x\r\n", b"host: x\r\n" + offer)
+    first = head + b"2\r\nab\r\n0\r\n" + trailers + b"\r\n"
+    second = b"" if offer else request_bytes("POST", "/y", b"cd")
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        data = first + second
+        for piece in [data[at : at + 1] for at in range(len(data))] if cut else [data]:
+            await client.write(piece)
+        for _ in range(1 if offer else 2):
+            assert (await client.read_answer()).status == 200
+    assert [(path, body) for path, body, _ in app.requests] == [
+        ("/x", b"ab"),
+        *([] if offer else [("/y", b"cd")]),
+    ]
+
+
+async def test_a_head_after_trailers_is_framed_as_strictly_as_any() -> None:
+    """What is let pass in trailers would be request smuggling in a head."""
+    first = CHUNKED + b"2\r\nab\r\n0\r\ncontent-length: 9\r\n\r\n"
+    both = CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-length: 2\r\n\r\n") + b"ab"
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(first + both)
+        assert [(await client.read_answer()).status for _ in range(2)] == [200, 400]
+    assert [path for path, _, _ in app.requests] == ["/x"]
+
+
 async def test_a_refused_client_can_read_why() -> None:
     """If it were closed at once, the bytes still being sent would reset it, and the response would
     be lost."""
@@ -477,7 +593,7 @@ async def test_a_client_that_closes_is_noticed_in_mid_stream(reset: bool) -> Non
         await client.write(request_bytes("GET", "/x"))
         await client.read_head()
         client.leave(reset)
-        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left", 1.0)
+        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left")
 
 
 @pytest.mark.parametrize("has_length", [False, True])
@@ -503,7 +619,7 @@ async def test_a_client_that_closes_is_noticed_before_its_response(reset: bool) 
         await client.write(request_bytes("GET", "/x"))
         await eventually(lambda: app.requests, "the request is under way")
         client.leave(reset)
-        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left", 1.0)
+        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from uvicorn.server import ServerState
 from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.http.uvicorn_protocol import Exchange
 from router.upstream.turns import MAX_TURN_S, PacedJobs
-from tests.support.http_client import HttpClient, connect, eventually, request_bytes
+from tests.support.http_client import HttpClient, connect, request_bytes
 from tests.support.late_loop import LateLoop
+from tests.support.waiting import eventually
 
 
 class Echo:

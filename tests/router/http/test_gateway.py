@@ -6,32 +6,40 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 import uvicorn
 from uvicorn.server import ServerState
 
 from router.config import RouterConfig
+from router.errors import Unauthorized
 from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.routing.dispatcher import INLINE_BODY_BYTES
 from router.serve import RouterApp
 from router.service import RouterService
-from tests.support.http_client import connect, eventually, request_bytes
+from tests.support.http_client import connect, request_bytes
+from tests.support.waiting import eventually
 
 LARGE = b'{"model": "m", "prompt": "%b"}' % (b"x" * INLINE_BODY_BYTES)
 """Decided on in a task: it is read in another process."""
 
 
+@pytest.fixture
+def config() -> str:
+    return "server: {host_names: [router]}"
+
+
 @pytest_asyncio.fixture
-async def served() -> AsyncIterator[tuple[RouterApp, int, ServerState]]:
-    """A router without replicas, its port,."""
-    app = RouterApp(RouterService(RouterConfig.from_yaml("server: {host_names: [router]}", {})))
+async def served(config: str) -> AsyncIterator[tuple[RouterApp, int, ServerState]]:
+    """A router without replicas, its port, and its server's connections."""
+    app = RouterApp(RouterService(RouterConfig.from_yaml(config, {})))
     protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app.direct)
-    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
-    config.load()
+    settings = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    settings.load()
     listener = socket.create_server(("127.0.0.1", 0))
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: protocol(config, state, {}), sock=listener
+        lambda: protocol(settings, state, {}), sock=listener
     )
     yield app, listener.getsockname()[1], state
     server.close()
@@ -74,3 +82,40 @@ async def test_a_connection_that_is_cut_ends_its_decision_and_sends_nothing(
             connection.cut()  # type: ignore[union-attr]
         await eventually(lambda: not deciding(), "nobody chooses any more")
         await eventually(lambda: app.gateway.admission.under_way == 0, "its place is free")
+
+
+SLOW_BODIES = "server: {host_names: [router], timeouts: {client_body_s: 0.1}}"
+
+
+@pytest.mark.parametrize("config", [SLOW_BODIES])
+async def test_a_body_that_does_not_come_ends_its_request(
+    served: tuple[RouterApp, int, ServerState],
+) -> None:
+    """It holds a place and what it has sent so far; one that trickles would hold them for ever."""
+    app, port, _ = served
+    async with connect(port) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 100\r\n\r\n"
+        await client.write(head + b"{")
+        answer = await client.read_answer()
+        assert answer.status == 400
+        assert "must arrive within 0.1 s" in answer.error["message"]
+        assert app.gateway.admission.under_way == 0
+
+
+KEYED = "server: {client_api_key: right, wrong_key_delay_s: 0.01}"
+
+
+@pytest.mark.parametrize("config", [KEYED])
+async def test_refusals_are_counted_and_held_back_however_many_there_were(
+    served: tuple[RouterApp, int, ServerState],
+) -> None:
+    """Only so many are held back at a time; one that was sent must leave its place to the next."""
+    app, port, _ = served
+    gateway, wrong = app.gateway, {"authorization": "Bearer wrong"}
+    async with connect(port) as client:
+        for _ in range(300):
+            answer = await client.ask("POST", "/v1/completions", b"{}", wrong)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert gateway.guard.delay_s(Unauthorized(was_given=True), "x", "127.0.0.1") > 0
+    counted = gateway.observers.metrics.bad_requests.labels("invalid_api_key")
+    assert counted.value == 300

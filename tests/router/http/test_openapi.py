@@ -15,11 +15,13 @@ from jsonschema import Draft202012Validator
 from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.http import request_bodies
 from router.http.request_bodies import (
+    ChatBatchRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     EmbeddingsToRoute,
+    GenerateRequest,
     MessagesRequest,
     MessagesToRoute,
     ResponsesRequest,
@@ -61,6 +63,8 @@ WITH_BODY = {
     "/v1/responses",
     "/v1/messages",
     "/v1/embeddings",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
 }
@@ -168,10 +172,13 @@ async def test_operations_have_names_of_their_own(document: dict[str, Any]) -> N
 async def test_fields_are_described_by_the_strings_under_them(document: dict[str, Any]) -> None:
     """Also inherited ones; written once, for who reads the code and who reads the document."""
     schemas = document["components"]["schemas"]
-    assert schemas["HitView"]["properties"]["suspect"]["description"].startswith("Events of")
-    assert "other replicas" in schemas["ReplicaConfig-Input"]["properties"]["speed"]["description"]
-    minute = schemas["LastMinute"]["properties"]
-    assert {"failed", "cached_share"} <= {name for name in minute if "description" in minute[name]}
+    for schema, fields in (
+        ("HitView", {"suspect"}),
+        ("ReplicaConfig-Input", {"speed"}),
+        ("LastMinute", {"failed", "cached_share"}),
+    ):
+        properties = schemas[schema]["properties"]
+        assert fields <= {name for name in properties if properties[name].get("description")}
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -238,6 +245,8 @@ FORMS = {
     ResponsesRequest: Endpoint.RESPONSES,
     MessagesRequest: Endpoint.MESSAGES,
     EmbeddingsRequest: Endpoint.EMBEDDINGS,
+    ChatBatchRequest: Endpoint.CHAT_BATCH,
+    GenerateRequest: Endpoint.GENERATE,
     TokenIdsRequest: Endpoint.ROUTE,
     MessagesToRoute: Endpoint.ROUTE,
     EmbeddingsToRoute: Endpoint.ROUTE,

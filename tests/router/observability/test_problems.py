@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvevents.events import EventBatch
@@ -70,6 +71,26 @@ def source(
 
 
 LOST = "bad events were lost for good: its hits are discounted"
+SILENT = "its replay endpoint tcp://10.0.0.7:6557 does not answer"
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("suspect", f"bad {SILENT}: its hits are discounted"),
+        ("live", f"warn {SILENT}: a lost event cannot be requested again"),
+        ("recovering", f"warn {SILENT}: a lost event cannot be requested again"),
+    ],
+)
+def test_what_an_operator_can_mend_takes_the_place_of_what_follows_from_it(
+    state: str, expected: str
+) -> None:
+    """That events were lost for good sends nobody to the port that a policy closed."""
+    found = msgspec.structs.replace(source(state), stream_problem=SILENT)
+    (problem,) = problems_of(replica(), [found], 0)
+    assert f"{problem.level.value} {problem.text}" == expected
+    ranks = problems_of(replica(), [found, msgspec.structs.replace(source(), dp_rank=1)], 0)
+    assert ranks[0].text == f"{problem.text} (rank 0)"
 
 
 def test_an_estimate_is_named_where_events_are_missing() -> None:

@@ -13,8 +13,9 @@ from router.observability.readiness import Readiness
 from router.replicas import EventSource, Replica, ReplicaRegistry
 from router.replicas.load import LoadTracker
 from router.routing.admission import Admission
-from tests.support.following import QUICK, until
+from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher, free_port
+from tests.support.waiting import eventually
 
 WAIT_S = 30.0
 
@@ -94,7 +95,7 @@ async def test_the_router_is_ready_when_the_streams_of_its_replicas_have_caught_
         reason = readiness.why_not_ready()
         assert reason is not None
         assert reason == "waiting at most 30 s for the caches of r0 (connecting)"
-        await until(lambda: starting.feed.has_caught_up(SourceId("r0", 0)), "caught up")
+        await eventually(lambda: starting.feed.has_caught_up(SourceId("r0", 0)), "caught up")
         assert readiness.why_not_ready() is None
 
 

@@ -50,6 +50,16 @@ def numbers(found: list[RoutedRequest]) -> list[int]:
     return [routed.number for routed in found]
 
 
+def test_a_refused_request_leaves_the_share_from_the_cache_as_it_is() -> None:
+    """One batch of 2,048 long prompts, refused with 400, moved it to 0 % for a minute."""
+    log = RequestLog()
+    settled(log, cached_tokens=80)
+    for status in (400, 404, 413, 429, 499):
+        settled(log, prompt_tokens=6_000_000, cached_tokens=16, status=status)
+    total = log.totals.total()
+    assert (total.requests, total.routed_tokens, total.promised_tokens) == (6, 100, 80)
+
+
 # --- what is held ---------------------------------------------------------------------------------
 
 

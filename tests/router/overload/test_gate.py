@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from router.overload import Breaker, GateOptions, ReplicaGate
-from router.overload.gate import AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BEING_PROBED, BREAKER_OPEN
+from router.overload.gate import (
+    AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    BEING_PROBED,
+    BREAKER_OPEN,
+    MAX_TENANTS_TOLD_OFF,
+    TENANT_BACKING_OFF,
+)
 
 
 class Gate(ReplicaGate):
@@ -118,6 +126,32 @@ def test_a_replica_is_left_alone_for_as_long_as_it_says_within_a_bound() -> None
     assert gate.shut() is None
     gate.busy(3600)
     assert gate.backs_off_s == 10
+
+
+def test_who_is_told_off_alone_is_alone() -> None:
+    """One tenant's rate limit at a replica is no word about the others."""
+    gate = Gate(max_back_off_s=10)
+    gate.busy(3, "noisy")
+    assert (gate.shut("noisy"), gate.opens_in_s("noisy")) == (TENANT_BACKING_OFF, 3)
+    assert (gate.shut("quiet"), gate.shut(), gate.opens_in_s("quiet")) == (None, None, 0)
+    assert (gate.backs_off_s, gate.told_off, gate.is_watching) == (0, 1, True)
+    gate.busy(5)
+    assert gate.shut("noisy") == gate.shut("quiet") == BACKING_OFF
+    gate.now += 5
+    assert (gate.shut("noisy"), gate.is_watching) == (None, False)
+
+
+def test_so_many_tenants_are_remembered_and_no_more() -> None:
+    """A gateway's header may name any number of them."""
+    gate = Gate(max_back_off_s=10)
+    gate.busy(1)
+    for number in range(MAX_TENANTS_TOLD_OFF):
+        gate.busy(2, f"tenant-{number}")
+    assert not gate.backs_off_s, "it was the first to end"
+    assert gate.shut("tenant-0") == TENANT_BACKING_OFF
+    gate.busy(3, "last")
+    assert gate.shut("tenant-0") is None
+    assert gate.shut("tenant-1") == gate.shut("last") == TENANT_BACKING_OFF
 
 
 def test_a_replica_that_just_joined_gets_more_step_by_step() -> None:

@@ -3,6 +3,7 @@ bounds that hold. Times are made up."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections import Counter
@@ -60,6 +61,28 @@ def test_a_request_is_overtaken_only_by_what_comes_while_its_tokens_age(
     for first, second in itertools.combinations(order, 2):
         # `first` overtook `second` only if it came before the tokens of `second` were aged.
         assert first.arrived <= second.arrived + second.tokens / rate + 1e-6
+
+
+def test_what_a_request_costs_includes_the_usual_response() -> None:
+    """Its order and the estimated wait of others go by the whole of it."""
+    first = waiter(tokens=100)
+    line = line_of(first, response_tokens=40.0)
+    assert (first.tokens, first.response_tokens, line.tokens) == (140, 40, 140)
+    later = waiter(tokens=100)
+    line.pass_by(later, 1.0)
+    assert (later.tokens, later.response_tokens) == (140, 40)
+
+
+def test_requests_that_left_are_not_kept_behind_one_that_stays() -> None:
+    """Clients that give up by the thousand, while a long request of theirs waits, would fill the
+    memory."""
+    line = line_of(stays := waiter(tokens=10))
+    for _ in range(1000):
+        line.put(gone := waiter(tokens=100), 0.0)
+        line.leave(gone)
+    held = [each for each in gc.get_objects() if type(each) is Waiter and each is not gone]
+    assert stays in held
+    assert len(held) <= 1 + 2 * 17, "no more than a few, and as many again of those that wait"
 
 
 def test_a_higher_class_goes_first_whatever_its_length() -> None:

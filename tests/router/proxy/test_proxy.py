@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -29,11 +28,11 @@ from tests.router.raw_http import (
     RawServer,
     answer,
     answering,
-    eventually,
     full_listener,
     raw_client,
     raw_server,
 )
+from tests.support.waiting import eventually
 
 CHUNKED_JSON = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -160,6 +159,30 @@ async def test_a_last_line_without_an_end_is_passed_on_when_the_end_of_the_body_
         await eventually(lambda: proxy.recorders[0].data == whole, "the proxy has read it all")
         has_come.set()
         assert await client.read_body() == whole
+
+
+async def test_its_observer_sees_every_byte_of_a_stream() -> None:
+    """Tokens are counted there, and the time of the first: also of a chunk that is passed on as it
+    came."""
+    pieces = [event(str(number)) for number in range(50)]
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        for piece in (*pieces, DONE):
+            await connection.send_chunk(piece)
+            # One by one: the next is sent when the client has this one.
+            await arrived.acquire()
+        await connection.send_chunk(b"")
+
+    arrived = asyncio.Semaphore(0)
+    async with one_replica(handle) as (proxy, client, _):
+        await client.request()
+        await client.read_head()
+        while await client.read_piece():
+            arrived.release()
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.data == b"".join(pieces) + DONE
 
 
 async def test_any_other_body_is_flushed_piece_by_piece() -> None:
@@ -664,7 +687,7 @@ async def test_none_of_the_other_streams_notices_a_death() -> None:
     "handler", [say_nothing, send_headers_only, streaming(event("a"), then="wait")]
 )
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second(
+async def test_a_client_that_leaves_ends_the_work_at_the_replica(
     handler: Handler, how: str
 ) -> None:
     """Before the first token, streaming or not, and in mid-stream: tokens that are not read cost a
@@ -677,17 +700,13 @@ async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second
         await eventually(lambda: replica.accepted == 1, "the replica is at work")
         if "streaming" in handler.__qualname__:
             await client.read_head()
-        left_at = time.monotonic()
         {"close": client.leave, "reset": client.reset, "half-close": client.writer.write_eof}[how]()
-        await eventually(
-            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
-        )
-        assert time.monotonic() - left_at < 1
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
         recorder = await proxy.recorder(End.CLIENT_LEFT)
         assert recorder.failures == []
 
 
-async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it_within_a_second() -> None:
+async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it() -> None:
     """The replica writes all the time, so nothing ever waits; the leaving must be seen all the
     same."""
 
@@ -702,9 +721,7 @@ async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it_within_a_seco
         await client.request()
         await client.read_head()
         client.reset()
-        await eventually(
-            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
-        )
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
         await proxy.recorder(End.CLIENT_LEFT)
 
 
@@ -713,7 +730,7 @@ async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_n
     with full_listener() as origin:
         plan = [Attempt("r0", origin), dead()]
         async with (
-            proxy_server(plan, replace(TIMEOUTS, connect_s=30)) as proxy,
+            proxy_server(plan, TIMEOUTS) as proxy,
             raw_client(proxy.port) as client,
         ):
             await client.request()
@@ -721,7 +738,7 @@ async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_n
                 lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is knocked at"
             )
             client.leave()
-            recorder = await proxy.recorder(End.CLIENT_LEFT, within_s=1)
+            recorder = await proxy.recorder(End.CLIENT_LEFT)
             assert (recorder.attempts, recorder.failures) == (["r0"], [])
             assert proxy.statistics().connections == 0
 
@@ -743,7 +760,7 @@ async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
     async with one_replica(handle, client_stall_s=0.5) as (proxy, client, replica):
         client.writer.transport.pause_reading()
         await client.request()
-        recorder = await proxy.recorder(End.CLIENT_STALLED, within_s=5)
+        recorder = await proxy.recorder(End.CLIENT_STALLED)
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
         # Two pairs of kernel buffers; without backpressure it would be gigabytes.
         assert sent < 64_000_000

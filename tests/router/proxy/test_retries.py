@@ -24,15 +24,8 @@ from tests.router.proxy.test_proxy import (
     streaming_now,
 )
 from tests.router.proxy_server import ProxyServer, proxy_server
-from tests.router.raw_http import (
-    Handler,
-    RawConnection,
-    answer,
-    answering,
-    eventually,
-    raw_client,
-    raw_server,
-)
+from tests.router.raw_http import Handler, RawConnection, answer, answering, raw_client, raw_server
+from tests.support.waiting import eventually
 
 POISON = b'{"prompt": "poison"}'
 
@@ -173,6 +166,21 @@ async def test_what_leaves_a_lost_replica_takes_nothing_from_the_budget() -> Non
             proxy.out_of_rotation = {"dead"}
             for _ in range(5):
                 assert await client.ask() == b"{}"
+
+
+async def test_what_goes_to_a_replica_at_ease_takes_nothing_from_the_budget() -> None:
+    """One of two replicas resets every connection: the other had room for all, and requests got 502
+    since too many were being tried again."""
+    limits = RetryLimits(budget_share=0, budget_burst=0)
+    async with raw_server(answering(answer())) as good:
+        plan = [dead(), attempt(good, "good")]
+        async with proxy_server(plan, retries=limits) as proxy, raw_client(proxy.port) as client:
+            proxy.at_ease = {"good"}
+            for _ in range(5):
+                assert await client.ask() == b"{}"
+            proxy.plan = [*[dead()] * 2, *plan]
+            await client.ask()
+            assert proxy.recorders[-1].unretried == [Unretried.BUDGET]
 
 
 def test_the_budget_never_saves_up_more_than_its_burst() -> None:

@@ -42,6 +42,7 @@ from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.registry import MAX_REPLICAS
 from router.upstream import UpstreamClient
+from tests.support.waiting import DEADLINE_S
 
 FAST = HealthConfig(
     interval_s=0.25,
@@ -228,13 +229,12 @@ async def setting(health: HealthConfig = FAST) -> AsyncIterator[Setting]:
             await engine.stop()
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> float:
-    """Wait until *condition* holds; how long that took."""
+async def until(condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
+    """Wait until *condition* holds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < within_s, "did not come true"
         await asyncio.sleep(0.002)
-    return time.monotonic() - began
 
 
 def is_in(replica: Replica, state: ReplicaState) -> Callable[[], bool]:
@@ -566,7 +566,7 @@ def test_the_publisher_in_a_server_info_is_read(
 ) -> None:
     """One description stands for all ranks."""
     body = json.dumps({"version": "0.5.23", "kv_events": SGLANG | change}).encode()
-    assert parse_server_info(body, "host") == (() if expected is None else (expected,))
+    assert parse_server_info(body, "host").sources == (() if expected is None else (expected,))
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ def test_the_replay_port_that_only_the_flag_tells_is_found_there(
     """SGLang up to 0.5.21; without replays a router that starts late stays suspect."""
     old = {name: value for name, value in SGLANG.items() if name != "replay_endpoint_port_base"}
     body = json.dumps({"kv_events": old, "kv_events_config": flag}).encode()
-    (source,) = parse_server_info(body, "host")
+    (source,) = parse_server_info(body, "host").sources
     assert source == EventSource(0, "tcp://host:5557", replay, "kv-events")
 
 
@@ -600,6 +600,10 @@ def test_the_replay_port_that_only_the_flag_tells_is_found_there(
         ({"dp_size": 0}, "dp_size 0; 1 to 1024"),
         ({"dp_size": 10**9}, "dp_size 1000000000; 1 to 1024"),
         ({"topic": "t" * 2000}, "topic of 2000 characters"),
+        ({"load_topic": "t" * 2000}, "load_topic of 2000 characters"),
+        ({"load_endpoint_port_base": 65_535, "dp_size": 2}, "2 ports from 65535 on"),
+        ({"load_endpoint_port_base": 0}, "load_endpoint_port_base 0; must be above 0"),
+        ({"load_endpoint_port_base": "7"}, "cannot be read"),
     ],
     ids=str,
 )
@@ -662,20 +666,22 @@ def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected
 # --- health ---------------------------------------------------------------------------------------
 
 
-async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_return() -> None:
+async def test_a_dead_replica_leaves_and_is_back_with_the_first_check_after_its_return() -> None:
     """Longer, and a restart of one replica costs its share of the traffic for nothing."""
-    interval_s = 0.5
-    async with setting(FAST.model_copy(update={"interval_s": interval_s})) as here:
+    async with setting() as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
+        checks = []
         for _ in range(3):
             await until(is_in(replica, ReplicaState.HEALTHY))
             await engine.stop()
             await until(is_in(replica, ReplicaState.UNHEALTHY))
             assert "no connection" in (replica.record.last_error or "")
             await engine.start()
-            took_s = await until(is_in(replica, ReplicaState.HEALTHY))
-            assert took_s < interval_s + 0.3, "and a little for this machine"
+            before = engine.asked["/health"]
+            await until(is_in(replica, ReplicaState.HEALTHY))
+            checks.append(engine.asked["/health"] - before)
+        assert min(checks) == 1, "on a busy machine a second one may come before we look"
         assert replica.record.times_unhealthy == 3
         assert replica.record.last_error is None
 
@@ -693,9 +699,16 @@ async def test_only_a_2xx_is_healthy(status: int) -> None:
         assert engine.asked["/v1/models"] == 0, "it is asked nothing else before it is well"
 
 
-async def test_a_hanging_replica_is_unhealthy_and_asked_by_one_check_at_a_time() -> None:
-    """Checks that pile up would be a load of their own on a server that is slow already."""
-    async with setting() as here:
+@pytest.mark.parametrize("interval_s", [0.25, 0.05])
+async def test_a_hanging_replica_is_unhealthy_and_asked_by_one_check_at_a_time(
+    interval_s: float,
+) -> None:
+    """Checks that pile up would be a load of their own on a server that is slow already; also where
+    the operator is more patient than the interval is long."""
+    health = HealthConfig(
+        interval_s=interval_s, timeout_s=FAST.timeout_s, unhealthy_after=FAST.unhealthy_after
+    )
+    async with setting(health) as here:
         engine = await here.engine()
         engine.hanging.add("/health")
         replica = here.add(engine, "r")
@@ -741,18 +754,18 @@ async def test_a_replica_that_requests_made_unhealthy_is_not_called_unresponsive
 
 async def test_one_bad_replica_does_not_slow_the_others() -> None:
     """Nor does a replica whose details hang delay its own checks."""
-    async with setting() as here:
+    patient = FAST.model_copy(update={"timeout_s": 600.0})  # a check that hangs outlasts the test
+    async with setting(patient) as here:
         dead, half_dead, well = [await here.engine() for _ in range(3)]
         dead.hanging.update(dead.responses)
         half_dead.hanging.update(["/v1/models", "/kv_event_sources", "/metrics"])
         for name, engine in (("dead", dead), ("half", half_dead), ("well", well)):
             here.add(engine, name)
         await until(lambda: well.asked["/health"] >= 1)
-        began, before = time.monotonic(), well.asked["/health"]
+        before = well.asked["/health"]
         await until(
             lambda: well.asked["/health"] >= before + 6 and half_dead.asked["/health"] >= before + 6
         )
-        assert time.monotonic() - began < 7 * FAST.interval_s + 0.5
         assert here.registry.get("half").state is ReplicaState.HEALTHY
         assert here.registry.get("well").sources
 
@@ -792,14 +805,13 @@ async def test_failed_requests_take_a_replica_out_before_its_next_check() -> Non
 async def test_a_failed_request_asks_for_a_check_soon() -> None:
     """Whether the replica is dead or one connection was unlucky is known in a moment, not in an
     interval."""
-    rare = FAST.model_copy(update={"interval_s": 4.0, "timeout_s": 1.0})
+    rare = FAST.model_copy(update={"interval_s": 600.0, "timeout_s": 600.0})
     async with setting(rare) as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(is_in(replica, ReplicaState.HEALTHY))
         here.registry.report_failure("r", "connection reset")
-        took_s = await until(lambda: engine.asked["/health"] == 2)
-        assert took_s < 2.0
+        await until(lambda: engine.asked["/health"] == 2)
         assert replica.record.failed_requests == 1
 
 
@@ -854,6 +866,43 @@ def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
 
 
 # --- the operator ---------------------------------------------------------------------------------
+
+
+def test_a_record_serves_requests_until_a_tenth_of_the_last_ones_failed() -> None:
+    """A retry to a replica that fails requests itself would be the beginning of a storm; and a
+    failure an hour ago says nothing."""
+    record = HealthRecord(unhealthy_after=100, healthy_after=1)
+    assert not record.serves_requests
+    record.check_passed()
+    for _ in range(3):
+        record.request_failed("closed")
+    assert record.serves_requests
+    record.request_failed("closed")
+    assert not record.serves_requests
+    for _ in range(28):
+        record.request_served()
+    assert not record.serves_requests
+    record.request_served()
+    assert record.serves_requests
+
+
+async def test_a_replica_is_at_ease_while_it_serves_and_nothing_waits_there() -> None:
+    """An engine with a queue, a full one and one that fails have no room for what failed
+    elsewhere."""
+    async with setting() as here:
+        engine = await here.engine()
+        here.registry.add(ReplicaConfig(url=engine.url, id="r", max_concurrent_requests=1))
+        await until(lambda: here.registry.get("r").engine_load)
+        assert not here.registry.is_at_ease("r")  # two requests wait in the engine
+        engine.respond("/metrics", METRICS.replace(b'waiting{engine="0"} 2', b"waiting 0"))
+        await until(lambda: here.registry.is_at_ease("r"))
+        with here.load.started("r", 1, 1):
+            assert not here.registry.is_at_ease("r")
+        for _ in range(4):
+            here.registry.get("r").record.request_failed("closed")
+            here.registry.get("r").record.check_passed()
+        assert not here.registry.is_at_ease("r")
+        assert not here.registry.is_at_ease("unknown")
 
 
 async def test_draining_overrules_health_and_ends_when_the_operator_says() -> None:
@@ -1095,7 +1144,7 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
     )
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
     await asked.wait()
-    async with timeout(5):
+    async with timeout(DEADLINE_S):
         await registry.close()
     assert replica.state is ReplicaState.STARTING
 

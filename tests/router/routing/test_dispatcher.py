@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import HealthConfig, ModelConfig, ReplicaConfig
-from router.errors import BadRequest, NoReplica, UnknownModel
+from router.errors import BadRequest, NoReplica, PromptTooLong, UnknownModel
 from router.index import SourceId
 from router.replicas import EventSource, Replica, ReplicaRegistry, ServedModels
 from router.replicas.load import LoadTracker
@@ -30,7 +30,8 @@ class Setting:
 
     def __init__(self) -> None:
         self.load = load = LoadTracker()
-        self.registry = ReplicaRegistry(_no_response, HealthConfig(), load)
+        self.now = 0.0
+        self.registry = ReplicaRegistry(_no_response, HealthConfig(), load, clock=lambda: self.now)
         self.models = ModelSet([ModelConfig(name="m", lora_adapters=("a",))], _no_tokens)
         self.holders: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str]] = []
@@ -337,6 +338,40 @@ def _undiscovered(setting: Setting) -> None:
     setting.add("r0").served = ServedModels()
 
 
+def _never_seen(setting: Setting) -> Replica:
+    """Add a replica that never answered, and has just been found unhealthy."""
+    replica = setting.registry.add(ReplicaConfig(url="http://127.0.0.1:99", id="dead"))
+    for _ in range(HealthConfig().unhealthy_after):
+        setting.registry.on_check(replica, "connection refused")
+    assert not replica.is_healthy
+    return replica
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])
+async def test_a_replica_that_has_been_dead_for_long_leaves_an_unknown_model_final(
+    setting: Setting, endpoint: Endpoint | None
+) -> None:
+    """503 is retried, and counts against the router's objective: a client's typo paged someone for
+    as long as any replica was down."""
+    setting.add("r0")
+    _never_seen(setting)
+    body = b'{"model": "other", "prompt": [1]}'
+    setting.now += HealthConfig().ready_wait_s
+    with pytest.raises(NoReplica, match="1 replicas have not reported"):
+        await setting.dispatcher.dispatch(endpoint, body)
+    setting.now += 1
+    with pytest.raises(UnknownModel):
+        await setting.dispatcher.dispatch(endpoint, body)
+
+
+async def test_no_model_is_unknown_while_nothing_is_known_of_any_replica(setting: Setting) -> None:
+    """A router that starts while its whole fleet is down must not tell clients to give up."""
+    _never_seen(setting)
+    setting.now += 10 * HealthConfig().ready_wait_s
+    with pytest.raises(NoReplica):
+        await setting.dispatcher.dispatch(None, b'{"model": "other"}')
+
+
 async def test_an_empty_ranking_says_why_when_a_replica_is_required(setting: Setting) -> None:
     """The reasons, counted, are what the client's 503 says."""
     setting.add("r0")
@@ -345,6 +380,42 @@ async def test_an_empty_ranking_says_why_when_a_replica_is_required(setting: Set
     assert list(decision.attempts()) == []
     with pytest.raises(NoReplica, match="1 draining"):
         decision.require_replica()
+
+
+def _takes(replica: Replica, length: int | None, owner: str = "vllm") -> None:
+    said = {} if length is None else {"max_model_len": length}
+    replica.model_entries = {"m": {"id": "m", "owned_by": owner, **said}}
+
+
+_FIVE = b'{"model": "m", "prompt": [1, 2, 3, 4, 5]}'
+
+
+async def test_a_prompt_that_is_longer_than_any_replica_takes_is_refused(setting: Setting) -> None:
+    """Every replica would refuse it, after it was hashed here and sent."""
+    for name, length in (("r0", 3), ("r1", 4)):
+        _takes(setting.add(name), length)
+    with pytest.raises(PromptTooLong, match="prompt: 5 tokens; this model takes at most 4"):
+        await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, _FIVE)
+    _takes(setting.registry.get("r1"), 5)
+    assert (await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, _FIVE)).prompt_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("length", "owner", "endpoint", "body"),
+    [
+        (None, "vllm", Endpoint.COMPLETIONS, _FIVE),
+        (3, "sglang", Endpoint.COMPLETIONS, _FIVE),
+        (3, "vllm", Endpoint.EMBEDDINGS, _FIVE.replace(b"prompt", b"input")),
+        (3, "vllm", Endpoint.COMPLETIONS, _FIVE[:-1] + b', "truncate_prompt_tokens": 3}'),
+    ],
+)
+async def test_what_some_engine_may_take_is_not_refused(
+    setting: Setting, length: int | None, owner: str, endpoint: Endpoint, body: bytes
+) -> None:
+    """One that does not report its length, that may cut or take prompts in pieces, or is told to
+    cut."""
+    _takes(setting.add("r0"), length, owner)
+    assert (await setting.dispatcher.dispatch(endpoint, body)).ranking
 
 
 async def test_a_body_that_cannot_be_read_is_a_bad_request(setting: Setting) -> None:

@@ -20,8 +20,9 @@ from router.index import Hit, PrefixIndex, SourceId, create_index
 from router.index.reference.index import ReferenceIndex
 from router.snapshots import FILE_NAME, SnapshotError, SnapshotKeeper
 from tests.support.blocks import FULL, Prefix
-from tests.support.following import QUICK, until
+from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher
+from tests.support.waiting import eventually
 
 A = SourceId("replica-a")
 PROMPT = list(range(1, 130))
@@ -58,7 +59,7 @@ class Router:
             found = self.feed.statistics()[A]
             return found.state.value == "live" and found.stream.last_seq == last_seq
 
-        await until(is_there, "it is live", show=lambda: self.feed.statistics()[A])
+        await eventually(is_there, "it is live", show=lambda: self.feed.statistics()[A])
 
 
 @asynccontextmanager

@@ -181,7 +181,8 @@ def test_text_that_is_no_text_is_named(
 
 
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    """The commonest mistake of all."""
-    for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ModelFilesError, match=r"tokenizer\.json: missing"):
-            read_model_files(directory)
+    """The commonest mistake of all; a model's name on a hub is no directory."""
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json: missing"):
+        read_model_files(tmp_path)
+    with pytest.raises(ModelFilesError, match="google/gemma: no such directory"):
+        read_model_files(tmp_path / "google/gemma")

@@ -20,7 +20,7 @@ from router.tokenize import (
 )
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.processes import PIECE_BYTES
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 
 def own_id(data: bytes) -> int:

@@ -41,7 +41,9 @@ from router.tokenize import (
     UntokenizableError,
     parse_request,
 )
+from router.tokenize.truncation import Ends, ends_of
 from tests.router.tokenize.bodies import bodies
+from tests.support.waiting import DEADLINE_S
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -371,16 +373,42 @@ async def test_more_ids_than_the_limit_are_not_taken_from_a_replica(replica: _Re
         await remote.tokenize(TextPrompt("the quick brown fox"), model=None, cache_salt=None)
 
 
-async def test_a_truncation_by_the_tokenizer_is_not_guessed_at(replica: _Replica) -> None:
-    """Which of a replica's ids are special tokens, that stay, cannot be seen from here."""
+async def test_a_truncation_by_the_tokenizer_leaves_the_special_tokens(replica: _Replica) -> None:
+    """Without a side the text gives way; which ids those tokens are, only the replica knows."""
     remote = RemoteTokenizer(replica.fetch)
     text = "the quick brown fox"
     whole = await remote.tokenize(TextPrompt(text), model=None, cache_salt=None)
     named = TextPrompt(text, truncation=Truncation(2, "left", counts_special_tokens=True))
     assert await remote.tokenize(named, model=None, cache_salt=None) == whole[-2:]
+    bare = await remote.tokenize(
+        TextPrompt(text, add_special_tokens=False), model=None, cache_salt=None
+    )
+    ends = ends_of(whole, bare)
+    assert ends is not None
     unnamed = TextPrompt(text, truncation=Truncation(2, "left", counts_special_tokens=False))
-    with pytest.raises(UntokenizableError, match="truncation"):
-        await remote.tokenize(unnamed, model=None, cache_salt=None)
+    room = 2 - len(ends.before) - len(ends.after)
+    expected = ends.around(bare[len(bare) - room :])
+    assert await remote.tokenize(unnamed, model=None, cache_salt=None) == expected
+
+
+@pytest.mark.parametrize(
+    ("whole", "bare", "ends"),
+    [
+        ([1, 5, 6, 2], [5, 6], ([1], [2])),
+        ([5, 6], [5, 6], ([], [])),
+        ([1, 5], [5], ([1], [])),
+        ([5, 5, 5], [5, 5], None),
+        ([1, 5, 6], [5, 7], None),
+        ([5], [5, 6], None),
+        ([9] * 40, [], None),
+    ],
+)
+def test_special_tokens_are_found_or_not_guessed_at(
+    whole: list[int], bare: list[int], ends: tuple[list[int], list[int]] | None
+) -> None:
+    """A prompt that is cut in the wrong place is predicted wrong."""
+    found = ends_of(array("I", whole), array("I", bare))
+    assert found == (None if ends is None else Ends(*(array("I", side) for side in ends)))
 
 
 async def test_images_are_not_sent_to_be_counted(replica: _Replica) -> None:
@@ -444,7 +472,7 @@ class _Gate:
 
     def __call__(self) -> datetime:
         self.is_reached = True
-        assert self._open.wait(timeout=30)
+        assert self._open.wait(timeout=DEADLINE_S)
         return datetime(2024, 7, 26)
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def test_without_the_extra_the_router_says_what_to_install(monkeypatch: pytest.M
     """It does not start without traces that were asked for."""
     monkeypatch.setitem(sys.modules, "router.tracing.otel", None)
     config = RouterConfig.from_yaml("observability: {tracing: {enabled: true}}", {})
-    with pytest.raises(ConfigError, match=r"needs the extra otel: pip install 'kvroute\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"needs the extra otel: pip install '\.\[otel\]'"):
         RouterService(config)
 
 

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,17 +37,12 @@ from router.upstream import (
 )
 from router.upstream.connection import HttpConnection
 from router.upstream.turns import MAX_TURN_S, LoopTurns
-from tests.router.raw_http import (
-    RawConnection,
-    answer,
-    answering,
-    eventually,
-    full_listener,
-    raw_server,
-)
+from tests.router.raw_http import RawConnection, answer, answering, full_listener, raw_server
 from tests.support.late_loop import LateLoop
+from tests.support.waiting import eventually
 
-PATIENT = Timeouts(connect_s=5, first_byte_s=5, idle_s=5)
+PATIENT = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)
+"""Longer than any test waits: what ends in time has ended for another reason."""
 HASTY = Timeouts(connect_s=0.1, first_byte_s=0.1, idle_s=0.1)
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -280,6 +274,33 @@ async def test_a_body_may_end_with_the_connection(client: UpstreamClient, head: 
         assert server.accepted == 2
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: Chunked\r\n\r\n5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 6\r\n\r\nhello",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 6\r\n\r\nhello",
+    ],
+)
+async def test_a_body_that_marks_its_end_is_cut_where_the_connection_ends_before(
+    client: UpstreamClient, raw: bytes
+) -> None:
+    """Also where the server has said that it will close: half a response must not pass for a
+    whole one."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(raw)
+
+    async with raw_server(handle) as server:
+        response = await post(client, server.origin)
+        assert await response.read_chunk() == b"hello"
+        with pytest.raises(ResponseBroken):
+            await response.read_chunk()
+        assert not response.complete
+
+
 async def test_headers_come_as_they_are_with_names_in_lower_case(client: UpstreamClient) -> None:
     """Values, order and duplicates are the replica's business."""
     raw = (
@@ -457,12 +478,10 @@ async def test_a_server_that_hangs_up_on_accepting_is_noticed_at_once(
         connection.reset()
 
     async with raw_server(handle) as server:
-        started = time.monotonic()
         results = await asyncio.gather(
             *(post(client, server.origin) for _ in range(100)), return_exceptions=True
         )
         assert {type(result) for result in results} <= {ClosedBeforeResponse, ConnectFailed}
-        assert time.monotonic() - started < PATIENT.first_byte_s
 
 
 async def test_a_close_before_any_byte_says_that_none_was_received(client: UpstreamClient) -> None:
@@ -722,11 +741,8 @@ async def test_a_name_that_is_looked_up_already_is_not_looked_up_again(
 
 async def test_a_connection_that_does_not_come_about_is_given_up(client: UpstreamClient) -> None:
     """A host that drops packets must cost connect_s, not minutes."""
-    with full_listener() as origin:
-        started = time.monotonic()
-        with pytest.raises(ConnectTimeout, match=r"0\.1 s"):
-            await post(client, origin, timeouts=HASTY)
-        assert time.monotonic() - started < 1
+    with full_listener() as origin, pytest.raises(ConnectTimeout, match=r"0\.1 s"):
+        await post(client, origin, timeouts=HASTY)
     assert client.statistics().connections == 0
 
 
@@ -773,12 +789,12 @@ async def test_a_slow_but_steady_body_outlives_the_idle_timeout(client: Upstream
         await connection.send(CHUNKED)
         for _ in range(10):
             await connection.send_chunk(b"a")
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.15)
         await connection.send_chunk(b"")
 
     async with raw_server(handle) as server:
         assert (
-            await read_all(await post(client, server.origin, timeouts=Timeouts(1, 0.2, 0.2)))
+            await read_all(await post(client, server.origin, timeouts=Timeouts(600, 600, 1)))
             == b"a" * 10
         )
 
@@ -793,9 +809,9 @@ async def test_a_reader_that_pauses_is_not_taken_for_a_silent_server(
         await connection.send(answer(b"x" * 5_000_000))
 
     async with raw_server(handle) as server:
-        response = await post(client, server.origin, timeouts=HASTY)
+        response = await post(client, server.origin, timeouts=Timeouts(600, 600, 1))
         first = await response.read_chunk()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)
         assert first is not None
         assert len(first) + len(await read_all(response)) == 5_000_000
 
@@ -851,9 +867,7 @@ async def test_cancelling_a_send_closes_the_connection(client: UpstreamClient) -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(
-            lambda: server.closed == 1, "the server sees the connection closed", within_s=1
-        )
+        await eventually(lambda: server.closed == 1, "the server sees the connection closed")
     assert client.statistics().active == 0
 
 
@@ -965,10 +979,8 @@ async def test_fetch_ends_in_time_however_slowly_the_body_trickles(client: Upstr
             await asyncio.sleep(0.05)
 
     async with raw_server(handle) as server:
-        started = time.monotonic()
         with pytest.raises(UpstreamError, match="not complete"):
             await client.fetch(server.origin, b"GET", b"/metrics", b"", HASTY, max_bytes=100_000)
-        assert time.monotonic() - started < 1
         await eventually(lambda: server.closed == 1, "the server sees the connection closed")
 
 

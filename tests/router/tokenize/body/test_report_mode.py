@@ -39,6 +39,22 @@ def test_the_key_is_taken_out_however_it_is_spelled(name: bytes, arguments: byte
 
 
 @pytest.mark.parametrize(
+    "sampling",
+    [
+        b'{"extra_args": {"kv_cache_report_mode": "full"}}',
+        b'{"\\u0065xtra_args": {"kv_cache_report_\\u006dode": "full"}}',
+        b'{"extra_args": {}, "extra_args": {"kv_cache_report_mode": "full"}}',
+        b'{"extra_args": {"kv_cache_report_mode": "full"}, "extra_args": {}}',
+    ],
+)
+def test_the_key_is_taken_out_of_sampling_parameters(sampling: bytes) -> None:
+    """vLLM's /inference/v1/generate takes them as the engine has them."""
+    body = b'{"token_ids": [1], "sampling_params": ' + sampling + b"}"
+    stripped = strip_report_mode(body, parse_request(Endpoint.GENERATE, body))
+    assert json.loads(stripped) == {"token_ids": [1], "sampling_params": {"extra_args": {}}}
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         [b"{}", b'{"kv_cache_report_mode": "full"}'],

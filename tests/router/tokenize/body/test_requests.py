@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +27,7 @@ from router.tokenize import (
     parse_request,
     read_request,
 )
+from router.tokenize.body.requests import read_model
 from tests.router.tokenize.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
@@ -577,7 +579,11 @@ def test_route_refuses_what_it_cannot_place(body: object) -> None:
             {"truncate_prompt_tokens": 5, "truncation_side": "right"},
             Truncation(5, "right", True),
         ),
-        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": -1}, None),
+        (
+            Endpoint.COMPLETIONS,
+            {"truncate_prompt_tokens": -1},
+            Truncation(-1, "left", counts_special_tokens=False),
+        ),
         (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": None}, None),
     ],
 )
@@ -626,3 +632,82 @@ def test_a_call_joins_those_of_the_message_before_it() -> None:
     with pytest.raises(RequestBodyError, match=r"tool_calls.*must be a list") as error:
         _parse(Endpoint.RESPONSES, {"input": items})
     assert "secret" not in str(error.value)
+
+
+# --- vLLM's own endpoints -------------------------------------------------------------------------
+
+
+def test_each_conversation_of_a_batch_is_a_prompt_of_its_own() -> None:
+    """vLLM computes them side by side; what stands beside `messages` is for all of them."""
+    body = {"messages": [[_USER], [_USER, _USER]], "chat_template_kwargs": {"a": 1}, "model": "m"}
+    spec = _parse(Endpoint.CHAT_BATCH, body)
+    chats = [prompt for prompt in spec.prompts if isinstance(prompt, ChatPrompt)]
+    assert [list(chat.messages) for chat in chats] == [[_USER], [_USER, _USER]]
+    assert [chat.template_arguments for chat in chats] == [{"a": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        (None, "$.messages"),
+        ([], "$.messages"),
+        ([_USER], "$.messages[0]"),
+        ([[_USER], []], "$.messages"),
+        ([[_USER]] * 9, "$.messages"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(messages: Any, place: str) -> None:
+    """A chat sent to the wrong path, and more conversations than a batch may hold."""
+    limits = PromptLimits(max_prompts=8)
+    body = json.dumps({"messages": messages}).encode()
+    with pytest.raises(RequestBodyError) as error:
+        parse_request(Endpoint.CHAT_BATCH, body, limits=limits)
+    assert error.value.place == place
+
+
+@pytest.mark.parametrize("size", [4, 2000])
+def test_token_ids_to_go_on_from_are_read_as_they_are(size: int) -> None:
+    """The engine computes exactly them; all else of the request is beside or in the parameters."""
+    ids = list(range(size))
+    sampling = {"n": 3, "prompt_logprobs": 1, "max_tokens": 5}
+    body = {"sampling_params": sampling, "token_ids": ids, "cache_salt": "s", "stream": True}
+    spec = _parse(Endpoint.GENERATE, body)
+    assert spec.prompts == (TokenPrompt(array("I", ids)),)
+    assert (spec.choices, spec.reads_cache, spec.cache_salt, spec.stream) == (3, False, "s", True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "prompt"),
+    [
+        (
+            {"features": {"mm_placeholders": {"image": [{"offset": 3, "length": 1}]}}},
+            TokenPrompt(array("I", [1, 2, 3]), is_prefix=True),
+        ),
+        ({"features": {"mm_placeholders": {"image": [{"offset": "x"}]}}}, OpaquePrompt("media")),
+        ({"features": {"mm_hashes": {}}}, OpaquePrompt("media")),
+        ({"content_parts": [{"type": "image_url"}]}, OpaquePrompt("media")),
+        ({"features": None, "content_parts": []}, TokenPrompt(array("I", [1, 2, 3, 4]))),
+    ],
+)
+def test_ids_are_certain_up_to_the_first_medium(extra: dict[str, Any], prompt: Any) -> None:
+    """Blocks with a medium have its hash in theirs, and parts put their own ids in."""
+    body = {"token_ids": [1, 2, 3, 4], "sampling_params": {}, **extra}
+    assert _parse(Endpoint.GENERATE, body).prompts == (prompt,)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**22, 1e30, "9" * 23])
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.EMBEDDINGS, None])
+def test_a_priority_above_64_bits_is_refused(endpoint: Endpoint | None, value: object) -> None:
+    """vLLM up to 0.32 answers it with 500, which looks like a failing replica."""
+    body = json.dumps({"prompt": "a", "input": "a", "priority": value}).encode()
+    with pytest.raises(RequestBodyError, match=r"\$\.priority: .*64 bits"):
+        read_model(body) if endpoint is None else parse_request(endpoint, body)
+
+
+@pytest.mark.parametrize("value", [0, -5, 2**63 - 1, -(2**63), 1.5, "7", "high", None, [1]])
+def test_other_priorities_are_the_engines_to_judge(value: object) -> None:
+    """One may read what another refuses."""
+    body = json.dumps({"prompt": "a", "priority": value}).encode()
+    assert parse_request(Endpoint.COMPLETIONS, body).has_priority
+    assert read_model(body) == (None, None)
+    assert read_model(body, drops_priority=True) == (None, b'{"prompt": "a"}')

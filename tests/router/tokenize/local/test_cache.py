@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from array import array
 
 from hypothesis import given
@@ -68,6 +70,26 @@ def test_what_is_used_again_and_again_takes_its_place_once() -> None:
     for _ in range(1000):
         cache.get_all([(None, "system")])
     assert cache.statistics().held_bytes < 6000
+
+
+def test_what_is_counted_is_what_it_costs() -> None:
+    """A text that was used again was kept twice and counted once: 256 MB of cache cost 380."""
+    cache, texts = SegmentCache(2_000_000), 200
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for turn in range(20):
+        for number in range(texts):
+            key = None, f"{number} {'text ' * 400}"
+            if cache.get_all([key]) == [None]:
+                cache.put(key, array("I", range(500)))
+        for number in range(texts):
+            cache.put((None, f"{turn} {number} {'once ' * 200}"), array("I", range(250)))
+    gc.collect()
+    allocated = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    ids = sum(slab.used for slab in cache._slabs)
+    assert 0.8 * cache.statistics().held_bytes < allocated + ids < 1.1 * 2_000_000
 
 
 def test_one_huge_segment_does_not_empty_the_cache() -> None:

@@ -1,4 +1,5 @@
-"""A body with another model's name is the same body otherwise, byte for byte."""
+"""A body with another model's name, or without a field, is the same body otherwise, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.tokenize import with_model
+from router.tokenize.body.splicing import without_field
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -55,3 +57,40 @@ def test_what_it_looks_like(body: bytes, expected: bytes | None) -> None:
 def test_a_name_is_written_as_json() -> None:
     """An operator chose it; it may need escapes."""
     assert with_model(b'{"model": "a"}', 'q"\n') == b'{"model": "q\\"\\n"}'
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["priority", "a", "b"]), VALUES), max_size=6),
+    SPACES,
+    st.booleans(),
+)
+def test_a_field_is_taken_out_and_nothing_else(
+    members: list[tuple[str, Any]], space: str, escapes: bool
+) -> None:
+    """Wherever it stands, however often, and with any whitespace around it."""
+    written = [
+        f"{json.dumps(name)}{space}:{space}{json.dumps(value, ensure_ascii=escapes)}{space}"
+        for name, value in members
+    ]
+    body = f"{space}{{{space}{f',{space}'.join(written)}}}{space}"
+    left = without_field(body.encode("utf-8", "surrogatepass"), "priority")
+    found = json.loads(left.decode("utf-8", "surrogatepass"), object_pairs_hook=list)
+    kept = [(name, value) for name, value in members if name != "priority"]
+    assert [name for name, _ in found] == [name for name, _ in kept]
+    assert dict(json.loads(left.decode("utf-8", "surrogatepass"))) == dict(kept)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"priority":1,"prompt":"a"}', b'{"prompt":"a"}'),
+        (b'{"prompt": "a", "priority": -1 }', b'{"prompt": "a"}'),
+        (b'{"priority": 1}', b"{}"),
+        (b'{"priority": 1, "priority": 2}', b"{}"),
+        (b'{"a": [1,  2], "pri\\u006frity": "5", "b": 1.50}', b'{"a": [1,  2],  "b": 1.50}'),
+        (b'{"x": {"priority": 1}, "y": ["priority"]}', None),
+    ],
+)
+def test_what_is_left_looks_as_before(body: bytes, expected: bytes | None) -> None:
+    """Spaces, numbers and escapes of the others stay: an engine reads what its client wrote."""
+    assert without_field(body, "priority") == (body if expected is None else expected)

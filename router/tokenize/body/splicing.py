@@ -1,11 +1,12 @@
-"""Another model's name in a JSON body. All other bytes stay: the body is neither decoded nor
-encoded again, whatever it holds."""
+"""Fields of a JSON body, replaced or taken out. All other bytes stay: the body is neither decoded
+nor encoded again, whatever it holds."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +14,14 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _MARK = re.compile(rb'["\[\]{}]')
 _END = re.compile(rb"[,}]")
-_MODEL = b'"model"'
+
+
+class _Member(NamedTuple):
+    """One field of an object: where its name begins, and where its value begins and ends."""
+
+    name_start: int
+    value_start: int
+    value_end: int
 
 
 def with_model(body: bytes, name: str) -> bytes:
@@ -27,28 +35,45 @@ def with_model(body: bytes, name: str) -> bytes:
     """
     replacement = msgspec.json.encode(name)
     pieces, at = [], 0
-    for start, end in _spans(body):
+    for _, start, end in _members(body, "model"):
         pieces += [body[at:start], replacement]
         at = end
     return b"".join([*pieces, body[at:]]) if pieces else body
 
 
-def _spans(body: bytes) -> Iterator[tuple[int, int]]:
-    """Where the values of `model` begin and end, of the outermost object."""
+def without_field(body: bytes, name: str) -> bytes:
+    """Return the body without a field, however often it is there; the same object if it is not.
+
+    Args:
+        body: A JSON object that was parsed before.
+        name: Of the field.
+    """
+    pieces, at, is_last = [], 0, False
+    for start, _, end in _members(body, name):
+        pieces.append(body[at:start])
+        comma = _skip_space(body, end)
+        is_last = body[comma : comma + 1] != b","
+        at = end if is_last else comma + 1
+    if not pieces:
+        return body
+    kept = b"".join(pieces)
+    return (kept.rstrip().removesuffix(b",") if is_last else kept) + body[at:]
+
+
+def _members(body: bytes, name: str) -> Iterator[_Member]:
+    """Where a field of the outermost object stands."""
+    plain = b'"%b"' % name.encode()
     at = body.find(b"{") + 1
     while at:
-        key = _STRING.match(body, _skip_space(body, at))
+        at = _skip_space(body, at)
+        key = _STRING.match(body, at)
         if key is None:
             return
         start = _skip_space(body, _skip_space(body, key.end()) + 1)
         end = _value_end(body, start)
-        if _is_model(key[0]):
-            yield start, end
+        if key[0] == plain or (b"\\" in key[0] and json.loads(key[0]) == name):
+            yield _Member(at, start, end)
         at = body.find(b",", end) + 1
-
-
-def _is_model(key: bytes) -> bool:
-    return key == _MODEL or (b"\\" in key and json.loads(key) == "model")
 
 
 def _skip_space(body: bytes, at: int) -> int:

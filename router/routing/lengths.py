@@ -1,0 +1,69 @@
+"""How long a prompt may be, as the replicas of a model report it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from router.errors import PromptTooLong
+from router.replicas import Replica
+from router.tokenize import Endpoint, TokenizedPrompt
+
+_MAY_CUT = frozenset({Endpoint.EMBEDDINGS, Endpoint.ROUTE})
+"""Where engines may take a longer prompt in pieces, or nothing is sent."""
+_CUTS = "sglang"
+"""Owner of the models of an engine that has an option to cut instead of refusing."""
+
+
+def common_length(replicas: Iterable[Replica], name: str | None) -> int | None:
+    """How many tokens a model takes; None where the replicas do not report it, or not the same.
+
+    Args:
+        replicas: Those that serve it.
+        name: What a request calls it.
+    """
+    lengths = {entry.get("max_model_len") for entry in _entries(replicas, name)}
+    length = lengths.pop() if len(lengths) == 1 else None
+    return length if type(length) is int and length > 0 else None
+
+
+def check_length(
+    endpoint: Endpoint,
+    tokenized: Sequence[TokenizedPrompt],
+    replicas: Iterable[Replica],
+    name: str | None,
+) -> None:
+    """Refuse what every replica would refuse, before it is hashed and sent.
+
+    Only what is certain: all token ids are known, all replicas report a length, and none cuts.
+
+    Args:
+        endpoint: Of the request.
+        tokenized: Its prompts, as they would be sent.
+        replicas: Those that serve the model.
+        name: What the request calls it.
+    Raises:
+        PromptTooLong: One of the prompts is longer than any of *replicas* takes.
+    """
+    tokens = max((len(prompt.token_ids) for prompt in tokenized if prompt.exact), default=0)
+    if endpoint in _MAY_CUT or not tokens:
+        return
+    longest = 0
+    for entry in _entries(replicas, name):
+        length = entry.get("max_model_len")
+        if type(length) is not int or length < 1 or entry.get("owned_by") == _CUTS:
+            return
+        longest = max(longest, length)
+    if 0 < longest < tokens:
+        raise PromptTooLong(tokens, longest)
+
+
+def _entries(replicas: Iterable[Replica], name: str | None) -> Iterable[dict[str, object]]:
+    """What each replica says of the model; an empty entry of one that says nothing."""
+    for replica in replicas:
+        served = replica.served.models
+        found = [
+            entry
+            for entry_name, entry in replica.model_entries.items()
+            if entry_name == name or entry_name in served
+        ]
+        yield from found or [{}]
