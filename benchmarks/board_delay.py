@@ -20,9 +20,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from benchmarks.figures import report
 from tests.support.engine_stub import EngineStub, after
-from tests.support.http_client import HttpClient, ask, connect, eventually
+from tests.support.http_client import HttpClient, ask, connect
 from tests.support.router_process import RouterProcess, router_process
 from tests.support.valkey_server import ValkeyServer
+from tests.support.waiting import eventually
 
 _WORKERS = 2
 _CONNECTIONS = 12

@@ -37,6 +37,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.stalls", "--megabytes", "4", "--repeats", "3"),
     ("benchmarks.text_path", "--requests", "6000", "--slices", "3"),
+    ("benchmarks.text_cache",),
     ("benchmarks.request_cost", "--batches", "20"),
     ("benchmarks.workers", "--rounds", "2"),
     ("benchmarks.board_delay",),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvevents.events import EventBatch
+from router.steering import NO_HINTS, Hints
 
 
 class Account(Protocol):
@@ -33,6 +34,8 @@ class Routed(NamedTuple):
     expected_tokens: int
     """The same when the engine admits it; those cached now where a router does not look ahead."""
     account: Account
+    hints: Hints = NO_HINTS
+    """What the engine is told to keep."""
 
 
 class Router(Protocol):
@@ -55,11 +58,14 @@ class Router(Protocol):
         """
         ...
 
-    def route(self, session: str, token_ids: Sequence[int]) -> Routed:
+    def route(
+        self, session: str, token_ids: Sequence[int], message_ends: Sequence[int] = ()
+    ) -> Routed:
         """Decide where a request goes.
 
         Args:
             session: What the client calls its conversation.
             token_ids: The prompt.
+            message_ends: Where its messages end that other sessions may share, in tokens.
         """
         ...

@@ -11,7 +11,7 @@ from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
-from router.index import SourceId, create_index
+from router.index import HashedPrompt, PrefixIndex, SourceId, choose_index
 from router.mirror import Mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -20,11 +20,14 @@ from router.replicas.replica import Replica
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
+from router.steering import NO_HINTS, Hints, Steering
 
 MODEL = "simulated"
 LEAST_DELAY = "least_delay"
 POLICIES = (
     LEAST_DELAY,
+    f"{LEAST_DELAY}, learned",
+    f"{LEAST_DELAY}, told",
     "prefix",
     *BLIND_INDEXES,
     "session",
@@ -32,7 +35,8 @@ POLICIES = (
     "round_robin",
     "random",
 )
-"""The router's own; those over a blind index are `prefix`."""
+"""The router's own; those over a blind index are `prefix`. Engines are told what to keep where the
+fleet has seen prompts part (learned), and at the ends of messages besides (told)."""
 
 
 class SimulatedRouter:
@@ -49,7 +53,10 @@ class SimulatedRouter:
     ) -> None:
         self._clock = clock
         self._cache_blocks = cache_blocks
-        self.index = BLIND_INDEXES.get(policy, create_index)()
+        policy, _, told = policy.partition(", ")
+        self._steering = Steering() if told else None
+        self._knows_ends = told == "told"
+        self.index = BLIND_INDEXES.get(policy, _index)()
         self.load = LoadTracker()
         self._replicas = [_healthy(replica_id) for replica_id in replica_ids]
         misjudgment = Misjudgment("prefix" if policy in BLIND_INDEXES else policy)
@@ -80,7 +87,9 @@ class SimulatedRouter:
             self._clock(),
         )
 
-    def route(self, session: str, token_ids: Sequence[int]) -> Routed:
+    def route(
+        self, session: str, token_ids: Sequence[int], message_ends: Sequence[int] = ()
+    ) -> Routed:
         """Decide where a request goes; its share of the load counts from now on."""
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
@@ -92,7 +101,26 @@ class SimulatedRouter:
         visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen)
         in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
         expected = chosen.cached_tokens if visit is None else visit.expected_tokens
-        return Routed(chosen.replica_id, chosen.cached_tokens, expected, in_flight)
+        return Routed(
+            chosen.replica_id,
+            chosen.cached_tokens,
+            expected,
+            in_flight,
+            self._hints(prompts[0], token_ids, message_ends),
+        )
+
+    def _hints(
+        self, prompt: HashedPrompt, token_ids: Sequence[int], message_ends: Sequence[int]
+    ) -> Hints:
+        if self._steering is None:
+            return NO_HINTS
+        ends = message_ends if self._knows_ends else ()
+        return self._steering.hints(prompt.prefix_keys(RECENT_STEP), token_ids, ends)
+
+
+def _index() -> PrefixIndex:
+    # Homes are drawn from the keys: with a secret of its own each run would draw others.
+    return choose_index().create(secret=b"simulation")
 
 
 def _healthy(replica_id: str) -> Replica:

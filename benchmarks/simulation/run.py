@@ -122,7 +122,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         tokens = self._workload.prompt(arrival)
         router = self.routers[len(self._records) % len(self.routers)]
-        routed = router.route(arrival.session, tokens)
+        routed = router.route(arrival.session, tokens, self._workload.shared_ends(arrival))
         known = min(self._seen.add(tokens), len(tokens) - 1)
         record = RequestRecord(
             arrival.request_id,
@@ -138,7 +138,11 @@ class Simulation:
         self._records.append(record)
         self._open[arrival.request_id] = _Served(arrival, record, routed.account, tokens)
         sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
-        self.replicas[routed.replica_id].add(EngineRequest(arrival.request_id, tokens, sampling))
+        keep, keep_end = routed.hints
+        told = {"kvroute": {"keep": list(keep), "keep_end": keep_end}}
+        self.replicas[routed.replica_id].add(
+            EngineRequest(arrival.request_id, tokens, sampling, kv_transfer_params=told)
+        )
 
     def _take_outputs(self, outputs: Sequence[StepOutput], step_s: float) -> None:
         for output in outputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -144,6 +145,10 @@ class Sessions:
                 _say(opened, turn.message_tokens + turn.answer_tokens)
         _say(opened, opened.session.turns[opened.turn].message_tokens)
         return list(opened.said)
+
+    def shared_ends(self, arrival: Arrival) -> Sequence[int]:
+        """See `Workload`."""
+        return list(accumulate(map(len, self._open[arrival.place].session.head)))
 
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> Arrival | None:
         """See `Workload`."""

@@ -59,6 +59,8 @@ class Situation:
     rate: float
     """In multiples of what the replicas could serve without any reuse."""
     layout: str = "gptoss"
+    retention_interval: int | None = 0
+    """Which windows and states engines keep: the default is vLLM's; None: all (dense)."""
     replicas: int = 8
     variation: float = 2.0
     """Of the times between the beginnings of sessions."""
@@ -70,7 +72,10 @@ class Situation:
 
     def replica(self) -> ReplicaConfig:
         """Each of its replicas."""
-        config = replica_config(self.layout, self.cache_tokens)
+        config = replace(
+            replica_config(self.layout, self.cache_tokens),
+            retention_interval=self.retention_interval,
+        )
         return with_memory_tier(config, self.memory_tier) if self.memory_tier else config
 
     def make_workload(self, seed: int, trace: Path | None = None) -> Workload:
@@ -143,9 +148,17 @@ SITUATIONS: dict[str, Situation] = {
     "chats, gemma": replace(_CHATS, layout="gemma"),
     "chats, llama4": replace(_CHATS, layout="llama4"),
     "chats, mamba-hybrid": replace(_CHATS, layout="mamba-hybrid"),
-    "documents, full": replace(_DOCUMENTS, layout="full"),
-    "documents, gemma": replace(_DOCUMENTS, layout="gemma"),
-    "documents, mamba-hybrid": replace(_DOCUMENTS, layout="mamba-hybrid"),
+    **{
+        f"{name}, {layout}": replace(situation, layout=layout)
+        for layout in ("full", "gemma", "mamba-hybrid")
+        for name, situation in (
+            ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
+            ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
+            ("mixed", _MIXED),
+        )
+    },
+    "chats, dense": replace(_CHATS, retention_interval=None),
+    "documents, busy, dense": replace(_DOCUMENTS, rate=1.8, retention_interval=None),
     "chats, Poisson": replace(_CHATS, variation=1.0),
     "chats, bursts": replace(_CHATS, variation=4.0),
     "chats, early events": replace(_CHATS, event_delay_s=0.001),

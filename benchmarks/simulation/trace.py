@@ -67,6 +67,10 @@ class RecordedTrace:
         tokens = [token for hash_id in row["hash_ids"] for token in tokens_of(hash_id)]
         return tokens[: row["input_length"]]
 
+    def shared_ends(self, arrival: Arrival) -> Sequence[int]:  # noqa: ARG002
+        """See `Workload`: what was recorded knows no messages."""
+        return ()
+
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> None:  # noqa: ARG002
         """See `Workload`: the times were recorded."""
         return

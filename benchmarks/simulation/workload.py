@@ -47,6 +47,15 @@ class Workload(Protocol):
         """The tokens of a request; called when it arrives."""
         ...
 
+    def shared_ends(self, arrival: Arrival) -> Sequence[int]:
+        """Lengths at which a message of the prompt ends that other sessions may share, as a chat
+        template tells: those before the first response.
+
+        Args:
+            arrival: Of a request whose prompt was asked for.
+        """
+        ...
+
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> Arrival | None:
         """The request that follows the response to this one, if any."""
         ...

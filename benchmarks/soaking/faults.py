@@ -18,7 +18,7 @@ from random import Random
 from benchmarks.soaking.clients import Fate, Sent
 from benchmarks.soaking.fleet import Fleet, Replica, Router
 from benchmarks.soaking.links import Line
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 _WITHDRAWN_S = 1.0
 """How long a balancer takes to notice: a `preStop` hook sleeps for so long."""

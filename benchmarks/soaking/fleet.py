@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.soaking.links import Balancer, Link
 from tests.support.engine_process import EngineProcess, simulated
-from tests.support.http_client import eventually
 from tests.support.router_process import Metrics, RouterProcess
 from tests.support.valkey_server import ValkeyServer
 from tests.support.vllm_publisher import free_port
+from tests.support.waiting import eventually
 
 PRESETS = ("full", "gemma", "gptoss", "mamba-hybrid")
 _STARTS = 3

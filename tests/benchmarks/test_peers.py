@@ -84,7 +84,6 @@ def test_each_row_runs_without_peers() -> None:
         [*command, *rows.split(), *sizes.split(), *more.split()],
         check=True,
         capture_output=True,
-        timeout=300,
         text=True,
     )
     figures = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -99,7 +98,7 @@ def test_requests_and_streams_are_measured_with_and_without_events() -> None:
     sizes = "--sources 2 --blocks-per-second 3000 --blocks-per-event 8 --streams 2"
     command = [sys.executable, "-m", "benchmarks.under_events", "--rounds", "1"]
     done = subprocess.run(
-        [*command, "--seconds", "0.3", *sizes.split()], check=True, capture_output=True, timeout=300
+        [*command, "--seconds", "0.3", *sizes.split()], check=True, capture_output=True
     )
     requests, streams = map(json.loads, done.stdout.splitlines())
     assert (requests["of"], streams["of"]) == ("requests", "streams")

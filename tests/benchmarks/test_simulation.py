@@ -7,7 +7,7 @@ import gzip
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -270,6 +270,7 @@ def test_with_one_replica_all_policies_are_the_same(rate: float) -> None:
     ttfts = [
         [record.ttft_s for record in simulate(policy, replicas=1, rate=rate).outcome.records]
         for policy in POLICIES
+        if ", " not in policy  # told what to keep, an engine reuses more
     ]
     assert all(other == ttfts[0] for other in ttfts)
 
@@ -321,26 +322,43 @@ def test_the_group_blind_index_is_wrong_on_hybrid_layouts(layout: str) -> None:
 
 
 def test_prefix_routing_reuses_more_than_round_robin() -> None:
-    """It must gain at least this much."""
+    """A fifth more in this workload, which shares little; less would be chance."""
     reused = {
         policy: simulate(policy).outcome.figures()["reused_tokens"]
         for policy in ("prefix", "round_robin")
     }
-    assert reused["prefix"] > reused["round_robin"]
+    assert reused["prefix"] > 1.2 * reused["round_robin"]
 
 
 def test_exact_hits_reuse_more_and_respond_sooner_than_group_blind_ones() -> None:
-    """This is the headline: compared with the same policy over indexes that ignore groups, and with
-    round robin."""
-    found = {}
-    for policy in ("prefix", "group_blind", "round_robin"):
-        plan = Questions(documents=20, document_tokens=(800, 2500), answer_tokens=(2, 12))
-        workload = Sessions(plan, 2.0, 120.0, 1.0, 0)
-        setting = Setting(policy, 3, replica_config("gptoss", 8000))
-        found[policy] = Simulation(setting, workload).run().figures()
+    """Where engines keep all windows: compared with the same policy over indexes that ignore
+    groups, and with round robin."""
+    found = {
+        policy: _questions(policy, retention_interval=None)
+        for policy in ("prefix", "group_blind", "round_robin")
+    }
     for other in ("group_blind", "round_robin"):
         assert found["prefix"]["reused_tokens"] > 1.05 * found[other]["reused_tokens"]
         assert found["prefix"]["ttft_mean_ms"] < 0.95 * found[other]["ttft_mean_ms"]
+
+
+def test_on_default_engines_it_is_what_they_are_told_to_keep_that_pays() -> None:
+    """This is the headline: windows are kept where the router has seen, or expects, prompts to
+    part. Without it exact knowledge must not lose to a blind index."""
+    told, plain, blind = (
+        _questions(policy, retention_interval=0)
+        for policy in ("least_delay, learned", "least_delay", "group_blind_any_copy")
+    )
+    assert told["reused_tokens"] > 1.1 * blind["reused_tokens"]
+    assert told["ttft_mean_ms"] < 0.8 * blind["ttft_mean_ms"]
+    assert plain["ttft_mean_ms"] < 1.05 * blind["ttft_mean_ms"]
+
+
+def _questions(policy: str, retention_interval: int | None) -> dict[str, float]:
+    plan = Questions(documents=20, document_tokens=(800, 2500), answer_tokens=(2, 12))
+    workload = Sessions(plan, 2.0, 120.0, 1.0, 0)
+    replica = replace(replica_config("gptoss", 8000), retention_interval=retention_interval)
+    return Simulation(Setting(policy, 3, replica), workload).run().figures()
 
 
 def test_a_memory_tier_brings_back_what_the_gpu_lost() -> None:

@@ -99,7 +99,12 @@ class Opponent(ABC):
         self.loads[replica_id].waiting = waiting
         self.loads[replica_id].usage = usage or 0.0
 
-    def route(self, session: str, token_ids: Sequence[int]) -> Routed:  # noqa: ARG002
+    def route(
+        self,
+        session: str,  # noqa: ARG002
+        token_ids: Sequence[int],
+        message_ends: Sequence[int] = (),  # noqa: ARG002
+    ) -> Routed:
         """See `Router`."""
         hits = self.hits(token_ids)
         chosen = self.choose(len(token_ids), hits)
