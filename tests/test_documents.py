@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin
@@ -28,8 +27,8 @@ from router.feed import Feed
 from router.index import Hit, PrefixIndex, SourceId, create_index
 from router.serve import RouterApp
 from router.service import RouterService
-from tests.support.following import QUICK, until
-from tests.support.vllm_publisher import free_port
+from tests.support.following import QUICK
+from tests.support.waiting import DEADLINE_S, eventually
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
@@ -161,55 +160,20 @@ def test_event_configurations_on_engines_command_lines_are_json(name: str) -> No
         )
 
 
+def test_kvroute_is_installed_from_its_checkout() -> None:
+    """No package index has it yet, and one that has the name some day may have somebody else's."""
+    sources = [ROOT / name for name in DOCUMENTS]
+    sources += [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    told = re.compile(r"pip install (?:--\S+ )*['\"]?kvroute\b")
+    assert [str(path) for path in sources if told.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_imports_of_the_readme_work() -> None:
     """They are what an engine's author copies first."""
     blocks = fences("README.md", "python")
     assert len(blocks) == 2
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
-
-
-async def test_the_readme_leads_to_a_first_response_without_a_gpu() -> None:
-    """It is the first thing a reader without an engine tries."""
-    block = next(text for text in fences("README.md", "sh") if "--simulate" in text)
-    port = str(free_port())  # in place of the router's default
-    for number, other in (
-        ("8001", free_port()),
-        ("5557", free_port()),
-        ("6557", free_port()),
-        ("8000", port),
-    ):
-        block = block.replace(number, str(other))
-    engine, router, (_, *arguments) = map(shell_words, complete_lines(block))
-    assert (engine[:2], router[:2]) == (["kvroute", "engine"], ["kvroute", "serve"])
-    url = next(word for word in arguments if word.startswith("http://"))
-    body = arguments[arguments.index("-d") + 1]
-    with background(*engine[1:]), background(*router[1:], "--port", port):
-        response = await first_response(url, body)
-    assert response.headers["x-kv-hit-tokens"] == "0"
-    assert response.json()["choices"][0]["text"]
-
-
-@contextmanager
-def background(*arguments: str) -> Iterator[None]:
-    """A `kvroute` command, ended when the block is left."""
-    command = [sys.executable, "-m", "router.cli.main", *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
-async def first_response(url: str, body: str) -> httpx.Response:
-    """What `curl --retry --retry-connrefused` prints in the end."""
-    async with timeout(30), httpx.AsyncClient() as client:
-        while True:
-            with suppress(httpx.ConnectError):
-                response = await client.post(url, content=body)
-                if response.is_success:
-                    return response
-            await asyncio.sleep(0.05)
 
 
 async def test_the_curl_commands_for_replicas_work() -> None:
@@ -359,6 +323,8 @@ def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
 # --- words ----------------------------------------------------------------------------------------
 
 ENGINES_WORDS = {
+    "disable_eagle_block_drop",
+    "disable_lookahead_block_hashes",
     "self_describing_kv_events",
     "include_usage",
     "enable_kv_cache_events",
@@ -624,7 +590,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         await feed.close()
         assert engine.stdin is not None
         engine.stdin.close()
-        async with timeout(10):
+        async with timeout(DEADLINE_S):
             assert await engine.wait() == 0
 
 
@@ -646,7 +612,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
         feed = Feed(lambda _model, index=index: index, QUICK)
         feed.add(source, events, replay, "kv-events", "model")
         try:
-            await until(
+            await eventually(
                 lambda index=index, is_first=is_first: knows_the_start(index, is_first),
                 "what the engine said first",
             )
@@ -661,7 +627,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
             await feed.close()
             assert engine.stdin is not None
             engine.stdin.close()
-            async with timeout(30):
+            async with timeout(DEADLINE_S):
                 assert await engine.wait() == 0
 
 
@@ -681,11 +647,11 @@ async def compared_in_tiers(
     assert engine.stdout is not None
     predicted = index.match(prompt)[source]
     engine.stdin.write(json.dumps(prompt).encode() + b"\n")
-    async with timeout(30):
+    async with timeout(DEADLINE_S):
         hit = Hit(**json.loads(await engine.stdout.readline()))
     assert predicted[:2] == hit[:2]
     # Of the window, a load brings only the blocks that the last token needs.
-    await until(
+    await eventually(
         lambda: (
             index.explain(index.prepare(prompt), source)[0].tokens == (len(prompt) - 1) // 16 * 16
         ),
@@ -717,10 +683,10 @@ async def compared(
     assert engine.stdout is not None
     predicted = index.match(prompt)[source].cached_tokens
     engine.stdin.write(json.dumps(prompt).encode() + b"\n")
-    async with timeout(10):
+    async with timeout(DEADLINE_S):
         hit = int(await engine.stdout.readline())
     assert predicted == hit
-    await until(
+    await eventually(
         lambda: index.match(prompt)[source].cached_tokens == (len(prompt) - 1) // 16 * 16,
         "the events of this prompt",
     )

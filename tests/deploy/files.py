@@ -23,11 +23,15 @@ KEYS = {"CLIENT_KEY": "a", "OPERATOR_KEY": "b"}
 
 CONFIG_PATH = "/etc/kvroute/kvroute.yaml"
 ROUTER_COMMAND = ["serve", "--config", CONFIG_PATH]
+HTTP_PORT, EVENT_PORT, REPLAY_PORT = 8000, 5557, 6557
+"""An engine's, wherever this repository names one. A data-parallel rank adds its number to the last
+two."""
+ENGINE_PORTS = {HTTP_PORT, EVENT_PORT, REPLAY_PORT}
 ENGINE_COMMAND = [
-    *("engine", "--preset", "gemma", "--simulate", "--host", "0.0.0.0", "--port", "8000"),
-    *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:6557"),
+    *("engine", "--preset", "gemma", "--simulate", "--host", "0.0.0.0", "--port", str(HTTP_PORT)),
+    *("--kv-events-endpoint", f"tcp://*:{EVENT_PORT}"),
+    *("--kv-events-replay-endpoint", f"tcp://*:{REPLAY_PORT}"),
 ]
-ENGINE_PORTS = {8000, 5557, 6557}
 
 
 def load(path: Path) -> Any:
@@ -51,9 +55,7 @@ def tool(name: str, package: str) -> str:
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False
-    )
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def succeeds(*command: str, cwd: Path = ROOT) -> str:

@@ -283,4 +283,15 @@ def test_the_commands_of_the_documents_install_it(name: str) -> None:
         both = f"{installed} {upgrade.partition('--reuse-values')[2]}"
         filled = re.sub(r'"\$\(openssl rand -hex 32\)"', "a" * 64, both)
         words = shlex.split(filled.replace("deploy/chart", str(CHART)))
-        succeeds(helm(), "template", *words)
+        made = succeeds(helm(), "template", *words)
+        assert f'image: "{pushed_by(text)}"' in made, "what the line before it builds and pushes"
+
+
+def pushed_by(document: str) -> str:
+    """The image that a document builds and pushes, before the chart is installed."""
+    before = document.partition("\nhelm install")[0]
+    (*_, command) = re.findall(r"^docker build .*--target router.*$", before, re.MULTILINE)
+    words = shlex.split(command)
+    assert words[words.index("--file") + 1] == "deploy/Dockerfile"
+    assert "--push" in words
+    return words[words.index("--tag") + 1]

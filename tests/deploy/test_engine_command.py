@@ -14,7 +14,7 @@ import pytest
 
 from tests.deploy.files import ENGINE_COMMAND, ENGINE_PORTS, run
 from tests.deploy.test_metrics import OF_VLLM
-from tests.support.http_client import eventually
+from tests.support.waiting import eventually
 
 COMMAND = (sys.executable, "-m", "router.cli.main")
 

@@ -20,8 +20,10 @@ from tests.deploy.files import (
     DEPLOY,
     ENGINE_COMMAND,
     ENGINE_PORTS,
+    EVENT_PORT,
     KEYS,
     KUBERNETES,
+    REPLAY_PORT,
     ROOT,
     ROUTER_COMMAND,
     load,
@@ -275,7 +277,8 @@ def test_vllm_runs_with_the_flags_of_the_recipe() -> None:
     """The document and the overlay must not drift apart."""
     arguments = container(load(KUBERNETES / "vllm/engine.yaml"))["args"]
     events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
-    assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:6557")
+    assert events["endpoint"] == f"tcp://*:{EVENT_PORT}"
+    assert events["replay_endpoint"] == f"tcp://*:{REPLAY_PORT}"
     flags = {
         argument for argument in arguments if argument.startswith("--") and "=" not in argument
     }

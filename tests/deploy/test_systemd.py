@@ -42,7 +42,7 @@ def test_a_refused_configuration_is_not_tried_again(tmp_path: Path) -> None:
     refused = tmp_path / "kvroute.yaml"
     refused.write_text("server: {port: 99999}\n")
     command = [sys.executable, "-m", "router.cli.main", "serve", "--config", str(refused)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == command_line.EXIT_USAGE
     assert "server.port" in done.stderr
 

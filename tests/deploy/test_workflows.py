@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.deploy.files import ROOT, load, succeeds, tool, version
+from tests.deploy.files import KUBERNETES, ROOT, load, succeeds, tool, version
+from tests.deploy.test_chart import CHART, helm
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
@@ -43,6 +47,39 @@ def test_a_release_is_refused_unless_its_tag_is_the_version(tag: str, code: int)
     environment = {**os.environ, "GITHUB_REF_NAME": f"v{tag}"}
     shell = ["bash", "-e", "-c", script]
     assert subprocess.run(shell, cwd=ROOT, env=environment, check=False).returncode == code
+
+
+def test_a_releases_chart_names_the_image_that_it_pushes(tmp_path: Path) -> None:
+    """Who installs the published chart has no image of their own: `kvroute` is none that a registry
+    has."""
+    release = load(ROOT / ".github/workflows/release.yml")
+    (about,) = (s for s in release["jobs"]["images"]["steps"] if s.get("id") == "about")
+    pushed = about["with"]["images"].replace("${{ matrix.image }}", "kvroute")
+    assert pushed == "${{ env.REGISTRY }}/kvroute"
+    (script,) = (
+        step["run"]
+        for step in release["jobs"]["chart"]["steps"]
+        if "names the image" in step.get("name", "")
+    )
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", symlinks=True)
+    # As the action that tags images does, names are in lower case: a registry takes no other.
+    environment = {**os.environ, "REGISTRY": "ghcr.io/Some-Owner"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+    keys = ("--set", "keys.client=a", "--set", "keys.operator=b")
+    chart = succeeds(helm(), "template", "r", str(tmp_path / "deploy/chart"), *keys)
+    assert re.findall(r"image: (.*)", chart) == [f'"ghcr.io/some-owner/kvroute:{version()}"']
+
+
+def test_the_chart_and_the_manifests_name_the_registry_of_a_release() -> None:
+    """Without one a cluster asks a public registry for an image of that name: it gets nothing, or
+    a stranger's."""
+    registry = f"ghcr.io/{urlsplit(load(CHART / 'Chart.yaml')['home']).path.split('/')[1]}"
+    assert load(CHART / "values.yaml")["image"]["repository"] == f"{registry}/kvroute"
+    images = load(KUBERNETES / "base/kustomization.yaml")["images"]
+    assert {each["newName"] for each in images} == {
+        f"{registry}/kvroute",
+        f"{registry}/kvroute-engine",
+    }
 
 
 def test_actions_are_pinned_by_digest() -> None:

@@ -18,10 +18,10 @@ import pytest
 
 from tests.support.actual_hits import until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
-from tests.support.http_client import eventually
 from tests.support.router_process import RouterProcess, router_process
 from tests.support.signals import heed_signals
 from tests.support.vllm_publisher import VllmPublisher
+from tests.support.waiting import DEADLINE_S, eventually
 
 COMMAND = [sys.executable, "-m", "router.cli.main"]
 ALLOWED = {"observability": {"allow_capture": True}}
@@ -38,7 +38,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 async def finish(process: subprocess.Popen[str]) -> str:
-    said, complaints = await asyncio.to_thread(process.communicate, timeout=60)
+    said, complaints = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     assert "Traceback" not in complaints
     return said + complaints
 

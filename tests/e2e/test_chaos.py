@@ -16,10 +16,10 @@ import pytest
 
 from tests.support.actual_hits import hits, until_told
 from tests.support.engine_process import EngineProcess, simulated
-from tests.support.http_client import DEADLINE_S, eventually
 from tests.support.router_process import Metrics, RouterProcess, router_process
 from tests.support.steady_load import ChaosWorkload, Fate, SteadyLoad
 from tests.support.vllm_publisher import free_port
+from tests.support.waiting import DEADLINE_S, eventually
 
 MODEL = "model-of-chaos"
 HEALTH = {"interval_s": 1.0, "timeout_s": 1.0, "unhealthy_after": 2}
@@ -117,7 +117,7 @@ def is_busy(now: Metrics, engine: EngineProcess) -> bool:
 
 
 async def until_busy(router: RouterProcess, engine: EngineProcess) -> None:
-    await router.until(lambda now: is_busy(now, engine), f"{engine.name} is busy", 60)
+    await router.until(lambda now: is_busy(now, engine), f"{engine.name} is busy")
 
 
 async def kill_while_busy(router: RouterProcess, engine: EngineProcess) -> None:

@@ -20,11 +20,11 @@ import pytest
 from kvevents.publisher_config import PublisherConfig
 from router.recordings import Query, RecordingReader
 from tests.support.engine_stub import engines, unique
-from tests.support.http_client import eventually
 from tests.support.hybrid_stub import HybridStub
 from tests.support.recorded_publisher import RecordedStreamPublisher
 from tests.support.router_process import router_process
 from tests.support.signals import heed_signals
+from tests.support.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "router.cli.main"]
 STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.jsonl.gz"
@@ -37,7 +37,6 @@ def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         command,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
         env={**inherited, **environ},
     )
@@ -72,9 +71,37 @@ def test_check_loads_tokenizers(tmp_path: Path) -> None:
     """What `--check` lets pass must start; a deployment relies on it."""
     path = tmp_path / "kvroute.yaml"
     path.write_text("models: [{name: m, tokenizer: missing}]\n")
+    (tmp_path / "missing").mkdir()
     done = kvroute("serve", "--config", str(path), "--check")
     assert done.returncode == 2
     assert f"{tmp_path}/missing/tokenizer.json" in done.stderr
+
+
+def test_check_names_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A model's name on a hub is the likeliest thing to stand there."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("models: [{name: m, tokenizer: google/gemma-3-12b-it}]\n")
+    done = kvroute("serve", "--config", str(path), "--check")
+    assert done.returncode == 2
+    assert f"models[0]: {tmp_path}/google/gemma-3-12b-it: no such directory; must be" in done.stderr
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_router_without_its_compiled_index_says_so_once(tmp_path: Path, workers: str) -> None:
+    """pip shows nothing of a build without a compiler, and the router is many times slower."""
+    hidden = 'import sys\nsys.modules["router.index._core"] = None\n'  # as where it was not built
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    with router_process(
+        {}, {"PYTHONPATH": str(tmp_path)}, options=("--workers", workers)
+    ) as router:
+        router.tell_to_stop()
+        router.process.wait(60)
+        said = router.log().splitlines()
+    warnings = [line for line in said if " WARNING " in line]
+    assert len(warnings) == 1, said
+    assert "router.serve: index: reference" in "\n".join(said)
+    assert "kvroute was built without its compiled index: install" in warnings[0]
+    assert "(Debian: g++ python3-dev)" in warnings[0]
 
 
 @pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
@@ -138,7 +165,7 @@ def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: 
         while "live" not in recording.stderr.readline():
             assert recording.poll() is None
         recording.send_signal(signal.SIGINT)
-        said, _ = recording.communicate(timeout=30)
+        said, _ = recording.communicate()
     assert (recording.returncode, said) == (0, f"5 batches in {output}\n")
     assert frames(output) == published
 

@@ -30,10 +30,10 @@ from router.demo.processes import DemoFailed, engines
 from router.demo.workload import WorkloadSizes, questions_about_documents
 from router.index import DumpError, PrefixIndex, SourceId, create_index
 from router.index.dump import dump, load
-from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals
 from tests.support.vllm_publisher import free_port
+from tests.support.waiting import eventually
 
 DEMO = (sys.executable, "-m", "router.cli.main", "demo")
 CHAIN = HashChain.from_seed()
@@ -48,7 +48,6 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
         [*DEMO, "--json", "--rounds", "3", "--plays", "1"],
         cwd=ROOT,
         capture_output=True,
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()

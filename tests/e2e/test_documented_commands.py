@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ import zmq.auth
 from async_timeout import timeout
 
 from tests.support.vllm_publisher import free_port
+from tests.support.waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -30,16 +32,20 @@ DOCUMENTS = (
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
 MODEL = "google/gemma-3-12b-it"
+BUILD = (
+    "docker build --file deploy/Dockerfile --target router "
+    "--tag registry.example/kvroute:0.1.0 --push .\n"
+)
 
 RUN = {
-    ("README.md", "kvroute engine --simulate"): "tests/test_documents.py",
+    ("README.md", "kvroute engine --simulate"): "here",
     ("README.md", "kvroute serve --config"): "here",
     ("docs/engines.md", "python examples/engine.py"): "tests/test_documents.py",
-    ("docs/deployment.md", "helm install"): "tests/deploy/test_chart.py",
+    ("docs/deployment.md", f"{BUILD}helm install"): "tests/deploy/test_chart.py",
     ("docs/deployment.md", "promtool test rules"): "tests/deploy/test_prometheus.py",
     ("docs/index.md", "kvroute serve --replica"): "here",
     ("docs/index.md", "prompt="): "here",
-    ("docs/index.md", "helm install"): "tests/deploy/test_chart.py",
+    ("docs/index.md", f"{BUILD}helm install"): "tests/deploy/test_chart.py",
     ("docs/offloading.md", "python examples/hybrid_engine.py"): "tests/test_documents.py",
     ("docs/operations.md", "# in use after a passed check"): "tests/test_documents.py",
     ("docs/security.md", "kvroute keys engine"): "here",
@@ -57,6 +63,7 @@ NOT_RUN = {
     ),
     ("CONTRIBUTING.md", "make test"): "this is it",
     ("docs/deployment.md", "export OPERATOR_KEY"): "docker; tests/deploy/test_compose.py reads it",
+    ("docs/deployment.md", f"{BUILD}docker build"): "docker; tests/deploy/test_image.py reads it",
     ("docs/deployment.md", "kubectl create namespace"): "a cluster",
     ("docs/deployment.md", "kubectl -n models"): "a cluster; its helm is in test_chart.py",
     (
@@ -131,7 +138,6 @@ class Shell:
             env=self._environ,
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
         assert done.returncode == 0, (script, done.stdout, done.stderr)
@@ -159,7 +165,7 @@ def shell(tmp_path: Path) -> Shell:
 
 async def until_live(port: int) -> None:
     """Until the router follows its first replica's events."""
-    async with timeout(60):
+    async with timeout(DEADLINE_S):
         while not await is_live(port):
             await asyncio.sleep(0.05)
 
@@ -175,6 +181,30 @@ async def get(port: int, path: str) -> Any:
     async with httpx.AsyncClient() as client:
         found = await client.get(f"http://127.0.0.1:{port}{path}")
         return found.raise_for_status().json()
+
+
+def test_the_readme_leads_to_a_first_response_without_a_gpu_and_without_an_error(
+    shell: Shell,
+) -> None:
+    """It is the first thing a reader without an engine tries: curl must not come before the
+    router."""
+    ports = {written: free_port() for written in (":8000", "8001", ":5557", ":6557")}
+    beginning = "kvroute engine --simulate"
+    text = block(
+        "README.md",
+        beginning,
+        {written: re.sub(r"\d+", str(port), written) for written, port in ports.items()},
+    )
+    serve = "kvroute serve"
+    text = text.replace(serve, f"{serve} --port {ports[':8000']}")
+    text = text.replace("--retry 60", "--retry 600")  # however busy the machine is
+    printed = shell.run(f"exec 2>&1; trap 'kill $(jobs -p); wait' EXIT\n{text}")
+    assert "curl:" not in printed
+    assert "WARNING" not in printed
+    assert "HTTP/1.1 200 OK" in printed
+    assert "x-kv-hit-tokens: 0" in printed
+    body, _ = json.JSONDecoder().raw_decode(printed, printed.index('{"id"'))
+    assert body["choices"][0]["text"]
 
 
 async def test_the_quick_start_leads_to_a_correct_prediction(shell: Shell) -> None:

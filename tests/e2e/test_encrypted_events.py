@@ -22,7 +22,6 @@ def make_keys(directory: Path, *names: str) -> dict[str, str]:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
             check=True,
         )
         public, secret = done.stdout.splitlines()

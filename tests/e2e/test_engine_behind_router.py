@@ -4,6 +4,7 @@ reports."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from random import Random
@@ -13,8 +14,9 @@ import pytest
 
 from tests.support.actual_hits import hits, until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
-from tests.support.http_client import DEADLINE_S, connect
+from tests.support.http_client import connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import DEADLINE_S
 
 LAYOUTS = ("full", "gemma", "gptoss", "llama4", "mamba-hybrid")
 REQUESTS = 60
@@ -187,6 +189,7 @@ async def test_a_window_that_slid_keeps_one_hit_and_shortens_another(
         "num_blocks": blocks,
         "max_num_batched_tokens": 128,
         "max_model_len": 2048,
+        "retention_interval": "dense",
     }
     async with (
         engine_processes(1, *simulated(preset, **options)) as (engine,),
@@ -328,3 +331,35 @@ async def test_a_client_that_leaves_the_router_frees_the_engine(router: RouterPr
         assert now.sum("vllm:kv_cache_usage_perc") == 0
         assert now.sum("vllm:request_success_total", finished_reason="abort") == 1
         assert now.sum("vllm:generation_tokens_total") < 3000
+
+
+CUTS: tuple[dict[str, Any], ...] = (
+    {"truncate_prompt_tokens": 150},
+    {"truncate_prompt_tokens": 150, "truncation_side": "left"},
+    {"truncate_prompt_tokens": 150, "truncation_side": "right"},
+    {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": 240, "truncation_side": "right"},
+)
+
+
+async def test_a_prompt_is_cut_before_it_is_looked_up(router: RouterProcess) -> None:
+    """What is cut away shifts all blocks behind it; without a side the special tokens of a text
+    stay, and only the replica knows which they are."""
+    text = "".join(chr(97 + index * index % 23) for index in range(301))
+    forms: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": list(text.encode())}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    )
+    options = simulated("full", served_model_name="model-that-cuts", max_model_len=256)
+    async with engine_processes(1, *options) as (engine,), router.serving(engine):
+        for case, (form, cut) in enumerate(itertools.product(forms, CUTS)):
+            path, prompt = form
+            body: dict[str, Any] = {"model": "model-that-cuts", "max_tokens": 1, **prompt, **cut}
+            body["cache_salt"] = f"case {case}"
+            first = await router.post(path, body)
+            assert (first.status, hits(first)) == (200, (0, 0)), (path, cut)
+            await until_told(router, engine)
+            predicted, reported = hits(await router.post(path, body))
+            assert predicted == reported > 0, (path, cut)
+            assert (reported < 150) == (cut["truncate_prompt_tokens"] == 150)

@@ -28,8 +28,9 @@ from tests.support.engine_stub import (
     streaming,
     unique,
 )
-from tests.support.http_client import HttpClient, connect, eventually
+from tests.support.http_client import HttpClient, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import eventually
 
 HOOK = Path(__file__).parents[1] / "support" / "garbage"
 TIMES = 20

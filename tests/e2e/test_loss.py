@@ -17,10 +17,11 @@ from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import REFERENCE, PrefixIndex, SourceId
 from tests.support.blocks import copies_held
-from tests.support.following import QUICK, until
+from tests.support.following import QUICK
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
 from tests.support.relay import CuttingRelay, Faults, LossyRelay
 from tests.support.vllm_publisher import VllmPublisher, free_port
+from tests.support.waiting import eventually
 
 SOURCE = SourceId("replica-a")
 TOPIC = "kv-events"
@@ -54,11 +55,11 @@ class Router:
                 and seen.last_seq >= last_seq
             )
 
-        await until(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
+        await eventually(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
 
     async def until_live_from_the_start(self) -> None:
         """Wait until the router is connected, before the first batch."""
-        await until(lambda: self.feed.state(SOURCE) is SourceState.LIVE, "a first connection")
+        await eventually(lambda: self.feed.state(SOURCE) is SourceState.LIVE, "a first connection")
 
     def assert_exact(self, engine: RandomEngine) -> None:
         """The same blocks, and the same hits for every prompt."""
@@ -108,7 +109,7 @@ async def run_ours(
         true.apply(SOURCE, engine.payload(events))
         publisher.publish(events)
         await asyncio.sleep(0.001 if step % 4 == 0 else 0)
-    await until(lambda: publisher.statistics().stream.queue_depth == 0, "an empty queue")
+    await eventually(lambda: publisher.statistics().stream.queue_depth == 0, "an empty queue")
     return publisher.statistics().stream.last_seq
 
 
@@ -169,7 +170,7 @@ async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> No
                 for events in burst:
                     routing.true.apply(SOURCE, engine.payload(events))
                     publisher.publish(events)
-                await until(
+                await eventually(
                     lambda: publisher.statistics().stream.queue_depth == 0, "an empty queue"
                 )
             assert publisher.statistics().stream.dropped > 10
@@ -236,7 +237,7 @@ async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> No
             engine = VllmEngine(publisher, RandomEngine(11), routing.true)
             routing.follow(publisher.endpoint, publisher.replay_endpoint)
             await routing.until_live_from_the_start()
-            await until(lambda: publisher.subscribers > 0, "the subscription")
+            await eventually(lambda: publisher.subscribers > 0, "the subscription")
             await routing.until(SourceState.LIVE, await engine.run(100))
             for _ in range(10):
                 publisher.publish(engine.engine.payload(engine.engine.step()), on_wire=False)
@@ -268,7 +269,7 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
                 engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
                 routing.follow(relay.endpoint, publisher.replay_endpoint)
                 await engine.run(200)
-                await until(
+                await eventually(
                     lambda: routing.statistics.stream.last_seq is not None, "the first batches"
                 )
                 publisher.close()
@@ -279,7 +280,7 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
                     last = await new.run(steps)
                     relay.heal()
                     await routing.until(SourceState.LIVE, last)
-                    await until(
+                    await eventually(
                         lambda: routing.statistics.stream.last_seq == last, "the new numbers"
                     )
                     routing.assert_exact(new.engine)
@@ -301,7 +302,7 @@ async def test_our_restarted_engine_is_known_by_its_name() -> None:
             engine = RandomEngine(16)
             last = await run_ours(again, engine, routing.true, 200)
             await routing.until(SourceState.LIVE, last)
-            await until(
+            await eventually(
                 lambda: routing.statistics.stream.publisher_id == again.publisher_id, "the new name"
             )
             routing.assert_exact(engine)
@@ -321,9 +322,11 @@ async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> Non
             )
             vllm = SourceId("replica-b")
             routing.feed.add(vllm, plain.endpoint, plain.replay_endpoint, TOPIC, "a model")
-            await until(lambda: routing.feed.state(vllm) is SourceState.LIVE, "the second replica")
+            await eventually(
+                lambda: routing.feed.state(vllm) is SourceState.LIVE, "the second replica"
+            )
             plain.publish(bytes(100_000_000))
-            await until(
+            await eventually(
                 lambda: routing.feed.statistics()[vllm].stream.connections > 1,
                 "the end of the connection",
             )

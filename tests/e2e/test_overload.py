@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.engine_stub import EngineStub, Exchange, after, answer, engines, hang_up
-from tests.support.http_client import Answer, connect, eventually
+from tests.support.http_client import Answer, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import eventually
 
 FREE = {"authorization": "Bearer free-key"}
 TIGHT = {"authorization": "Bearer tight-key"}
@@ -238,7 +239,7 @@ async def test_a_replica_that_asks_for_it_is_left_alone_and_nobody_else_notices(
 ) -> None:
     """What it would have refused goes to another one, or waits until its time is over."""
     async with engines(2) as (full, other), router.serving(full, other):
-        refusal = b"HTTP/1.1 429 X\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n"
+        refusal = b"HTTP/1.1 503 X\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n"
 
         async def refuse(exchange: Exchange) -> None:
             await exchange.send(refusal)
@@ -255,6 +256,71 @@ async def test_a_replica_that_asks_for_it_is_left_alone_and_nobody_else_notices(
             lambda now: now.sum("kvroute_replica_backing_off", replica=full.name) == 0,
             "its time is over",
         )
+
+
+@contextlib.asynccontextmanager
+async def rate_limiting(
+    count: int, tenants: dict[str, Any]
+) -> AsyncIterator[tuple[RouterProcess, list[EngineStub]]]:
+    """Replicas that let nobody named "noisy" in, as the `user` of a body says."""
+
+    async def limit(exchange: Exchange) -> None:
+        if exchange.request.json["user"] == "noisy":
+            await exchange.send(b"HTTP/1.1 429 X\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await answer(exchange)
+
+    with router_process({"health": QUICK_HEALTH, **tenants}) as started:
+        async with engines(count) as stubs, started.serving(*stubs):
+            for stub in stubs:
+                stub.behaviour = limit
+            yield started, stubs
+
+
+KEYS = {
+    "server": {
+        "client_api_keys": [
+            {"name": "noisy", "key": "noisy-key"},
+            {"name": "quiet", "key": "quiet-key"},
+        ]
+    }
+}
+BY_HEADER = {"overload": {"max_in_flight": 8, "tenant_header": "x-tenant"}}
+
+
+@pytest.mark.parametrize("tenants", [KEYS, BY_HEADER], ids=["keys", "a header"])
+async def test_a_client_that_is_told_off_by_a_replica_does_not_take_it_from_the_others(
+    tenants: dict[str, Any],
+) -> None:
+    """One tenant over its limit there took the replica out for everybody."""
+    async with rate_limiting(2, tenants) as (router, stubs):
+
+        async def ask(name: str) -> Answer:
+            body = {"model": stubs[0].model, "prompt": [1], "user": name}
+            headers = {"authorization": f"Bearer {name}-key", "x-tenant": name}
+            return await router.post("/v1/completions", body, headers)
+
+        refused = [await ask("noisy") for _ in range(4)]
+        assert [each.status for each in refused] == [429] * 4
+        assert refused[-1].error["code"] == "rate_limit_exceeded"
+        assert 1 <= int(refused[-1].headers["retry-after"]) <= 10
+        assert [len(stub.requests) for stub in stubs] == [1, 1], "it is left alone"
+        served = [await ask("quiet") for _ in range(10)]
+        assert [each.status for each in served] == [200] * 10
+        assert {each.headers["x-kv-replica"] for each in served} == {one.name for one in stubs}
+        for stub in stubs:
+            view = await router.replica(stub.name)
+            assert (view["times_told_off"], view["backs_off_s"]) == (1, 0)
+
+
+async def test_without_keys_a_429_is_about_the_engine() -> None:
+    """Nothing tells clients apart, so the next request would only be refused as well."""
+    async with rate_limiting(1, {}) as (router, (stub,)):
+        body = {"model": stub.model, "prompt": [1], "user": "noisy"}
+        assert (await router.post("/v1/completions", body)).status == 429
+        other = await router.post("/v1/completions", {**body, "user": "quiet"})
+        assert (other.status, other.error["code"]) == (503, "no_replica")
+        assert (await router.replica(stub.name))["backs_off_s"] > 0
 
 
 async def test_a_replica_that_fails_requests_gets_one_to_try_after_a_while(

@@ -131,6 +131,7 @@ async def test_a_response_whose_replica_is_away_is_not_asked_of_another_one(
     "path",
     [
         *("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/audio/speech"),
+        *("/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render"),
         *("/v1/messages/count_tokens", "/pooling", "/custom/any/path"),
     ],
 )

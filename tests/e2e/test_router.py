@@ -9,7 +9,6 @@ import re
 import resource
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -31,10 +30,11 @@ from tests.support.engine_stub import (
     prompt_ids,
     unique,
 )
-from tests.support.http_client import Answer, ask, connect, eventually, request_bytes
+from tests.support.http_client import Answer, ask, connect, request_bytes
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
 from tests.support.vllm_publisher import free_port
+from tests.support.waiting import eventually
 
 CLIENT_KEY = "client-key-sentinel-7c1e"
 OPERATOR_KEY = "operator-key-sentinel-93ab"
@@ -47,10 +47,10 @@ OPEN = {
         "max_body_bytes": MAX_BODY,
         "max_header_bytes": MAX_HEAD,
         "timeouts": {
-            "connect_s": 1,
-            "client_body_s": 1,
-            "client_stall_s": 1,
-            "shutdown_grace_s": 10,
+            "connect_s": 10,
+            "client_body_s": 5,
+            "client_stall_s": 5,
+            "shutdown_grace_s": 60,
         },
     },
     "health": QUICK_HEALTH,
@@ -350,33 +350,30 @@ async def test_a_prompt_behind_a_stored_response_counts_once(router: RouterProce
         body = {"model": stub.model, "input": "a", "previous_response_id": "resp_1"}
         await router.post("/route", {"endpoint": "/v1/responses", **body})
         known = await router.metrics()
-        for name in ("tokenized", "untokenized"):
-            assert known.sum(f"kvroute_{name}_prompts_total", model=stub.model) <= 1
+        labels = {"model": stub.model}
+        assert known.sum("kvroute_tokenized_prompts_total", **labels, coverage="unknown") == 1
+        assert known.sum("kvroute_tokenized_prompts_total", **labels) == 1
+        assert known.sum("kvroute_untokenized_prompts_total", **labels) == 1
 
 
-async def test_a_replica_whose_tokenizer_hangs_delays_a_text_by_half_a_second_and_once(
+async def test_a_replica_whose_tokenizer_hangs_delays_one_text_only(
     router: RouterProcess,
 ) -> None:
     """Every text request waited 7 s for a frozen replica, and was then routed without its tokens
     although another one could tell them."""
     async with engines(3) as stubs, router.serving(*stubs):
         stubs[0].tokenizing = hang
-        times = []
         for number in range(12):
-            began = time.monotonic()
             body = {"model": stubs[0].model, "prompt": f"text {number}"}
             assert (await router.post("/v1/completions", body)).status == 200
-            times.append(time.monotonic() - began)
         known = await router.metrics()
         assert known.sum("kvroute_tokenized_prompts_total", coverage="whole") >= 12
-        slow = [took_s for took_s in times if took_s > 0.4]
-        assert len(slow) == 1, times
-        assert slow[0] < 2
+        assert tokenized_at(stubs[0]) == 1, "none is held up a second time"
         stubs[1].tokenizing = stubs[2].tokenizing = hang
-        began = time.monotonic()
+        before = sum(map(tokenized_at, stubs))
         body = {"model": stubs[0].model, "prompt": "nobody knows"}
         assert (await router.post("/v1/completions", body)).status == 200
-        assert time.monotonic() - began < 3, "two are asked, then it is routed without"
+        assert sum(map(tokenized_at, stubs)) - before == 2, "then it is routed without"
 
 
 async def test_texts_are_tokenised_at_all_replicas_in_turn(router: RouterProcess) -> None:
@@ -1030,6 +1027,12 @@ ENDPOINTS = {
     "/v1/responses": {"post"},
     "/v1/messages": {"post"},
     "/v1/embeddings": {"post"},
+    "/v1/chat/completions/batch": {"post"},
+    "/inference/v1/generate": {"post"},
+    "/v1/chat/completions/render": {"post"},
+    "/v1/completions/render": {"post"},
+    "/v1/responses/render": {"post"},
+    "/v1/messages/render": {"post"},
     "/tokenize": {"post"},
     "/detokenize": {"post"},
     "/v1/messages/count_tokens": {"post"},
@@ -1167,9 +1170,7 @@ async def test_what_does_not_finish_is_cut_and_the_exit_code_is_still_0(how: str
 def serve_with(path: Path, config: object, *options: str) -> subprocess.CompletedProcess[str]:
     path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     command = [*COMMAND, "--config", str(path), *options]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("options", [(), ("--check",)])
@@ -1185,7 +1186,7 @@ def test_every_problem_of_a_configuration_is_reported_at_once(
         },
         "replicas": [{"url": "http://a:1", "id": "x"}, {"url": "nonsense", "id": "x"}, {"id": "y"}],
         "polcy": {"name": "prefix"},
-        "health": {"timeout_s": 5, "interval_s": 1},
+        "health": {"timeout_s": -5, "interval_s": 1},
     }
     done = serve_with(tmp_path / "bad.yaml", config, *options)
     assert done.returncode == 2
@@ -1215,7 +1216,7 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "models[0]: " in done.stderr
     assert "models[1]: " in done.stderr
-    assert str(tmp_path / "missing-b" / "tokenizer.json") in done.stderr
+    assert f"{tmp_path / 'missing-b'}: no such directory" in done.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = serve_with(tmp_path / "port.yaml", {"server": {"port": port}})
@@ -1273,7 +1274,6 @@ def test_too_few_open_files_are_a_configuration_error(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr

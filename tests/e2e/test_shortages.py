@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
-from tests.support.http_client import Answer, connect, eventually
+from tests.support.http_client import Answer, connect
 from tests.support.router_process import QUICK_HEALTH, router_process
+from tests.support.waiting import eventually
 
 
 def files_up_to(limit: int) -> Callable[[], None]:
@@ -65,6 +66,24 @@ async def test_a_router_out_of_files_says_so_and_blames_no_replica() -> None:
                     lambda now: now.sum("kvroute_health_checks_total") > checks, "it checks again"
                 )
             assert router.log().count("out of file descriptors") == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /x HTTP/1.1\r\nx: "])
+async def test_strangers_that_hold_every_descriptor_keep_no_probe_out(said: bytes) -> None:
+    """Whoever could connect could have had a router that is well killed by its liveness probe, and
+    blind its operators, by saying nothing, or half a request."""
+    with router_process(limit=files_up_to(200)) as router:
+        async with contextlib.AsyncExitStack() as strangers:
+            for _ in range(400):
+                with contextlib.suppress(ConnectionError):
+                    stranger = await strangers.enter_async_context(connect(router.port))
+                    await stranger.write(said)
+            for _ in range(20):
+                assert (await router.get("/healthz")).status == 200
+                assert (await router.get("/replicas")).status == 200
+            now = await router.metrics()
+            assert now.sum("kvroute_shortages_total", resource="open_files") > 0
+        assert "out of file descriptors (limit 200)" in router.log()
 
 
 async def test_bodies_together_have_a_bound() -> None:

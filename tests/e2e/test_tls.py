@@ -18,8 +18,8 @@ import pytest
 import trustme
 
 from tests.support.engine_stub import EngineStub, engines
-from tests.support.http_client import eventually
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.waiting import DEADLINE_S, eventually
 
 NAME = "127.0.0.1"
 EXPIRED = datetime(2020, 1, 1, tzinfo=timezone.utc)
@@ -61,7 +61,7 @@ async def client(
     router: RouterProcess, context: ssl.SSLContext
 ) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(
-        base_url=f"https://{NAME}:{router.port}", verify=context, timeout=20
+        base_url=f"https://{NAME}:{router.port}", verify=context, timeout=DEADLINE_S
     ) as made:
         yield made
 
@@ -92,7 +92,7 @@ async def test_a_plaintext_client_is_turned_away_and_others_are_served(tmp_path:
     ca = trustme.CA()
     with router_process(configured(tls=issue(ca, tmp_path, "router"))) as router:
         for said in (b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\xff\xff" * 100):
-            with socket.create_connection((NAME, router.port), timeout=20) as plain:
+            with socket.create_connection((NAME, router.port), timeout=DEADLINE_S) as plain:
                 plain.sendall(said)
                 plain.shutdown(socket.SHUT_WR)
                 answer = b""
@@ -229,7 +229,6 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 2, done.stderr

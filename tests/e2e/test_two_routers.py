@@ -15,9 +15,10 @@ from typing import Any
 
 from tests.e2e.test_workers import worker_processes
 from tests.support.engine_stub import EngineStub, after, unique
-from tests.support.http_client import DEADLINE_S, Answer, ask, eventually
+from tests.support.http_client import Answer, ask
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.valkey_server import ValkeyServer
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 class Balancer:

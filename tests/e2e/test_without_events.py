@@ -12,9 +12,10 @@ import pytest
 
 from tests.support.actual_hits import hits
 from tests.support.engine_stub import EngineStub, unique
-from tests.support.http_client import DEADLINE_S, Answer, ask
+from tests.support.http_client import Answer, ask
 from tests.support.relay import TamperingRelay
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import DEADLINE_S
 
 IDS = list(range(1, 401))
 SETTINGS = {"health": QUICK_HEALTH, "approximate": {"after_s": 0.2}}

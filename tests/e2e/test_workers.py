@@ -14,9 +14,10 @@ from kvevents.codec import encode
 from kvevents.events import EventBatch
 from tests.support.blocks import FULL, Prefix
 from tests.support.engine_stub import EngineStub, Exchange, after, unique
-from tests.support.http_client import DEADLINE_S, Answer, eventually
+from tests.support.http_client import Answer, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.vllm_publisher import Reply, VllmPublisher
+from tests.support.waiting import DEADLINE_S, eventually
 
 WORKERS = 2
 CONFIG = {"server": {"workers": WORKERS}, "health": QUICK_HEALTH}
@@ -267,3 +268,77 @@ async def test_a_worker_that_is_started_again_takes_no_request_before_it_knows_t
                     await until_all_know(router, stub)
             finally:
                 released.set()
+
+
+async def test_a_scrape_that_waits_for_a_frozen_worker_ends_with_the_router_and_no_traceback() -> (
+    None
+):
+    """It looked like a crash, and what watches logs for tracebacks would have called someone."""
+    brief = {"server": {"workers": WORKERS, "timeouts": {"shutdown_grace_s": 0.5}}}
+    async with contextlib.AsyncExitStack() as stack:
+        router = stack.enter_context(router_process(brief))
+        clients = [await stack.enter_async_context(connect(router.port)) for _ in range(20)]
+        for client in clients:
+            assert (await client.ask("GET", "/healthz")).status == 200
+        frozen, other = worker_processes(router)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            for client in clients:
+                await client.send("GET", "/healthz")
+            served = [asyncio.create_task(client.read_answer()) for client in clients]
+            await eventually(lambda: any(task.done() for task in served), "one is not frozen")
+            pairs = zip(clients, served, strict=True)
+            alive = next(client for client, task in pairs if task.done())
+            for client in clients:
+                if client is not alive:
+                    await client.send("GET", "/metrics")
+            await alive.ask("GET", "/healthz")  # behind the scrapes
+            router.tell_to_stop()
+            await eventually(lambda: other not in worker_processes(router), "it has ended")
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert await router.ended() == 0
+        router.check_log()
+        for task in served:
+            task.cancel()
+        await asyncio.gather(*served, return_exceptions=True)
+
+
+async def test_requests_of_a_key_at_a_time_are_bounded_over_workers_in_a_burst() -> None:
+    """Each worker admits as many as the limit until it has heard of the others', and no more: the
+    documents say so, and operators size limits by it."""
+    most = 4
+    key = {"name": "tight", "key": "tight-key", "max_in_flight": most}
+    config = {"server": {"workers": WORKERS, "client_api_keys": [key]}, "health": QUICK_HEALTH}
+    async with EngineStub(unique("burst")) as stub:
+        replica = {"url": stub.url, "id": stub.name}
+        with router_process({**config, "replicas": [replica]}) as router:
+            await everywhere(router, stub.name, state="healthy", models=[stub.model])
+            release = asyncio.Event()
+            stub.behaviour = after(release)
+            body = {"model": stub.model, "prompt": [1], "max_tokens": 1}
+            asked = {"authorization": "Bearer tight-key"}
+
+            async def burst(count: int) -> list[asyncio.Task[Answer]]:
+                tasks = [
+                    asyncio.create_task(router.post("/v1/completions", body, asked))
+                    for _ in range(count)
+                ]
+                await eventually(
+                    lambda: sum(task.done() for task in tasks) + stub.active >= count, "all came in"
+                )
+                return tasks
+
+            first = await burst(40)
+            assert most <= stub.active <= most * WORKERS
+            # Those that no worker had heard of in the burst are heard of now.
+            admitted, refused = stub.active, 0
+            while refused < 20:
+                answer = await router.post("/v1/completions", body, asked)
+                assert answer.status == 429
+                refused += 1
+            assert stub.active == admitted
+            release.set()
+            statuses = [(await task).status for task in first]
+            assert statuses.count(200) == admitted
+            assert statuses.count(429) == 40 - admitted

@@ -7,6 +7,10 @@ Left out are layouts on which they cannot agree:
 - Chunks that are not a multiple of the scheduler's block: our configuration refuses them.
 - Mamba groups with a hash finer than their block: vLLM then hits inside blocks, which ours does
   not.
+
+vLLM looks groups with equal specs up as one, and drops EAGLE's block for all of them if it flags
+any. A drafter's own layers have another number of heads, which our groups do not show: there the
+flagged group gets one of its own in vLLM (`own_spec`).
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ class Layout:
     groups: tuple[KVCacheGroup, ...]
     hash_block_size: int
     scheduler_block_size: int
-    eagle: bool = False
+    eagle: bool | tuple[int, ...] = False
+    """Groups that vLLM flags; True: none is, and a block is dropped in all."""
     retention_interval: int | None = None
+    own_spec: bool = False
+    """Whether flagged groups have heads of their own."""
 
     @property
     def has_mamba(self) -> bool:
@@ -61,13 +68,19 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
 
 def layout(
     *groups: KVCacheGroup,
-    eagle: bool = False,
+    eagle: bool | tuple[int, ...] = False,
     retention_interval: int | None = None,
     hash_block_size: int | None = None,
+    own_spec: bool = False,
 ) -> Layout:
     sizes = [group.block_size for group in groups]
     return Layout(
-        groups, hash_block_size or math.gcd(*sizes), math.lcm(*sizes), eagle, retention_interval
+        groups,
+        hash_block_size or math.gcd(*sizes),
+        math.lcm(*sizes),
+        eagle,
+        retention_interval,
+        own_spec,
     )
 
 
@@ -152,6 +165,46 @@ EAGLE_MAMBA = {
     "eagle_mamba_window_full": layout(mamba(), window(50), full(), eagle=True),
 }
 
+FLAGGED = {
+    "flagged_full_alone": layout(full(), eagle=(0,)),
+    "flagged_full_of_two": layout(full(), window(50), eagle=(0,)),
+    "flagged_full_of_three": layout(full(), window(33), window(100), eagle=(0,)),
+    "flagged_window_of_two": layout(full(), window(50), eagle=(1,)),
+    "flagged_window_of_three": layout(full(), window(33), window(100), eagle=(2,)),
+    "flagged_window_of_two_windows": layout(window(33), window(100), eagle=(1,)),
+    "flagged_first_window_of_two": layout(window(33), window(100), eagle=(0,)),
+    "flagged_own_full": layout(full(), window(50), full(), eagle=(2,), own_spec=True),
+    "flagged_own_full_before": layout(full(), window(50), full(), eagle=(0,), own_spec=True),
+    "flagged_own_window": layout(full(), window(50), window(50), eagle=(2,), own_spec=True),
+    "flagged_two_equal_full": layout(full(), window(50), full(), eagle=(0, 2)),
+    "flagged_full_beside_chunks": layout(full(), chunked(64), eagle=(0,)),
+    "flagged_full_beside_mamba": layout(full(), mamba(), eagle=(0,)),
+    "flagged_window_beside_mamba": layout(mamba(), window(50), full(), eagle=(1,)),
+    "flagged_own_full_beside_mamba": layout(full(), mamba(), full(), eagle=(2,), own_spec=True),
+    "flagged_own_full_before_mamba": layout(full(), full(), mamba(), eagle=(1,), own_spec=True),
+    "flagged_window_keep_ends": layout(full(), window(50), eagle=(1,), retention_interval=0),
+    "flagged_full_keep_ends": layout(full(), window(50), eagle=(0,), retention_interval=0),
+    "flagged_full_keep_every_64": layout(full(), window(50), eagle=(0,), retention_interval=64),
+    "flagged_full_beside_mamba_keep_ends": layout(
+        full(), mamba(), eagle=(0,), retention_interval=0
+    ),
+}
+
+FLAGGED_MIXED_SIZES = {
+    "flagged_full_64_window_16": layout(full(64), window(50), eagle=(0,)),
+    "full_64_flagged_window_16": layout(full(64), window(50), eagle=(1,)),
+    "flagged_full_16_window_64": layout(full(16), window(100, 64), eagle=(0,)),
+    "full_16_flagged_window_64": layout(full(16), window(100, 64), eagle=(1,)),
+    "flagged_window_32_of_three": layout(full(64), window(50), window(100, 32), eagle=(2,)),
+    "flagged_own_full_16_window_32": layout(
+        full(), window(50, 32), full(), eagle=(2,), own_spec=True
+    ),
+    "flagged_own_full_of_another_size": layout(full(32), window(50), full(), eagle=(2,)),
+    "flagged_window_32_keep_ends": layout(
+        full(64), window(50), window(100, 32), eagle=(2,), retention_interval=0
+    ),
+}
+
 RETENTION = {
     "keep_ends_full": layout(full(), retention_interval=0),
     "keep_ends_window": layout(window(50), retention_interval=0),
@@ -198,6 +251,8 @@ ALL = (
     | EAGLE
     | EAGLE_MIXED_SIZES
     | EAGLE_MAMBA
+    | FLAGGED
+    | FLAGGED_MIXED_SIZES
     | RETENTION
     | RETENTION_MIXED_SIZES
     | RETENTION_MAMBA

@@ -22,12 +22,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.interop.layouts import Layout
-from tests.interop.vllm_cache import MAX_MODEL_LEN, _spec
+from tests.interop.vllm_cache import MAX_MODEL_LEN, cache_config
 
 _CHUNK_BYTES = 4096
 """vLLM rounds a chunk up to this, and those of these small layouts are smaller."""
@@ -140,15 +139,7 @@ class OffloadingEngine:
 
 
 def _scheduler(layout: Layout, gpu_blocks: int, offloading: Offloading) -> Scheduler:
-    cache = KVCacheConfig(
-        num_blocks=gpu_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"layer {index}"], _spec(group))
-            for index, group in enumerate(layout.groups)
-        ],
-        prefix_cache_retention_interval=layout.retention_interval,
-    )
+    cache = cache_config(layout, gpu_blocks)
     return Scheduler(
         _config(layout, gpu_blocks, offloading),  # type: ignore[arg-type]
         cache,
@@ -180,7 +171,7 @@ def _config(layout: Layout, gpu_blocks: int, offloading: Offloading) -> SimpleNa
         parallel_config=ParallelConfig(),
         observability_config=ObservabilityConfig(),
         lora_config=None,
-        speculative_config=None,
+        speculative_config=_speculation() if layout.eagle else None,
         diffusion_config=None,
         ec_transfer_config=None,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True, publisher="null"),
@@ -217,7 +208,20 @@ def _config(layout: Layout, gpu_blocks: int, offloading: Offloading) -> SimpleNa
         max_in_flight_tokens=scheduler.max_num_batched_tokens,
         num_speculative_tokens=0,
         num_lookahead_tokens=0,
-        num_prefill_lookahead_tokens=0,
+        num_prefill_lookahead_tokens=int(bool(layout.eagle)),
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=False,
+    )
+
+
+def _speculation() -> SimpleNamespace:
+    """What the scheduler and the connector ask of a `SpeculativeConfig` for EAGLE. With a connector
+    the engine keeps hashes that do not look ahead, and so drops a block."""
+    return SimpleNamespace(
+        num_speculative_tokens_per_batch_size=None,
+        max_num_new_slots_for_drafting=0,
+        disable_eagle_block_drop=False,
+        use_eagle=lambda: True,
+        needs_eagle_block_drop=lambda: True,
+        use_eagle_block_drop=lambda: True,
     )

@@ -35,6 +35,22 @@ LAYOUTS = {
     "mamba": layouts.layout(layouts.mamba(), layouts.full()),
     "mixed": layouts.layout(layouts.full(32), layouts.window(50, 16)),
     "llama4": layouts.layout(layouts.full(), layouts.chunked(128)),
+    "mixed3": layouts.layout(layouts.full(64), layouts.window(50), layouts.window(100, 32)),
+    "drafter_in_full": layouts.layout(
+        layouts.full(), layouts.window(128), eagle=(0,), retention_interval=0
+    ),
+    "drafter_in_window": layouts.layout(
+        layouts.full(), layouts.window(64), eagle=(1,), retention_interval=0
+    ),
+    "drafter_by_itself": layouts.layout(
+        layouts.full(),
+        layouts.window(50),
+        layouts.full(),
+        eagle=(2,),
+        retention_interval=0,
+        own_spec=True,
+    ),
+    "drafter_beside_mamba": layouts.layout(layouts.full(), layouts.mamba(), eagle=(0,)),
 }
 CHUNKS = (1, 2, 4, 8)
 
@@ -119,6 +135,7 @@ def _header(path: Path, layout: Layout) -> Header:
         ],
         hash_block_size=layout.hash_block_size,
         scheduler_block_size=layout.scheduler_block_size,
+        eagle=layout.eagle if isinstance(layout.eagle, bool) else list(layout.eagle),
         name=path.name.split(".")[0],
         source="vllm 0.33.0 scheduler",
     )

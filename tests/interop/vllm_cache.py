@@ -153,23 +153,32 @@ def build_request(name: str, token_ids: list[int], hasher: Any, **options: Any) 
 def build_manager(
     layout: Layout, num_blocks: int, max_in_flight_tokens: int, events: bool
 ) -> KVCacheManager:
-    config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"layer {index}"], _spec(group))
-            for index, group in enumerate(layout.groups)
-        ],
-        prefix_cache_retention_interval=layout.retention_interval,
-    )
     return KVCacheManager(
-        config,
+        cache_config(layout, num_blocks),
         max_model_len=MAX_MODEL_LEN,
         scheduler_block_size=layout.scheduler_block_size,
         hash_block_size=layout.hash_block_size,
         max_in_flight_tokens=max_in_flight_tokens,
-        use_eagle=layout.eagle,
+        use_eagle=bool(layout.eagle),
         enable_kv_cache_events=events,
+    )
+
+
+def cache_config(layout: Layout, num_blocks: int) -> KVCacheConfig:
+    """What vLLM's planning would hand to the scheduler, each group with a layer."""
+    flagged = () if isinstance(layout.eagle, bool) else layout.eagle
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(
+                [f"layer {index}"],
+                _spec(group, heads=2 if layout.own_spec and index in flagged else 1),
+                is_eagle_group=index in flagged,
+            )
+            for index, group in enumerate(layout.groups)
+        ],
+        prefix_cache_retention_interval=layout.retention_interval,
     )
 
 
@@ -186,20 +195,20 @@ def drop_partial_tails(manager: KVCacheManager) -> None:
             group._cache_partial_tail_block = lambda request, num_tokens: None
 
 
-def _spec(group: KVCacheGroup) -> KVCacheSpec:
+def _spec(group: KVCacheGroup, heads: int) -> KVCacheSpec:
     size = group.block_size
     if group.kind is GroupKind.MAMBA:
         return MambaSpec(
             block_size=size, shapes=((8,),), dtypes=(torch.float16,), mamba_cache_mode="align"
         )
-    heads: dict[str, Any] = {
+    common: dict[str, Any] = {
         "block_size": size,
-        "num_kv_heads": 1,
+        "num_kv_heads": heads,
         "head_size": 8,
         "dtype": torch.float16,
     }
     if group.kind is GroupKind.SLIDING_WINDOW:
-        return SlidingWindowSpec(**heads, sliding_window=group.sliding_window)
+        return SlidingWindowSpec(**common, sliding_window=group.sliding_window)
     if group.kind is GroupKind.CHUNKED_LOCAL:
-        return ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.attention_chunk_size)
-    return FullAttentionSpec(**heads)
+        return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.attention_chunk_size)
+    return FullAttentionSpec(**common)

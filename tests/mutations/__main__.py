@@ -22,8 +22,8 @@ from queue import Queue
 
 import yaml
 
-from tests.mutations.mutate import Mutation, mutations
-from tests.mutations.targets import TARGETS
+from tests.mutations.mutate import Mutation
+from tests.mutations.targets import TARGETS, mutations_of
 from tests.mutations.trial import Copy, Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Mutation]:
         mutation
         for path in TARGETS
         if not options.only or any(part in path for part in options.only)
-        for mutation in mutations(path, (ROOT / path).read_text(encoding="utf-8"))
+        for mutation in mutations_of(path, (ROOT / path).read_text(encoding="utf-8"))
     ]
     random.Random(options.seed).shuffle(found)
     yield from found[: options.sample or len(found)]
@@ -101,7 +101,7 @@ def _try_all(
             copy = copies.get()
             try:
                 if tests not in limits:
-                    limits[tests] = 20.0 + PATIENCE * copy.time(tests, timeout_s=600.0)
+                    limits[tests] = 20.0 + PATIENCE * copy.time(tests, timeout_s=3600.0)
                 return mutation, copy.try_out(mutation, tests, limits[tests])
             finally:
                 copies.put(copy)

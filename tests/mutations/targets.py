@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tests.mutations.mutate import Mutation, mutations
+from tests.mutations.mutate_cpp import cpp_mutations
+
 _INDEX = (
     "tests/router/index/reference",
     *(
@@ -17,7 +20,16 @@ _INDEX = (
         )
     ),
 )
-"""Without those that build and run the compiled index: no mutation is tried in that."""
+"""Without those that run the compiled index only: what it does is tried with `_CORE`."""
+_CORE = (
+    *(
+        f"tests/router/index/test_{name}.py"
+        for name in ("truth_table", "contract", "tiers", "dump", "sglang_samples")
+    ),
+    "tests/router/snapshots",
+    "tests/router/index/test_native_equals_reference.py",
+)
+"""The quickest first: one that fails ends the trial."""
 _GROUPS = ("tests/offload/groups", "tests/offload/test_cache_manager.py")
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -58,6 +70,66 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/mirror/ownership.py": ("tests/router/mirror",),
     "router/mirror/prefix_tree.py": ("tests/router/mirror",),
     "router/mirror/traffic.py": ("tests/router/mirror",),
+    "router/mirror/approximate.py": ("tests/router/mirror",),
+    "router/mirror/in_prefill.py": ("tests/router/mirror",),
+    "router/scoring/standings.py": ("tests/router/scoring",),
+    "router/routing/replica_tokenizers.py": (
+        "tests/router/routing",
+        "tests/router/tokenize/test_tokenization.py",
+    ),
+    # The compiled index, and what stands between it and the rest.
+    "router/index/native.py": _CORE,
+    **{
+        f"router/index/core/{name}": _CORE
+        for name in (
+            "binding.cpp",
+            "cohort.hpp",
+            "index.hpp",
+            "layout.hpp",
+            "marks.hpp",
+            "match.hpp",
+            "nodes.hpp",
+            "prompt.hpp",
+            "run.hpp",
+            "source.hpp",
+            "state.hpp",
+        )
+    },
+    # What surrounds a request.
+    "router/overload/line.py": ("tests/router/overload",),
+    "router/overload/room.py": ("tests/router/overload",),
+    "router/overload/gate.py": ("tests/router/overload",),
+    "router/overload/limits.py": ("tests/router/overload",),
+    "router/overload/entrance.py": ("tests/router/overload", "tests/e2e/test_overload.py"),
+    "router/http/gateway.py": (
+        "tests/router/http/test_gateway.py",
+        "tests/router/http",
+        "tests/e2e/test_router.py",
+        "tests/e2e/test_security.py",
+    ),
+    "router/proxy/proxy.py": ("tests/router/proxy",),
+    "router/proxy/attempts.py": ("tests/router/proxy",),
+    "router/proxy/messages.py": ("tests/router/proxy",),
+    "router/proxy/usage.py": ("tests/router/proxy",),
+    "router/upstream/connection.py": ("tests/router/upstream", "tests/router/proxy"),
+    "router/upstream/response.py": ("tests/router/upstream", "tests/router/proxy"),
+    "router/upstream/client.py": ("tests/router/upstream", "tests/router/proxy"),
+    "router/upstream/turns.py": ("tests/router/upstream",),
+    # What outlives a process, or comes from another.
+    "router/board/memory.py": ("tests/router/board",),
+    "router/board/slots.py": ("tests/router/board",),
+    "router/board/valkey.py": ("tests/router/board",),
+    "router/snapshots/beginning.py": ("tests/router/snapshots",),
+    "router/snapshots/file.py": ("tests/router/snapshots",),
+    "router/snapshots/peers.py": ("tests/router/snapshots",),
+    "router/snapshots/records.py": ("tests/router/snapshots",),
+    "router/snapshots/transfer.py": ("tests/router/snapshots",),
+    "router/discovery/dns.py": ("tests/router/discovery",),
+    "router/discovery/file.py": ("tests/router/discovery",),
+    "router/discovery/keeper.py": ("tests/router/discovery",),
+    "router/discovery/kubernetes.py": ("tests/router/discovery",),
+    "router/discovery/kubernetes_api.py": ("tests/router/discovery",),
+    "kvevents/zmtp.py": ("tests/kvevents/test_zmtp.py", "tests/kvevents/test_subscription.py"),
     "router/observability/readiness.py": ("tests/router/observability/test_readiness.py",),
     "router/observability/self_repair.py": ("tests/router/observability",),
     # The engine's cache.
@@ -79,3 +151,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "offload/transfer/plan.py": ("tests/offload/transfer",),
 }
 """Each file with the tests that mirror it; they run in this order until one fails."""
+
+
+def mutations_of(path: str, text: str) -> list[Mutation]:
+    """Every mutation of a target.
+
+    Args:
+        path: One of `TARGETS`.
+        text: Its source.
+    """
+    return (mutations if path.endswith(".py") else cpp_mutations)(path, text)

@@ -11,7 +11,8 @@ import yaml
 
 from tests.mutations.__main__ import EQUAL, ROOT
 from tests.mutations.mutate import mutations
-from tests.mutations.targets import TARGETS
+from tests.mutations.mutate_cpp import cpp_mutations
+from tests.mutations.targets import TARGETS, mutations_of
 from tests.mutations.trial import Copy, Outcome
 
 
@@ -78,14 +79,42 @@ def test_a_mutation_keeps_its_name_when_other_lines_change() -> None:
     assert moved[0].line == first.line + 3
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("    if (a < b && c) return;", ["if (a <= b && c) return;", "if (a < b || c) return;"]),
+        ("    of.is_lost = get<u8>();  // a < b", [";"]),
+        ("    forget(seq);", [";"]),
+        ("    ++count;", []),
+        ("    is_over = true;", ["is_over = false;", ";"]),
+        ("    std::vector<u32> fresh;", []),
+        ("    const u32 count = std::min(a, b);", ["const u32 count = std::max(a, b);"]),
+        ("    throw Error(a + b);", []),
+        ("    // a < b", []),
+        ("#if A == B", []),
+    ],
+)
+def test_each_kind_of_change_of_a_line_of_cpp(line: str, expected: list[str]) -> None:
+    """As in Python, and a statement that is left out."""
+    source = f"void f() {{\n{line}\n}}\n"
+    found = cpp_mutations("file.hpp", source)
+    assert [(each.scope, each.line, each.after) for each in found] == [
+        ("f", 2, after) for after in expected
+    ]
+    assert all(each.after in each.apply(source).splitlines()[1] for each in found)
+
+
 @pytest.mark.parametrize("path", TARGETS)
-def test_every_mutation_of_a_target_is_python_and_differs(path: str) -> None:
+def test_every_mutation_of_a_target_is_code_and_differs(path: str) -> None:
     """A syntax error would be killed by any test, and say nothing."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    for mutation in mutations(path, text):
+    found = mutations_of(path, text)
+    assert found
+    for mutation in found:
         after = mutation.apply(text)
-        ast.parse(after)
         assert after != text
+        if path.endswith(".py"):
+            ast.parse(after)
     assert all((ROOT / test).exists() for test in TARGETS[path])
 
 
@@ -94,7 +123,7 @@ def test_every_equal_mutation_has_a_reason_and_still_exists() -> None:
     known = {
         mutation.key
         for path in TARGETS
-        for mutation in mutations(path, (ROOT / path).read_text(encoding="utf-8"))
+        for mutation in mutations_of(path, (ROOT / path).read_text(encoding="utf-8"))
     }
     for entry in yaml.safe_load(EQUAL.read_text(encoding="utf-8")):
         assert entry["key"] in known, entry
@@ -102,22 +131,21 @@ def test_every_equal_mutation_has_a_reason_and_still_exists() -> None:
 
 
 def test_a_mutation_is_killed_by_a_test_that_notices_it_and_undone(tmp_path: Path) -> None:
-    """And survives one that does not."""
+    """And survives one that does not; also in a package that is installed from the tree itself."""
     tree, copy = tmp_path / "tree", tmp_path / "copy"
     tree.mkdir()
-    (tree / "code.py").write_text("def f(a, b):\n    return a < b\n")
+    (tree / "kvevents.py").write_text("def f(a, b):\n    return a < b\n")
     (tree / "test_strict.py").write_text(
-        "from code import f\n\n\ndef test():\n    assert not f(1, 1)\n".replace("code", "kv_code")
+        "from kvevents import f\n\n\ndef test():\n    assert not f(1, 1)\n"
     )
     (tree / "test_lax.py").write_text(
-        "from kv_code import f\n\n\ndef test():\n    assert f(1, 2)\n"
+        "from kvevents import f\n\n\ndef test():\n    assert f(1, 2)\n"
     )
-    (tree / "code.py").rename(tree / "kv_code.py")
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     copied = Copy(tree, copy)
-    source = (tree / "kv_code.py").read_text()
-    (mutation,) = mutations("kv_code.py", source)
+    source = (tree / "kvevents.py").read_text()
+    (mutation,) = mutations("kvevents.py", source)
     assert copied.try_out(mutation, ["test_strict.py"], 60) is Outcome.KILLED
     assert copied.try_out(mutation, ["test_lax.py"], 60) is Outcome.SURVIVED
-    assert (copy / "kv_code.py").read_text() == source
+    assert (copy / "kvevents.py").read_text() == source
     assert copied.time(["test_strict.py"], 60) > 0

@@ -1,4 +1,4 @@
-"""One mutation in a copy of the tree: killed, survived or timed out."""
+"""One mutation in a copy of the tree: killed, survived, timed out, or not to be compiled."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ from tests.mutations.mutate import Mutation
 MEMORY_BYTES = 6 * 1024**3
 """A mutation that makes a loop endless must not fill the machine."""
 
+_WITHOUT_THE_INSTALLED = """
+import sys
+finders = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable")]
+sys.meta_path[:] = finders
+"""
+"""Run by Python at each start in a copy: an editable installation finds its packages before any
+path is looked at, and the tests would try the tree itself."""
+
 
 class Outcome(str, Enum):
     """What became of a mutation."""
@@ -27,6 +35,7 @@ class Outcome(str, Enum):
     SURVIVED = "survived"
     TIMED_OUT = "timed out"
     """As good as killed: a test ran into an endless loop."""
+    INVALID = "does not compile"
 
 
 class Copy:
@@ -50,6 +59,13 @@ class Copy:
             if (root / name).is_file():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, directory / name)
+        self._modules = {
+            module.relative_to(root): module.read_bytes()
+            for module in (root / "router" / "index").glob("_core*.so")
+        }
+        """The compiled index, without a mutation; git does not know of it."""
+        self._put_modules()
+        (directory / "sitecustomize.py").write_text(_WITHOUT_THE_INSTALLED)
 
     def run(self, tests: Sequence[str], timeout_s: float) -> Outcome:
         """Run tests as the copy is now.
@@ -86,10 +102,37 @@ class Copy:
         path = self.directory / mutation.path
         original = path.read_text(encoding="utf-8")
         path.write_text(mutation.apply(original), encoding="utf-8")
+        is_compiled = path.suffix != ".py"
         try:
+            if is_compiled and not self._compile():
+                return Outcome.INVALID
             return self.run(tests, timeout_s)
         finally:
             path.write_text(original, encoding="utf-8")
+            if is_compiled:
+                self._put_modules()
+
+    def _compile(self) -> bool:
+        """Build the index from the copy's sources; without optimisation, which takes longer than
+        the tests."""
+        cmake, build = Path(sys.executable).with_name("cmake"), self.directory / "build" / "mutants"
+        source = self.directory / "router" / "index" / "core"
+        definitions = {
+            "CMAKE_BUILD_TYPE": "None",
+            "KVROUTE_INPLACE": "ON",
+            "Python_EXECUTABLE": sys.executable,
+        }
+        configure = [f"-D{name}={value}" for name, value in definitions.items()]
+        commands = ([cmake, "-S", source, "-B", build, *configure], [cmake, "--build", build])
+        return all(
+            subprocess.run(command, capture_output=True, check=False).returncode == 0
+            for command in commands
+        )
+
+    def _put_modules(self) -> None:
+        for name, module in self._modules.items():
+            (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.directory / name).write_bytes(module)
 
     def time(self, tests: Sequence[str], timeout_s: float) -> float:
         """How long tests take without any mutation.

@@ -11,8 +11,9 @@ from async_timeout import timeout
 
 from kvevents.messages import encode_start, read_reply
 from tests.support.engine_process import EngineProcess
-from tests.support.http_client import DEADLINE_S, Answer
+from tests.support.http_client import Answer
 from tests.support.router_process import RouterProcess
+from tests.support.waiting import DEADLINE_S
 
 
 def cached_tokens(answer: Answer) -> int:

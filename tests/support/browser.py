@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.async_api import ConsoleMessage, Page, Request, async_playwright, expect
 
-from tests.support.http_client import DEADLINE_S
+from tests.support.waiting import DEADLINE_S
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 EXECUTABLE = next(filter(None, map(shutil.which, _NAMES)), None)

@@ -58,7 +58,14 @@ def is_sparse(groups: Sequence[KVCacheGroup]) -> bool:
     return any(group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.MAMBA) for group in groups)
 
 
+def eagle_groups(groups: Sequence[KVCacheGroup]) -> list[int]:
+    """Those that may hold a drafter's layers, by index."""
+    kinds = (GroupKind.FULL, GroupKind.SLIDING_WINDOW)
+    return [index for index, group in enumerate(groups) if group.kind in kinds]
+
+
 def allows_eagle(groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether all may at once."""
     return all(group.kind is not GroupKind.CHUNKED_LOCAL for group in groups)
 
 
@@ -68,6 +75,7 @@ def config_of(groups: Sequence[KVCacheGroup], **settings: Any) -> CacheConfig:
     settings.setdefault("num_blocks", 40 * len(groups))
     settings.setdefault("max_model_len", 200)
     settings.setdefault("enable_events", True)
+    settings.setdefault("retention_interval", None)  # all that can serve a hit: the rule is bare
     return CacheConfig.build(
         groups,
         scheduler_block_size=math.lcm(*sizes),

@@ -39,10 +39,11 @@ def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
     return range(first + size, length + 1, size)
 
 
-def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What EAGLE needs in addition: a block, or for full attention one unit where hits may end
-    inside a block."""
-    if not layout.eagle or group.kind in (GroupKind.MAMBA, GroupKind.NOT_CACHED):
+def one_block_further(layout: KVCacheLayout, index: int) -> int:
+    """What EAGLE needs in addition in a group with its layers: a block, or for full attention one
+    unit where hits may end inside a block."""
+    group = layout.groups[index]
+    if index not in layout.eagle or group.kind in (GroupKind.MAMBA, GroupKind.NOT_CACHED):
         return 0
     return (
         min(group.block_size, layout.scheduler_block_size)
@@ -81,7 +82,7 @@ def defined_own(
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
         return limit
-    further = one_block_further(layout, group) if with_extra else 0
+    further = one_block_further(layout, index) if with_extra else 0
     reach = min(furthest, limit + further)
     tried = lengths(layout, limit)
     own = next(
@@ -114,7 +115,7 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
     ]
     furthest = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
     if layout.eagle:
-        firsts = [index for index in caching if layout.groups.index(layout.groups[index]) == index]
+        firsts = [index for index in caching if min(_equals(layout, index)) == index]
         return _agreed(layout, firsts, _of_equals(layout, has), limit, furthest)
     return next(
         length
@@ -135,18 +136,20 @@ def defined_tier_hit(
     once, and each tries every length; with EAGLE, one unit further until it has given that up."""
     tier = _Tier(layout, has, gpu_hit, prompt_tokens, units, as_vllm)
     hit, asked, gave = tier.limit(), [*tier.full, *tier.others], set[int]()
+    is_first = True
     while True:
         before = hit
         for index in asked:
-            further = int(one_block_further(layout, layout.groups[index]) > 0 and index not in gave)
+            drafts = one_block_further(layout, index) > 0
+            further = int(drafts and index not in gave)
             own = next((n for n in range(hit, 0, -1) if tier.accepts(index, n, hit, further)), 0)
             if own - gpu_hit < units[index]:
                 return gpu_hit
             if further:
                 gave.add(index)
-            elif own < hit and layout.groups[index].kind is GroupKind.MAMBA and index != asked[0]:
+            elif own < hit and not drafts and not is_first:
                 gave.clear()
-            hit = own
+            hit, is_first = own, False
         if hit == before or not tier.others:
             return hit
         asked = tier.others
@@ -217,9 +220,13 @@ class _Tier:
 
 def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
     """The engine treats groups with equal specs as one: a block counts if all of them have it."""
-    return lambda group, end: all(
-        has(i, end) for i, spec in enumerate(layout.groups) if spec == layout.groups[group]
-    )
+    return lambda group, end: all(has(i, end) for i in _equals(layout, group))
+
+
+def _equals(layout: KVCacheLayout, index: int) -> list[int]:
+    """Groups with the same spec that hold a drafter's layers as well, or none as well."""
+    wanted = layout.groups[index], index in layout.eagle
+    return [i for i, spec in enumerate(layout.groups) if (spec, i in layout.eagle) == wanted]
 
 
 def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: int) -> bool:
@@ -238,8 +245,9 @@ def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furth
     while before > hit > 0:
         before = hit
         for index in others:
-            own = defined_own(layout, index, has, hit, furthest, with_extra=index not in spared)
-            spared = set() if index in spared and own < hit else spared | {index}
+            is_spared = index in spared or index not in layout.eagle
+            own = defined_own(layout, index, has, hit, furthest, with_extra=not is_spared)
+            spared = set() if is_spared and own < hit else spared | {index}
             hit = own
         if len(others) == 1:
             break

@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.http_client import DEADLINE_S, Answer, ask, eventually
+from tests.support.http_client import Answer, ask
 from tests.support.router_process import ROOT, Metrics
+from tests.support.waiting import DEADLINE_S, START_S, eventually
 
 COMMAND = (sys.executable, "-m", "router.cli.main", "engine")
 _ANNOUNCEMENT = re.compile(rb"listens on (http://\S+:(\d+))\n")
@@ -115,7 +116,7 @@ class EngineProcess:
         self._directory.cleanup()
 
     def _announced(self) -> int:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_S
         while True:
             said = self._log.read_bytes()
             found = _ANNOUNCEMENT.search(said)

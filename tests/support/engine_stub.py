@@ -37,6 +37,8 @@ PROMPT_PATHS = (
     "/v1/messages",
     "/v1/responses",
     "/v1/embeddings",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
 )
 
 _names = itertools.count(1)
@@ -67,13 +69,15 @@ class StubRequest:
     @property
     def prompt_ids(self) -> list[int]:
         body = self.json
-        return ids_of(body.get("prompt", body.get("messages", "")))
+        return ids_of(body.get("token_ids", body.get("prompt", body.get("messages", ""))))
 
 
 def ids_of(prompt: Any) -> list[int]:
     """Token ids of a text, of a list of ids, or of a chat."""
     if isinstance(prompt, str):
         return list(prompt.encode())
+    if prompt and isinstance(prompt[0], list):
+        return [token_id for one in prompt for token_id in ids_of(one)]
     if prompt and isinstance(prompt[0], dict):
         return ids_of("".join(str(message["content"]) for message in prompt))
     return list(prompt)
@@ -347,6 +351,7 @@ class EngineStub:
     left: list[float] = field(default_factory=list)
     """When the router closed a connection in the middle of a prompt request, on the clock of
     `time.monotonic`."""
+    health_checks: int = 0
     requests: list[StubRequest] = field(default_factory=list)
     """Prompt requests, and others that came through the router's proxy."""
     connections: int = 0
@@ -465,6 +470,7 @@ class EngineStub:
         if path in self.silent_paths:
             await hang(exchange)
         elif path == "/health":
+            self.health_checks += 1
             await exchange.whole(b"", self.health_status)
         elif path == "/v1/models":
             await exchange.whole(json.dumps(self._models()).encode())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from kvevents.delivery import Effect
@@ -15,6 +14,7 @@ from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
+from tests.support.waiting import DEADLINE_S, eventually
 
 QUICK = SubscriberOptions(
     patience_s=0.5,
@@ -75,28 +75,9 @@ async def following(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
             await task
 
 
-async def until(
-    condition: Callable[[], bool],
-    what: str,
-    timeout_s: float = 30.0,
-    show: Callable[[], object] = str,
+async def until_live(
+    subscriber: Subscriber, last_seq: int | None, timeout_s: float = DEADLINE_S
 ) -> None:
-    """Wait for a condition.
-
-    Args:
-        condition: What to wait for.
-        what: Names it in the failure.
-        timeout_s: Fail after this time.
-        show: Its result is part of the failure.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not come within {timeout_s:g} s: {show()}")
-        await asyncio.sleep(0.005)
-
-
-async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: float = 30.0) -> None:
     """Wait until everything up to *last_seq* was handed on and nothing is missing.
 
     Args:
@@ -108,7 +89,7 @@ async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: fl
 
 
 async def until_state(
-    subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 30.0
+    subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = DEADLINE_S
 ) -> None:
     """Wait until the consumer knows of *state*, with *last_seq* applied last.
 
@@ -123,4 +104,4 @@ async def until_state(
         statistics = subscriber.statistics()
         return statistics.state is state and statistics.last_seq == last_seq
 
-    await until(is_there, f"{state} at {last_seq}", timeout_s, subscriber.statistics)
+    await eventually(is_there, f"{state} at {last_seq}", timeout_s, subscriber.statistics)

@@ -8,24 +8,13 @@ import contextlib
 import json
 import socket
 import struct
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_timeout import timeout
 
-DEADLINE_S = 20.0
-
-
-async def eventually(
-    condition: Callable[[], object], what: str, within_s: float = DEADLINE_S
-) -> None:
-    """Poll *condition* until it holds; fail with *what* after *within_s*."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.01)
+from tests.support.waiting import DEADLINE_S
 
 
 @dataclass(frozen=True)

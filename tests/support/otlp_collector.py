@@ -13,7 +13,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-DEADLINE_S = 20.0
+from tests.support.waiting import DEADLINE_S
 
 
 @dataclass(frozen=True)

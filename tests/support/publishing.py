@@ -12,8 +12,8 @@ import zmq
 from kvevents.codec import decode
 from kvevents.events import EventBatch
 from kvevents.messages import END_MARKER, Batch
+from tests.support.waiting import DEADLINE_S
 
-DEADLINE_S = 20.0
 SNAPSHOT = b"snapshot"
 
 

@@ -138,6 +138,10 @@ class CuttingRelay:
         """Close all connections soon."""
         self._must_cut_all = True
 
+    def lead_to(self, upstream: str) -> None:
+        """Lead new connections elsewhere, as an address does that is used again."""
+        self._port = int(upstream.rpartition(":")[2])
+
     def close(self) -> None:
         self._is_closing = True
         self._thread.join()
@@ -189,6 +193,51 @@ class CuttingRelay:
             for each in (end, other):
                 self._selector.unregister(each)
                 each.close()
+
+
+class CrossingRelay:
+    """Passes on one publisher's live batches, and another's in their place while `is_crossed`; the
+    connection to the subscriber stays.
+
+    Args:
+        own: The publisher's PUB socket.
+        other: The other one's.
+    """
+
+    def __init__(self, own: str, other: str) -> None:
+        self.is_crossed = False
+        self.passed = [0, 0]
+        """Batches of each that came in, passed on or not."""
+        self._context = zmq.Context()
+        self._subs = [self._subscribe(upstream) for upstream in (own, other)]
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.sndhwm = 0
+        self._pub.bind("tcp://127.0.0.1:0")
+        self.endpoint = self._pub.last_endpoint.decode()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
+
+    def _subscribe(self, upstream: str) -> zmq.Socket[bytes]:
+        sub = self._context.socket(zmq.SUB)
+        sub.rcvhwm = 0
+        sub.subscribe(b"")
+        sub.connect(upstream)
+        return sub
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            for which, sub in enumerate(self._subs):
+                while sub.poll(1):
+                    message = sub.recv_multipart()
+                    if self.is_crossed == bool(which):
+                        self._pub.send_multipart(message)
+                    self.passed[which] += 1
+        self._context.destroy(linger=0)
 
 
 class TamperingRelay:

@@ -12,7 +12,8 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from tests.support.http_client import HttpClient, connect, eventually
+from tests.support.http_client import HttpClient, connect
+from tests.support.waiting import eventually
 
 DONE = b"data: [DONE]\n\n"
 _BREATH_S = 0.05

@@ -47,7 +47,8 @@ class VllmPublisher:
         topic: First frame of every message. ring: Batches kept for replay. with_topic: Replies
         carry the topic (vLLM >= 0.26). first_seq: The first sequence number. port: Port of the PUB
         socket; 0: a free one. replay_port: Port of the ROUTER socket; 0: a free one. answer:
-        Replies instead of the ring. snapshots: What its endpoint for snapshots replies.
+        Replies instead of the ring. snapshots: What its endpoint for snapshots replies. replay_hwm:
+        Replies that may wait for a client; further ones are dropped without a word. 0: any number.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class VllmPublisher:
         replay_port: int = 0,
         answer: Answer | None = None,
         snapshots: SnapshotAnswer | None = None,
+        replay_hwm: int = 0,
     ) -> None:
         self.topic = topic.encode()
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
@@ -81,7 +83,7 @@ class VllmPublisher:
             (self._snapshot_router, 0),
         ):
             each.linger = 0
-            each.sndhwm = 0
+            each.sndhwm = replay_hwm if each is self._router else 0
             each.bind(f"tcp://127.0.0.1:{wanted or free_port()}")
         self.endpoint: str = self._pub.last_endpoint.decode()
         self.replay_endpoint: str = self._router.last_endpoint.decode()
