@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Enough for the demo: the router, and what builds its index. Torch and the tools of the tests are most
+# of the rest's time, and nearly all of its bytes.
+RUNNABLE := $(VENV)/.runnable
 
 # vLLM comes without its dependencies, and imports on a machine without a GPU: an environment of its own.
 INTEROP := .venv-interop
@@ -27,14 +30,21 @@ CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNIN
 
 .PHONY: demo docs reference lock sbom audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
+# Two targets set up the same environment.
+.NOTPARALLEL:
+
+$(RUNNABLE): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . 'nanobind>=2.4' 'cmake>=3.26'
+	touch $@
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
-	touch $@
+	touch $(RUNNABLE) $@
 
 # Without a compiler or Python's headers there is none, and the reference serves.
-$(NATIVE): $(INSTALLED) $(wildcard router/index/core/*.?pp) router/index/core/CMakeLists.txt
+$(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard router/index/core/*.?pp) router/index/core/CMakeLists.txt
 	@mkdir -p $(@D)
 	@if ! command -v $(CXX) >/dev/null; then \
 	    echo "no C++ compiler ($(CXX)): the index in plain Python serves"; \
@@ -42,7 +52,7 @@ $(NATIVE): $(INSTALLED) $(wildcard router/index/core/*.?pp) router/index/core/CM
 	    echo "no Python.h (Debian: python3-dev): the index in plain Python serves"; \
 	else \
 	    ($(CONFIGURE) || $(CONFIGURE) --fresh) && \
-	    $(BIN)/cmake --build $(@D); \
+	    $(BIN)/cmake --build $(@D) --parallel 2; \
 	fi
 	@touch $@
 
@@ -62,7 +72,7 @@ docs: $(INSTALLED)
 
 test: check
 
-check: $(NATIVE)
+check: $(INSTALLED) $(NATIVE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -120,7 +130,7 @@ $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 e2e-vllm: $(E2E_VLLM_INSTALLED)
 	$(E2E_VLLM)/bin/python -m pytest tests/vllm
 
-bench: $(NATIVE)
+bench: $(INSTALLED) $(NATIVE)
 	$(BIN)/python -m benchmarks.run_all
 
 $(BENCH_PEERS_INSTALLED): pyproject.toml benchmarks/peers/requirements.txt benchmarks/peers/imports.txt
@@ -134,7 +144,7 @@ $(BENCH_PEERS_INSTALLED): pyproject.toml benchmarks/peers/requirements.txt bench
 	touch $@
 
 # Ours beside other routers, some 40 minutes. ARGS="--rows match route --rounds 1" runs less.
-bench-peers: $(NATIVE) $(BENCH_PEERS_INSTALLED)
+bench-peers: $(INSTALLED) $(NATIVE) $(BENCH_PEERS_INSTALLED)
 	$(BENCH_PEERS)/bin/python -m benchmarks.peers.run $(ARGS)
 
 # What nobody would send, to the compiled index: ten minutes, or ARGS="--seconds 60 --seed 2".

@@ -38,6 +38,7 @@ _NAMED = {
         "Count": "count",
         "Bytes": "bytes",
         "Tokens": "tokens",
+        "DrafterGroups": "flag, or list of numbers",
         "TokenCount": "1 to 2^40",
         "Window": "tokens",
         "Name": "name",

@@ -26,6 +26,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- /* HTTP, and the event ports of every data-parallel rank, by name: some network plug-ins ignore endPort. */ -}}
+{{- define "kvroute.enginePorts" -}}
+{{- $ports := list (.Values.engines.port | int) }}
+{{- range $base := .Values.engines.eventPorts }}
+{{- range $rank := until ($.Values.engines.dataParallelSize | int) }}{{ $ports = append $ports (add $base $rank | int) }}{{ end }}
+{{- end }}
+{{- range $ports | uniq }}
+- {protocol: TCP, port: {{ . }}}
+{{- end }}
+{{- end }}
+
 {{- define "kvroute.keys" -}}
 {{ .Values.keys.existingSecret | default (printf "%s-keys" (include "kvroute.name" .)) }}
 {{- end }}
