@@ -123,26 +123,44 @@ async def test_two_routers_with_two_workers_each_are_one() -> None:
         fleet() as (server, routers, stubs),
         Balancer([router.port for router in routers]) as balancer,
     ):
-        await _a_burst_is_computed_at_most_twice(balancer, routers, stubs)
+        await _what_one_computes_all_wait_for(balancer, routers, stubs)
         await _load_is_known_everywhere(routers, stubs)
         await _without_the_server_each_goes_on(server, routers, balancer, stubs)
         await _one_is_killed_under_load(routers, balancer, stubs)
 
 
-async def _a_burst_is_computed_at_most_twice(
+async def _what_one_computes_all_wait_for(
     balancer: Balancer, routers: Sequence[RouterProcess], stubs: Sequence[EngineStub]
 ) -> None:
+    """Once all have heard of a prompt in prefill, none sends it elsewhere; how long that takes
+    is measured by `benchmarks.board_delay`."""
     for burst in range(3):
         await _all_is_heard(routers, stubs)
         release = asyncio.Event()
         for stub in stubs:
             stub.behaviour = after(release)
             stub.requests.clear()
-        async with under_way(16, balancer.port, stubs[0], 1 + 10_000 * burst) as asked:
-            await eventually(lambda: sum(stub.active for stub in stubs) == 16, "all are sent")
-            assert sum(bool(stub.requests) for stub in stubs) <= 2
+        first = 1 + 10_000 * burst
+        async with (
+            under_way(1, balancer.port, stubs[0], first) as asked,
+            _heard_by_all(routers, stubs),
+            under_way(7, balancer.port, stubs[0], first) as more,
+        ):
+            await eventually(lambda: sum(stub.active for stub in stubs) == 8, "all are sent")
+            assert sum(bool(stub.requests) for stub in stubs) == 1
             release.set()
-            assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+            answers = await asyncio.gather(*asked, *more)
+            assert {answer.status for answer in answers} == {200}
+
+
+@contextlib.asynccontextmanager
+async def _heard_by_all(
+    routers: Sequence[RouterProcess], stubs: Sequence[EngineStub]
+) -> AsyncIterator[None]:
+    await eventually(lambda: sum(stub.active for stub in stubs) == 1, "the first is sent")
+    for router in routers:
+        await _agrees(router, stubs, [stub.active for stub in stubs])
+    yield
 
 
 async def _all_is_heard(routers: Sequence[RouterProcess], stubs: Sequence[EngineStub]) -> None:
