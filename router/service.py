@@ -153,7 +153,7 @@ class RouterService:
         self.request_log = RequestLog(place=self._shared.log_place)
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
-        self._mirror = Mirror(config.policy.mirror_max_keys)
+        self._mirror = Mirror(config.policy.mirror_max_keys, load_price=config.weights.of_tier)
         self._load = LoadTracker()
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)

@@ -12,6 +12,7 @@ The files; each imports only what is listed above it:
     prefix_tree.py how much of a prompt others share
     in_prefill.py  prompts that are being computed, and how much of them a new one shares
     traffic.py     rates, and how probable it is that what is idle will be used again
+    loading.py     what it costs to load from below the GPU
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
     approximate.py what a cache holds whose events are not there
 """

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
 from router.mirror.in_prefill import STEP, UNKNOWN, InPrefill, Layout, layout_of, tokens_shared
+from router.mirror.loading import ByTier, LoadPrices
 from router.mirror.ownership import Ownership, Use
-from router.mirror.traffic import FadingRate, ModelTraffic
+from router.mirror.traffic import FadingRate, FadingRatio, ModelTraffic
 
 WORTH_TELLING = 256
 """Uncached tokens from which others are told of a prompt at once."""
@@ -43,6 +44,8 @@ class CacheOutlook(NamedTuple):
     """That it was given to compute lately."""
     arrivals_per_s: float = 0.0
     """Requests that were sent to it lately."""
+    refill: float = 1.0
+    """What bringing back what it evicts costs, relative to computing it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +64,9 @@ class Prefilling:
     """The prompt's, every `STEP` tokens."""
 
 
-_Outlook: TypeAlias = tuple[float | None, float, float, float]
+_Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 """A `CacheOutlook` without the progress."""
-_NOTHING: _Outlook = (None, 0.0, 0.0, 0.0)
+_NOTHING: _Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,9 @@ class _Cache:
     since: float
     work: FadingRate
     arrivals: FadingRate
+    prices: LoadPrices
+    refill: FadingRatio = field(default_factory=lambda: FadingRatio(1.0, 256.0, 64))
+    """What bringing evicted tokens back costs, over what computing them costs."""
     speed: float = 1.0
     content: Ownership = field(default_factory=Ownership)
     prefilling: dict[Visit, None] = field(default_factory=dict)
@@ -123,6 +129,7 @@ class Visit:
         "is_decoding",
         "keys",
         "known_until",
+        "loads",
         "model",
         "most_progress",
         "number",
@@ -142,6 +149,7 @@ class Visit:
         prompts: Sequence[HashedPrompt],
         tokens: int,
         uncached_tokens: int,
+        loads: ByTier,
         now: float,
     ) -> None:
         self._mirror: Mirror | None = mirror
@@ -152,6 +160,8 @@ class Visit:
         self.started_at = now
         self.tokens = tokens
         self.uncached_tokens = uncached_tokens
+        self.loads = loads
+        """What is loaded for it from below the GPU."""
         self.most_progress = uncached_tokens * mirror.MAX_PROGRESS
         """As the first one in prefill, the most of its tokens that may count as computed."""
         self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
@@ -206,16 +216,21 @@ class Mirror:
     """After a prompt's first token, until events have told of its blocks for sure."""
 
     def __init__(
-        self, max_keys: int = 1_048_576, clock: Callable[[], float] = time.monotonic
+        self,
+        max_keys: int = 1_048_576,
+        clock: Callable[[], float] = time.monotonic,
+        load_price: Callable[[str], float] = lambda _tier: 0.1,
     ) -> None:
         """
         Args:
             max_keys: Bound on what is kept for all caches together, in keys (`Ownership.size`); the
                 oldest requests of the cache that grows are forgotten first.
             clock: A monotonic clock, in seconds.
+            load_price: Of a token from a tier, in tokens to compute, until it was learned.
         """
         self._max_keys = max_keys
         self._clock = clock
+        self._load_price = load_price
         self._caches: dict[SourceId, _Cache] = {}
         self._models: dict[str, ModelTraffic] = {}
         self._own: InPrefill[Visit, _Cache] = InPrefill(lambda cache: cache.layout)
@@ -244,6 +259,7 @@ class Mirror:
         uncached_tokens: int,
         hit_tokens: int = 0,
         speed: float = 1.0,
+        loads: ByTier = (),
     ) -> Visit:
         """A request is sent to a cache.
 
@@ -256,6 +272,7 @@ class Mirror:
             uncached_tokens: Of these, those that have to be computed there.
             hit_tokens: Of these, those that are cached there now.
             speed: Of the replica, relative to others.
+            loads: What of the hit comes from below the GPU.
         """
         now = self._clock()
         cache = self._cache(source, index, now)
@@ -267,7 +284,7 @@ class Mirror:
         cache.arrivals.add(1.0, now)
         cache.outlook = None
         traffic = self._model(model)
-        visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
+        visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, loads, now)
         visit.expected_tokens = expected
         self._last_number += 1
         visit.number = self._last_number
@@ -291,7 +308,12 @@ class Mirror:
             return
         now = self._clock()
         if cache.first is visit:
-            model.prefilled(visit.uncached_tokens, (now - cache.first_since) * cache.speed)
+            seconds = (now - cache.first_since) * cache.speed
+            if not visit.loads:
+                model.prefilled(visit.uncached_tokens, seconds)
+            elif cache.first_since == visit.started_at:  # else part of it passed behind another one
+                cost = seconds * model.prefill_tokens_per_s - visit.uncached_tokens
+                cache.prices.loaded(visit.loads, cost)
         self._leave_prefill(visit, cache, now)
         visit.is_decoding = True
         cache.decoding_tokens += visit.tokens
@@ -382,6 +404,11 @@ class Mirror:
         """Of a replica of this model at speed 1."""
         return self._model(model).prefill_tokens_per_s
 
+    def load_prices(self, source: SourceId) -> LoadPrices | None:
+        """What loading costs at a cache; None where nothing was sent to it yet."""
+        cache = self._caches.get(source)
+        return None if cache is None else cache.prices
+
     def reuse_probability(self, model: str, idle_s: float) -> float:
         """How probable it is that something will be used again.
 
@@ -453,7 +480,8 @@ class Mirror:
     def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> _Outlook:
         age = self._eviction_age_s(cache, now)
         reuse = 0.0 if age is None else model.reuse_probability(age)
-        return age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now)
+        rates = cache.work.per_s(now), cache.arrivals.per_s(now)
+        return age, reuse, *rates, cache.refill.value
 
     def in_prefill(self, keys: Sequence[int], tokens: int = 0) -> dict[SourceId, int]:
         """How many leading tokens of a prompt each cache is computing for another one now.
@@ -550,7 +578,8 @@ class Mirror:
     def _cache(self, source: SourceId, index: PrefixIndex, now: float) -> _Cache:
         cache = self._caches.get(source)
         if cache is None or cache.index is not index:
-            cache = _Cache(source, index, now, FadingRate(FADE_S, now), FadingRate(FADE_S, now))
+            rates = FadingRate(FADE_S, now), FadingRate(FADE_S, now)
+            cache = _Cache(source, index, now, *rates, LoadPrices(self._load_price))
             self._caches[source] = cache
             cache.removals = index.removals(source)
             cache.had_content = index.blocks_held(source) > 0
@@ -612,7 +641,12 @@ class Mirror:
             cache.content.clear()
             cache.had_content = False
         cache.removals = removals
-        while (oldest := cache.content.oldest()) is not None and _is_gone(oldest, index, source):
+        while (oldest := cache.content.oldest()) is not None:
+            if oldest.prompt is not None:
+                hit = index.match_source(oldest.prompt, source)
+                if hit.gpu_cached_tokens > oldest.owned_from * STEP:
+                    break
+                _note_refill(cache, oldest, hit)
             cache.content.drop(oldest)
             cache.had_content = False
 
@@ -623,11 +657,13 @@ class Mirror:
             cache.content.drop(oldest)
 
 
-def _is_gone(use: Use, index: PrefixIndex, source: SourceId) -> bool:
-    """Whether nothing of what a request owns could be reused there."""
-    if use.prompt is None:
-        return True
-    return index.match_source(use.prompt, source).gpu_cached_tokens <= use.owned_from * STEP
+def _note_refill(cache: _Cache, gone: Use, hit: Hit) -> None:
+    """Learn, from what the GPU has given up of a request, what is left of it below."""
+    start, end = gone.owned_from * STEP, len(gone.keys) * STEP
+    kept = max(min(hit.cached_tokens, end) - start, 0)
+    # What costs more to load than to compute is as good as lost.
+    price = min(cache.prices.mean(hit.by_tier), 1.0)
+    cache.refill.add(end - start - kept * (1.0 - price), end - start)
 
 
 IDLE = CacheOutlook()

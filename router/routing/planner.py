@@ -241,6 +241,7 @@ class RoutePlanner:
             uncached,
             candidate.cached_tokens,
             candidate.speed,
+            candidate.by_tier,
         )
 
     def approximate_visit(
@@ -375,10 +376,16 @@ class RoutePlanner:
             progress,
             outlooks,
             lambda number: hits.get(caches[number], NO_HIT).by_tier,
+            lambda number: self._load_price(caches[number], hits),
         )
         if self._approximate is not None and (self._suspects or self._approximate.silent):
             self._estimate(self._approximate, standings, caches, replicas, found, request)
         return standings
+
+    def _load_price(self, cache: SourceId, hits: Mapping[SourceId, Hit]) -> float | None:
+        """Of a token of a hit below the GPU, where a mirror measures it."""
+        prices = None if self._mirror is None else self._mirror.load_prices(cache)
+        return None if prices is None else prices.mean(hits.get(cache, NO_HIT).by_tier)
 
     def _estimate(
         self,
@@ -472,6 +479,7 @@ def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
         gpu_cached_tokens=min(candidate.gpu_cached_tokens for candidate in candidates),
         cached_tokens=least.cached_tokens,
         by_tier=least.by_tier,
+        load_price=least.load_price,
         junction_tokens=min(candidate.junction_tokens for candidate in candidates),
         recent_tokens=min(candidate.recent_tokens for candidate in candidates),
         suspect=any(candidate.suspect for candidate in candidates),

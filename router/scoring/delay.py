@@ -56,7 +56,7 @@ class LeastDelayPolicy(RanksByOrder):
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
     computed per second, and the share b of the time is busy:
 
-        cost = u + x + w * x + 2 * k * u * x + sqrt(k * m) * x**2 + (x + m * x**2) * S
+        cost = u + x + w * x + 2 * k * u * x + sqrt(k * m) * x**2 + (y + m * y**2) * S
 
         k = r / (2 * R * (1 - b))
 
@@ -69,7 +69,12 @@ class LeastDelayPolicy(RanksByOrder):
     their geometric mean: with k alone a quiet replica is flooded with copies of what others hold,
     which drive out what they do not; with m alone nothing gets a second home in time. S is the
     probability that what is evicted will be used again: then it will be computed again, wherever
-    that may be, and delay others there. Nothing in it is a tuned weight.
+    that may be, and delay others there. What counts is y: of the tokens that come onto the GPU,
+    the share that it takes to bring as many back, all where nothing below holds what the GPU gives
+    up, a tenth where a tier does that loads ten times as fast as the GPU computes. Nothing in it
+    is a tuned weight. A token below the GPU, in a tier or a store that the replica reads, counts in
+    x at the price of loading it, which is measured; where nearly everything can be loaded anywhere,
+    load alone decides.
     A junction counts as cached. This prompt computes it wherever it goes; but there it makes a hit
     for all later ones, elsewhere a second copy that nobody can hit either, and the next one has the
     same choice again: so it goes where it would go if the hit were there already.
@@ -192,20 +197,20 @@ def _costs(
             gpu = almost_all
         own = new = tokens - gpu
         if total > gpu:
-            tiers = standings.tiers_of(len(found))
-            own += min(total - gpu, new) * (weights.of_lower(tiers) - 1)
+            own += min(total - gpu, new) * (standings.lower_cost(len(found), weights) - 1)
         left = queued - progress
         ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
         ahead += foreign * foreign_one + waiting * waiting_one
         ahead, own, new = ahead / speed, own / speed, new / speed
-        _, reuse, uncached_per_s, arrivals_per_s = outlook
+        _, reuse, uncached_per_s, arrivals_per_s, refill = outlook
         behind = 0.0
         if arrivals_per_s:  # as `_congestion` has it
             rate = prefill_tokens_per_s * speed
             busy = uncached_per_s / rate
             k = arrivals_per_s / (2.0 * rate * (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY)))
             behind = own * (2.0 * k * ahead + sqrt(k * mean) * own)
-        evicted = reuse * (new + mean * new * new)
+        lost = refill * new
+        evicted = reuse * (lost + mean * lost * lost)
         found.append(ahead + own + work * own + behind + evicted)
         if parts is not None:
             parts.append(Delays(ahead, own, work * own, behind, evicted))
@@ -238,7 +243,7 @@ def _mean_congestion(standings: Standings, prefill_tokens_per_s: float) -> float
     if not standings.states:
         return 0.0
     count = len(standings.states)
-    _, _, uncached, arrivals = zip(*standings.outlooks, strict=True)
+    _, _, uncached, arrivals, _ = zip(*standings.outlooks, strict=True)
     speeds = sum(map(speed_of, standings.states))
     return _congestion(
         sum(arrivals) / count, sum(uncached) / count, prefill_tokens_per_s * speeds / count

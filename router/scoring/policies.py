@@ -59,9 +59,9 @@ def waits(prompt_tokens: int, standings: Standings, weights: Weights) -> list[fl
     found: list[float] = []
     for state, ahead, gpu, total, recent in zip(standings.states, busy, *columns, strict=True):
         if state[3] or total > gpu:
-            tiers = standings.tiers_of(len(found)) if total > gpu else ()
-            hit = gpu, total, recent, tiers
-            uncached, lower_cost = _uncached(prompt_tokens, hit, state[3], weights)
+            price = standings.lower_cost(len(found), weights) if total > gpu else 0.0
+            hit = gpu, total, recent
+            uncached, lower_cost = _uncached(prompt_tokens, hit, price, state[3], weights)
             found.append((uncached + lower_cost + ahead) / state[2])
             continue
         # The same of what is on the GPU only, and certain.
@@ -74,32 +74,27 @@ def waits(prompt_tokens: int, standings: Standings, weights: Weights) -> list[fl
     return found
 
 
-_Hit: TypeAlias = tuple[int, int, int, Sequence[tuple[str, int]]]
-"""Of a candidate, `gpu_cached_tokens`, `cached_tokens`, `recent_tokens` and `by_tier`."""
+_Hit: TypeAlias = tuple[int, int, int]
+"""Of a candidate, `gpu_cached_tokens`, `cached_tokens` and `recent_tokens`."""
 
 
 def _uncached(
-    prompt_tokens: int, hit: _Hit, doubt: bool | float, weights: Weights
+    prompt_tokens: int, hit: _Hit, price: float, doubt: bool | float, weights: Weights
 ) -> tuple[float, float]:
-    """How many tokens count as uncached, and what those in lower tiers cost."""
-    gpu_tokens, total, recent, by_tier = hit
+    """How many tokens count as uncached, and what those in lower tiers cost at *price* each."""
+    gpu_tokens, total, recent = hit
     trust = share_that_counts(doubt, weights.suspect_trust) if doubt else 1.0
     gpu = min(max(gpu_tokens * trust, recent * weights.recent_trust), prompt_tokens)
     lower = min(max(total * trust - gpu, 0.0), prompt_tokens - gpu)
-    return prompt_tokens - gpu - lower, lower * weights.of_lower(by_tier) if lower else 0.0
+    return prompt_tokens - gpu - lower, lower * price
 
 
 def _parts(
     prompt_tokens: int, weights: Weights, candidate: Candidate, cost: float, _place: int
 ) -> str:
     """The parts of a wait as a sentence."""
-    hit = (
-        candidate.gpu_cached_tokens,
-        candidate.cached_tokens,
-        candidate.recent_tokens,
-        candidate.by_tier,
-    )
-    uncached, _ = _uncached(prompt_tokens, hit, state_of(candidate)[3], weights)
+    hit = candidate.gpu_cached_tokens, candidate.cached_tokens, candidate.recent_tokens
+    uncached, _ = _uncached(prompt_tokens, hit, 0.0, state_of(candidate)[3], weights)
     parts = [*_parts_of_hit(prompt_tokens, candidate, uncached), *_parts_of_load(candidate.load)]
     return f"{'; '.join(parts)}: an estimated wait of {cost:,.0f} prefill tokens"
 

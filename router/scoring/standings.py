@@ -15,18 +15,21 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_check
 
 from typing_extensions import override
 
-from router.scoring.types import Candidate, CandidateLoad, Ranked, RouteRequest
+from router.scoring.types import Candidate, CandidateLoad, Ranked, RouteRequest, Weights
 
 State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
 """Of a `Candidate`, `replica_id`, `dp_rank` and `speed`; then the doubt about its hit: False, True
 where it is `suspect`, or else its `approximate_trust`; and of its load `queued_prefill_tokens`,
 `prefilling_requests`, `decoding_requests`, `decode_context_tokens`, `foreign_requests` and
 `waiting_requests`."""
-Outlook: TypeAlias = tuple[float | None, float, float, float]
-"""Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s` and
-`arrivals_per_s`."""
+Outlook: TypeAlias = tuple[float | None, float, float, float, float]
+"""Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
+`arrivals_per_s` and `refill`."""
 
-IDLE: Outlook = (None, 0.0, 0.0, 0.0)
+_Lower: TypeAlias = tuple[tuple[tuple[str, int], ...], float | None]
+"""Of a `Candidate`, `by_tier` and `load_price`."""
+
+IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
 
 LEAST_TRUST = 0.001
@@ -50,7 +53,8 @@ class Standings:
     """The candidates of one decision: item i of every column is about candidate i."""
 
     __slots__ = (
-        "_other_tiers",
+        "_load_price_of",
+        "_others",
         "_tiers_of",
         "cached_tokens",
         "gpu_cached_tokens",
@@ -71,6 +75,7 @@ class Standings:
         progress_tokens: list[float],
         outlooks: list[Outlook],
         tiers_of: Callable[[int], tuple[tuple[str, int], ...]],
+        load_price_of: Callable[[int], float | None] = lambda _number: None,
     ) -> None:
         """Keep the columns. Policies must not change them.
 
@@ -83,6 +88,7 @@ class Standings:
             progress_tokens: By candidate.
             outlooks: What each cache is doing.
             tiers_of: Returns the `by_tier` of candidate i.
+            load_price_of: Returns the `load_price` of candidate i.
         """
         self.states = states
         self.gpu_cached_tokens = gpu_cached_tokens
@@ -92,7 +98,8 @@ class Standings:
         self.progress_tokens = progress_tokens
         self.outlooks = outlooks
         self._tiers_of = tiers_of
-        self._other_tiers: dict[int, tuple[tuple[str, int], ...]] = {}
+        self._load_price_of = load_price_of
+        self._others: dict[int, _Lower] = {}
         """Of those that were put in place of others."""
 
     @classmethod
@@ -107,6 +114,7 @@ class Standings:
             [candidate.progress_tokens for candidate in candidates],
             [_outlook_of(candidate) for candidate in candidates],
             lambda number: candidates[number].by_tier,
+            lambda number: candidates[number].load_price,
         )
 
     def __len__(self) -> int:
@@ -126,7 +134,7 @@ class Standings:
         self.recent_tokens[number] = candidate.recent_tokens
         self.progress_tokens[number] = candidate.progress_tokens
         self.outlooks[number] = _outlook_of(candidate)
-        self._other_tiers[number] = candidate.by_tier
+        self._others[number] = candidate.by_tier, candidate.load_price
 
     def put_estimate(self, number: int, tokens: int, trust: float) -> None:
         """Let an estimate stand for the hit of candidate *number*.
@@ -140,7 +148,7 @@ class Standings:
         self.states[number] = (*state[:3], trust, *state[4:])
         self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
         self.junction_tokens[number] = 0
-        self._other_tiers[number] = ()
+        self._others[number] = (), None
 
     def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
         """Let an estimate stand for what candidate *number* would evict next.
@@ -150,12 +158,28 @@ class Standings:
             age_s: See `Candidate.eviction_age_s`.
             reuse: See `Candidate.reuse_probability`.
         """
-        self.outlooks[number] = (age_s, reuse, *self.outlooks[number][2:])
+        _, _, uncached, arrivals, refill = self.outlooks[number]
+        self.outlooks[number] = age_s, reuse, uncached, arrivals, refill
 
     def tiers_of(self, number: int) -> tuple[tuple[str, int], ...]:
         """The `by_tier` of candidate *number*."""
-        other = self._other_tiers.get(number)
-        return self._tiers_of(number) if other is None else other
+        other = self._others.get(number)
+        return self._tiers_of(number) if other is None else other[0]
+
+    def load_price_of(self, number: int) -> float | None:
+        """The `load_price` of candidate *number*."""
+        other = self._others.get(number)
+        return self._load_price_of(number) if other is None else other[1]
+
+    def lower_cost(self, number: int, weights: Weights) -> float:
+        """What a token of the hit of candidate *number* costs that is below the GPU.
+
+        Args:
+            number: Its number.
+            weights: What it costs where it was not measured.
+        """
+        price = self.load_price_of(number)
+        return weights.of_lower(self.tiers_of(number)) if price is None else price
 
     def requests(self, number: int) -> int:
         """Requests known to be at candidate *number*."""
@@ -170,6 +194,7 @@ class Standings:
             gpu_cached_tokens=self.gpu_cached_tokens[number],
             cached_tokens=self.cached_tokens[number],
             by_tier=self.tiers_of(number),
+            load_price=self.load_price_of(number),
             junction_tokens=self.junction_tokens[number],
             recent_tokens=self.recent_tokens[number],
             progress_tokens=self.progress_tokens[number],
@@ -177,6 +202,7 @@ class Standings:
             reuse_probability=outlook[1],
             uncached_tokens_per_s=outlook[2],
             arrivals_per_s=outlook[3],
+            refill=outlook[4],
             suspect=state[3] is True,
             approximate_trust=None if isinstance(state[3], bool) else state[3],
             load=CandidateLoad(
@@ -215,6 +241,7 @@ def _outlook_of(candidate: Candidate) -> Outlook:
         candidate.reuse_probability,
         candidate.uncached_tokens_per_s,
         candidate.arrivals_per_s,
+        candidate.refill,
     )
 
 

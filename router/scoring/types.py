@@ -40,7 +40,8 @@ class Weights:
 
     lower_tier_token: Cost = 0.1
     """Change it when loading a token from the CPU, or a tier that `tier_token` does not name, is
-    slower; 1 makes such a hit worth nothing."""
+    slower; 1 makes such a hit worth nothing. Like `tier_token` it counts until loads from that tier
+    were measured at the replica."""
 
     tier_token: Annotated[dict[TierName, Cost], Field(max_length=64)] = field(
         default_factory=lambda: dict(_TIER_TOKENS)
@@ -101,7 +102,7 @@ class Weights:
         return self.tier_token.get(name.upper(), self.lower_tier_token)
 
     def of_lower(self, by_tier: Sequence[tuple[str, int]]) -> float:
-        """The mean cost of the tokens of a hit below the GPU.
+        """The mean cost of the tokens of a hit below the GPU, where no loads were measured.
 
         Args:
             by_tier: Tokens of each tier or store; empty where they are not told apart.
@@ -165,6 +166,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """What each lower tier or shared store would bring back; empty where that is not told apart."""
+    load_price: float | None = None
+    """Of one of those tokens, in tokens to compute, as it was measured there; None: as the weights
+    say."""
     junction_tokens: int = 0
     """Tokens behind the GPU's hit whose full attention is there and whose window or state is gone:
     sent there, the prompt computes them once more and makes a hit for all later ones; sent
@@ -182,6 +186,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """That it was given to compute lately."""
     arrivals_per_s: float = 0.0
     """Requests that were sent there lately."""
+    refill: float = 1.0
+    """What bringing back a token that it evicts costs, in tokens to compute: less than 1 where a
+    tier below or a shared store holds it."""
     suspect: bool = False
     """Events of it were lost, so its hits are doubtful."""
     approximate_trust: float | None = None

@@ -184,7 +184,7 @@ class Engine:
     """One simulated engine under a mirror; requests come one after another or overlap. It keeps its
     windows densely, which is what the mirror assumes of a prompt that is being computed."""
 
-    def __init__(self, preset: str, event_delay_s: float = 0.0) -> None:
+    def __init__(self, preset: str, event_delay_s: float = 0.0, cpu_blocks: int = 0) -> None:
         self.timeline = Timeline()
         self.index = create_index()
         self.mirror = Mirror(clock=self.timeline.now)
@@ -198,6 +198,7 @@ class Engine:
             preset=preset,
             simulate=True,
             num_blocks=400,
+            cpu_blocks=cpu_blocks,
             block_size=16,
             max_num_seqs=4,
             retention_interval=None,
@@ -209,10 +210,10 @@ class Engine:
 
     def send(self, name: str, ids: list[int], answer: int) -> None:
         prompt = self.index.prepare(array("I", ids), extra_steps=(STEP,))
-        hit = self.index.match_source(prompt, R0).gpu_cached_tokens
+        _, hit, loads = self.index.match_source(prompt, R0)
         self.hits[name] = hit
         self.visits[name] = self.mirror.begin(
-            "m", self.index, R0, [prompt], len(ids), len(ids) - hit, hit
+            "m", self.index, R0, [prompt], len(ids), len(ids) - hit, hit, loads=loads
         )
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
         self.replica.add(EngineRequest(name, ids, sampling))
@@ -299,6 +300,38 @@ def test_a_cache_that_evicts_what_comes_back_is_under_pressure(
         engine.send(f"request-{number}", [*range(number * 1000, number * 1000 + 800)], answer=4)
         engine.timeline.run()
     assert engine.mirror.outlook("m", R0).reuse_probability < 0.6
+
+
+@pytest.mark.parametrize(("cpu_blocks", "dearest"), [(2000, 0.2), (0, 1.0)])
+def test_what_a_tier_below_holds_is_brought_back_for_the_price_of_its_load(
+    cpu_blocks: int, dearest: float
+) -> None:
+    """The GPU holds 6,400 tokens and is asked in turn for 12,000. With a tier below nothing that it
+    evicts is lost, without one all of it is."""
+    engine = Engine("full", cpu_blocks=cpu_blocks)
+    for number in range(60):
+        first = number % 10 * 10_000
+        engine.send(f"request-{number}", [*range(first, first + 1200)], answer=4)
+        engine.timeline.run()
+    outlook = engine.mirror.outlook("m", R0)
+    assert outlook.reuse_probability > 0.9
+    assert outlook.refill == 1.0 if dearest == 1.0 else 0.0 < outlook.refill < dearest
+
+
+def test_what_loading_takes_is_measured_where_a_prompt_is_alone() -> None:
+    """A model that computes 8,000 tokens a second behind a link that brings 200,000: half of a
+    load's time is that of the step that computes the last token."""
+    engine = Engine("full", cpu_blocks=2000)
+    for number in range(120):
+        first = number % 10 * 10_000
+        engine.send(f"request-{number}", [*range(first, first + 1200)], answer=4)
+        engine.timeline.run()
+    prices = engine.mirror.load_prices(R0)
+    assert prices is not None
+    assert prices.of("CPU") != 0.1, "it was measured"
+    # The load is a moment, and the step that computes the last token 12.5 ms.
+    computing = engine.mirror.prefill_tokens_per_s("m")
+    assert prices.of("CPU") == pytest.approx(0.0126 * computing / 1200, rel=0.2)
 
 
 def test_what_a_cache_was_given_lately_is_known_by_cache(mirrored: Mirrored) -> None:

@@ -135,6 +135,34 @@ def test_a_lower_tier_costs_its_transfer_and_its_place_on_the_gpu() -> None:
     assert delays_of(4000, full, SPEED, Weights()).evicted == pytest.approx(2000)
 
 
+def test_a_lower_tier_costs_what_its_loads_were_measured_to_take() -> None:
+    """A guess of the configuration is right within a factor of a few, a measurement is right."""
+    hit = {"cached_tokens": 3000, "by_tier": (("CPU", 3000),)}
+    measured = Candidate(replica_id="a", load_price=0.02, **hit)
+    assert delays_of(4000, measured, SPEED, Weights()).own == pytest.approx(1000 + 60)
+    assert best(measured, Candidate(replica_id="b", **hit)) == "a"
+    assert best(Candidate(replica_id="a", load_price=0.9, **hit), candidate("b", 1500)) == "b"
+
+
+def test_what_a_tier_below_holds_costs_its_load_when_it_is_evicted() -> None:
+    """A cache above a store gives nothing up for good: there the load decides, and not what would
+    be driven out."""
+    full = {"eviction_age_s": 5.0, "reuse_probability": 0.8}
+    held = candidate("a", refill=0.1, **full)
+    assert delays_of(4000, held, SPEED, Weights()).evicted == pytest.approx(0.8 * 400)
+    waiting = candidate("b", load={"queued_prefill_tokens": 1000, "prefilling_requests": 1})
+    assert best(held, waiting) == "a"
+    assert best(candidate("a", **full), waiting) == "b"
+
+
+def test_a_hit_that_everyone_can_load_leaves_the_choice_to_load() -> None:
+    """A prompt in a shared store has no home, and a replica with nothing to do takes it."""
+    hit = {"cached_tokens": 3900, "by_tier": (("shared", 3900),), "load_price": 0.04}
+    warm = candidate("a", 3900, load={"queued_prefill_tokens": 400, "prefilling_requests": 1})
+    assert best(warm, Candidate(replica_id="b", **hit)) == "b"
+    assert best(warm, candidate("b", 3000)) == "a"
+
+
 def test_congestion_is_bounded_and_grows_with_the_load() -> None:
     """A replica beyond what it can serve must not make costs infinite."""
     rates = (0.0, 0.5, 2.0, 3.9, 100.0)
