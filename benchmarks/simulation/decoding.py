@@ -21,7 +21,7 @@ from offload.cache_manager import AllocatedBlocks, CacheManager
 from offload.coordinator import ComputedBlocks
 from offload.engine.core.engine import Engine
 from offload.engine.core.requests import StepOutput
-from offload.engine.core.scheduler import _Sequence
+from offload.engine.core.sequence import SequenceInProgress
 from offload.engine.core.simulated import SimulatedRunner
 from offload.request import CacheRequest
 
@@ -88,7 +88,7 @@ def quiet_steps(engine: Engine) -> int:
     return min(_quiet_steps(sequence, cache.quiet_until) for sequence in scheduler._running)
 
 
-def _quiet_steps(sequence: _Sequence, quiet_until: dict[str, int]) -> int:
+def _quiet_steps(sequence: SequenceInProgress, quiet_until: dict[str, int]) -> int:
     cached = sequence.cache
     length = len(cached.token_ids)
     if cached.num_computed_tokens != length - 1:

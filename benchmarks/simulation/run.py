@@ -21,6 +21,9 @@ from kvevents.events import EventBatch
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.scoring import Weights
 
+AGEING_TOKENS_PER_S = 0.1 * TIME_MODEL.prefill_tokens_per_s
+"""By how much a request that comes a second later stands behind, where engines go by priority."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -140,8 +143,15 @@ class Simulation:
         sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
         keep, keep_end = routed.hints
         told = {"kvroute": {"keep": list(keep), "keep_end": keep_end}}
+        uncached = len(tokens) - routed.expected_tokens
         self.replicas[routed.replica_id].add(
-            EngineRequest(arrival.request_id, tokens, sampling, kv_transfer_params=told)
+            EngineRequest(
+                arrival.request_id,
+                tokens,
+                sampling,
+                kv_transfer_params=told,
+                priority=round(uncached + AGEING_TOKENS_PER_S * self.timeline.now_s),
+            )
         )
 
     def _take_outputs(self, outputs: Sequence[StepOutput], step_s: float) -> None:

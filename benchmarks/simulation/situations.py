@@ -25,6 +25,7 @@ from benchmarks.simulation.run import Setting
 from benchmarks.simulation.sessions import Plan, Sessions, profile
 from benchmarks.simulation.trace import RecordedTrace, TraceOptions, read_trace
 from benchmarks.simulation.workload import Workload
+from offload.engine.core.serving_order import SchedulingPolicy
 
 WARM_UP = 0.25
 """Share of the time whose requests are not counted."""
@@ -61,6 +62,8 @@ class Situation:
     layout: str = "gptoss"
     retention_interval: int | None = 0
     """Which windows and states engines keep: the default is vLLM's; None: all (dense)."""
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    """Whom engines serve first."""
     replicas: int = 8
     variation: float = 2.0
     """Of the times between the beginnings of sessions."""
@@ -75,6 +78,7 @@ class Situation:
         config = replace(
             replica_config(self.layout, self.cache_tokens),
             retention_interval=self.retention_interval,
+            scheduling_policy=self.scheduling_policy,
         )
         return with_memory_tier(config, self.memory_tier) if self.memory_tier else config
 
@@ -152,6 +156,19 @@ SITUATIONS: dict[str, Situation] = {
         f"{name}, {layout}": replace(situation, layout=layout)
         for layout in ("full", "gemma", "mamba-hybrid")
         for name, situation in (
+            ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
+            ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
+            ("mixed", _MIXED),
+        )
+    },
+    **{
+        f"{name}, {order}": replace(situation, scheduling_policy=policy)
+        for order, policy in (
+            ("by priority", SchedulingPolicy.PRIORITY),
+            ("shortest first", SchedulingPolicy.SHORTEST),
+        )
+        for name, situation in (
+            ("chats", _CHATS),
             ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
             ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
             ("mixed", _MIXED),

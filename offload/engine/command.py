@@ -18,6 +18,7 @@ from kvevents.sealing import HashKey, read_hash_key
 from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
 from offload.engine.core.presets import preset_names
+from offload.engine.core.serving_order import SchedulingPolicy
 from offload.engine.core.time_model import TimeModel
 from offload.engine.http.api import ApiConfig
 from offload.engine.http.responses import KVEventEndpoint, ServedModel
@@ -157,6 +158,13 @@ def _add_limits(group: Any) -> None:
         default=_DEFAULTS.max_num_batched_tokens,
         metavar="TOKENS",
         help="in one step",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=[policy.value for policy in SchedulingPolicy],
+        default=_DEFAULTS.scheduling_policy.value,
+        help="who goes first: who came first, who has the lowest priority number, or who has the "
+        "least left to compute, running prompts among them; see docs/engine.md, Order",
     )
 
 
@@ -315,6 +323,7 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
+        scheduling_policy=SchedulingPolicy(arguments.scheduling_policy),
         vocab_size=tokenizer.vocab_size,  # so every token the model chooses has a text
         eos_token_id=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         seed=arguments.seed,
@@ -379,6 +388,7 @@ def _served_model(
         created=int(time.time()),
         adapters=tuple(arguments.lora),
         group_kinds=tuple(group.kind.value for group in engine.cache.config.layout.groups),
+        scheduling_policy=config.scheduling_policy.value,
     )
 
 

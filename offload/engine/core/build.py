@@ -24,6 +24,7 @@ from offload.engine.core.engine import Engine
 from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.presets import preset
 from offload.engine.core.scheduler import Scheduler, SchedulerConfig, most_blocks_held
+from offload.engine.core.serving_order import SchedulingPolicy
 from offload.engine.core.simulated import SimulatedBackend
 from offload.engine.core.time_model import Clock, RealClock, TimeModel
 from offload.errors import CacheConfigError
@@ -49,6 +50,7 @@ class EngineConfig:
     """In tokens."""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_model_len: int | None = None
     vocab_size: int | None = None
     eos_token_id: int = EOS_TOKEN_ID
@@ -131,7 +133,10 @@ def build_engine(
     connector = _connector(config, cache, tiers)
     chain = HashChain.from_seed()
     limits = SchedulerConfig(
-        config.max_num_batched_tokens, config.max_num_seqs, model.max_model_len
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        model.max_model_len,
+        config.scheduling_policy,
     )
     return Engine(
         model=model,

@@ -44,6 +44,8 @@ class EngineRequest:
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     """For the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
+    priority: int = 0
+    """Lower goes first, where the engine schedules by priority."""
 
 
 @dataclass(frozen=True, slots=True)

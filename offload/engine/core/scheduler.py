@@ -1,18 +1,17 @@
 """Which tokens of which sequences a step computes.
 
-Continuous batching with chunked prefill and preemption by recomputation. Running sequences are
-served first, in the order of their admission, each with as much of its prompt as the step's token
-budget leaves; then waiting ones are admitted. When blocks run out, the sequence that was admitted
-last gives up its blocks and starts again. A sequence whose prefix is in a lower tier is loaded
-while the others run.
+Continuous batching with chunked prefill and preemption by recomputation. Sequences have their turns
+in the order that the policy gives (`serving_order.py`), each with as much of its prompt as the
+step's token budget leaves; a waiting one is admitted when it is its turn, if its blocks fit. When
+blocks run out for one that runs, the one that would be served last gives up its blocks and starts
+again. A sequence whose prefix is in a lower tier is loaded while the others run.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvevents.layout import GroupKind
 from offload.cache_manager import CacheManager
@@ -20,35 +19,11 @@ from offload.connector import ExternalHit, OffloadingConnector
 from offload.coordinator import ComputedBlocks
 from offload.engine.core.batch import SequenceChunk
 from offload.engine.core.requests import EngineRequest, FinishReason, StepOutput
+from offload.engine.core.sequence import SequenceInProgress, SequenceState
+from offload.engine.core.serving_order import SchedulingPolicy, serving_order
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
 from offload.request import CacheRequest, RequestHasher, RetentionHints
-
-
-class _State(Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One request from arrival to its end."""
-
-    request: EngineRequest
-    cache: CacheRequest
-    max_tokens: int
-    """Length at which it ends, prompt and output."""
-    state: _State = _State.WAITING
-    num_cached_tokens: int | None = None
-    """Set at the first admission."""
-    group_hits: tuple[int, ...] = ()
-    """Longest prefix that each group alone could serve, in tokens; waiting for admission."""
-    group_hits_at: int = -1
-    """The hit of all groups together when `group_hits` was looked up; -1 before that."""
-    loaded_tokens: int = 0
-    """Position at which it continues once its load has finished."""
-    output: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +36,23 @@ class SchedulerConfig:
     """Sequences that run or load at once."""
     max_model_len: int = 4096
     """Longest sequence in tokens, prompt and output together."""
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the next step computes, while it is put together."""
+
+    budget: int
+    """Tokens that it can compute besides."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Tokens that it computes, by request id."""
+    is_closed: bool = False
+    """Nothing more is admitted."""
+
+    def compute(self, sequence: SequenceInProgress, count: int) -> None:
+        self.counts[sequence.request.request_id] = count
+        self.budget -= count
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +110,17 @@ class Scheduler:
         self._connector = connector
         self._hasher = hasher
         self._eos_token_id = eos_token_id
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self._sequences: dict[str, SequenceInProgress] = {}
+        self._order = serving_order(config.policy, cache)
+        self._waiting: list[SequenceInProgress] = []
+        """By their places in the order."""
+        self._running: list[SequenceInProgress] = []
         # A recurrent state can be reused only at the end of a block, so chunks end there.
         self._has_states = any(
             group.kind is GroupKind.MAMBA for group in cache.config.layout.groups
         )
+        self._arrivals = 0
+        self._computed_prompt_tokens = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -176,9 +172,12 @@ class Scheduler:
             kv_transfer_params=request.kv_transfer_params,
             hints=RetentionHints.of(request.kv_transfer_params, prompt),
         )
-        sequence = _Sequence(request, cached, longest)
+        sequence = SequenceInProgress(
+            request, cached, longest, self._arrivals, self._computed_prompt_tokens
+        )
+        self._arrivals += 1
         self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._wait(sequence)
         self._prompt_tokens += prompt
 
     def abort(self, request_id: str) -> None:
@@ -187,62 +186,59 @@ class Scheduler:
         if sequence is not None:
             self._remove(sequence)
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: SequenceInProgress) -> None:
         self._give_up_blocks(sequence)
         del self._sequences[sequence.request.request_id]
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def _give_up_blocks(self, sequence: _Sequence) -> None:
-        if sequence.state is _State.RUNNING:
+    def _give_up_blocks(self, sequence: SequenceInProgress) -> None:
+        if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         if self._connector:
             self._connector.forget(sequence.request.request_id)
         self._cache.free(sequence.request.request_id)
         sequence.cache.num_computed_tokens = 0
-        sequence.state = _State.WAITING
+        sequence.state = SequenceState.WAITING
 
     # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> list[SequenceChunk]:
         """What the next step computes; empty if nothing fits or there is nothing to do."""
         self._cache.start_step()
-        preemptions = self._preemptions
-        counts: dict[str, int] = {}
-        budget = self._extend_running(counts, self._config.max_num_batched_tokens)
-        # Whoever was just preempted is first in the queue, and would be preempted again.
-        if self._preemptions == preemptions:
-            self._admit_waiting(counts, budget)
+        step = _Step(self._config.max_num_batched_tokens)
+        for sequence in self._order.turns(self._running, self._waiting):
+            if step.budget <= 0:
+                break
+            if sequence.state is SequenceState.RUNNING:
+                self._extend(sequence, step)
+            elif not step.is_closed:
+                self._try_to_admit(sequence, step)
+        # A single token is decoded, or as good as none.
+        self._computed_prompt_tokens += sum(count for count in step.counts.values() if count > 1)
         return [
-            self._chunk(sequence, counts[id_])
+            self._chunk(sequence, step.counts[id_])
             for sequence in self._running
-            if (id_ := sequence.request.request_id) in counts
+            if (id_ := sequence.request.request_id) in step.counts
         ]
 
-    def _extend_running(self, counts: dict[str, int], budget: int) -> int:
-        """Note in *counts*, by request id, what running sequences compute; the budget left."""
-        for sequence in list(self._running):
-            if sequence.state is _State.RUNNING and budget > 0:
-                count = self._next_count(sequence, sequence.cache.num_computed_tokens, budget)
-                while (
-                    sequence.state is _State.RUNNING
-                    and self._cache.allocate_slots(sequence.cache, count) is None
-                ):
-                    self._preempt(self._running[-1], counts)
-                if sequence.state is _State.RUNNING:
-                    counts[sequence.request.request_id] = count
-                    budget -= count
-        return budget
-
-    def _admit_waiting(self, counts: dict[str, int], budget: int) -> None:
-        while budget > 0 and self._waiting and self._num_held < self._config.max_num_seqs:
-            admitted = self._admit(self._waiting[0], budget)
-            if admitted is None:
+    def _extend(self, sequence: SequenceInProgress, step: _Step) -> None:
+        """Let a running sequence compute what the step has room for, if its blocks fit."""
+        count = self._next_count(sequence, sequence.cache.num_computed_tokens, step.budget)
+        while self._cache.allocate_slots(sequence.cache, count) is None:
+            if self._preempt_last(step) is sequence:
                 return
-            sequence = self._waiting.popleft()
-            if admitted:
-                counts[sequence.request.request_id] = admitted
-                budget -= admitted
+        step.compute(sequence, count)
+
+    def _try_to_admit(self, sequence: SequenceInProgress, step: _Step) -> None:
+        has_slot = self._num_held < self._config.max_num_seqs
+        count = self._admit(sequence, step.budget) if has_slot else None
+        if count is None:
+            step.is_closed = True
+            return
+        self._waiting.remove(sequence)
+        if count:
+            step.compute(sequence, count)
 
     def update(
         self, chunks: Sequence[SequenceChunk], tokens: Sequence[int | None]
@@ -276,26 +272,37 @@ class Scheduler:
         for request_id in loaded:
             sequence = self._sequences[request_id]
             sequence.cache.num_computed_tokens = sequence.loaded_tokens
-            sequence.state = _State.RUNNING
+            sequence.state = SequenceState.RUNNING
             self._running.append(sequence)
         for request_id in failed:
             sequence = self._sequences[request_id]
             sequence.num_cached_tokens = None
             self._give_up_blocks(sequence)
-            self._waiting.appendleft(sequence)
+            self._wait(sequence)
 
     @property
     def _num_held(self) -> int:
         """Sequences that run or load."""
         return len(self._sequences) - len(self._waiting)
 
-    def _preempt(self, victim: _Sequence, counts: dict[str, int]) -> None:
-        self._give_up_blocks(victim)
-        counts.pop(victim.request.request_id, None)
-        self._waiting.appendleft(victim)
-        self._preemptions += 1
+    def _preempt_last(self, step: _Step) -> SequenceInProgress:
+        """Take the blocks of the last running sequence.
 
-    def _admit(self, sequence: _Sequence, budget: int) -> int | None:
+        Those that the step has served keep theirs: they are findable already, and may be the hit of
+        one that it has admitted. Nothing more is admitted, since that might be the victim again.
+        """
+        left = [each for each in self._running if each.request.request_id not in step.counts]
+        victim = self._order.last(left)
+        self._give_up_blocks(victim)
+        self._wait(victim)
+        self._preemptions += 1
+        step.is_closed = True
+        return victim
+
+    def _wait(self, sequence: SequenceInProgress) -> None:
+        insort(self._waiting, sequence, key=self._order.place)
+
+    def _admit(self, sequence: SequenceInProgress, budget: int) -> int | None:
         """Give a waiting sequence blocks if they fit.
 
         Returns:
@@ -333,11 +340,11 @@ class Scheduler:
             self._start_load(sequence, hit)
         else:
             cached.num_computed_tokens = computed.num_tokens
-            sequence.state = _State.RUNNING
+            sequence.state = SequenceState.RUNNING
             self._running.append(sequence)
         return count
 
-    def _look_up_groups(self, sequence: _Sequence, computed: ComputedBlocks) -> None:
+    def _look_up_groups(self, sequence: SequenceInProgress, computed: ComputedBlocks) -> None:
         """Note what each group alone could serve.
 
         This happens before the sequence has blocks of its own, which would count as found, and
@@ -348,21 +355,25 @@ class Scheduler:
             sequence.group_hits_at = computed.num_tokens
             sequence.group_hits = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
 
-    def _count_hits(self, sequence: _Sequence, hit: ExternalHit) -> None:
+    def _count_hits(self, sequence: SequenceInProgress, hit: ExternalHit) -> None:
         sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
         for index, tokens in enumerate(sequence.group_hits):
             self._group_hit_tokens[index] += tokens
 
-    def _start_load(self, sequence: _Sequence, hit: ExternalHit) -> None:
+    def _start_load(self, sequence: SequenceInProgress, hit: ExternalHit) -> None:
         assert self._connector is not None
         sequence.loaded_tokens = min(hit.num_tokens, sequence.cache.num_tokens - 1)
-        sequence.state = _State.LOADING
+        sequence.state = SequenceState.LOADING
         self._connector.start_load(sequence.cache, hit)
         if not self._connector.is_loading(sequence.request.request_id):
             self.loads_ended([sequence.request.request_id], [])
 
     def _next_count(
-        self, sequence: _Sequence, start: int, budget: int, computed: ComputedBlocks | None = None
+        self,
+        sequence: SequenceInProgress,
+        start: int,
+        budget: int,
+        computed: ComputedBlocks | None = None,
     ) -> int:
         """How many tokens from *start* on the step computes, at most *budget*.
 
@@ -392,7 +403,7 @@ class Scheduler:
         ]
         return min((stop for stop in stops if start < stop <= end), default=end) - start
 
-    def _chunk(self, sequence: _Sequence, count: int) -> SequenceChunk:
+    def _chunk(self, sequence: SequenceInProgress, count: int) -> SequenceChunk:
         cached = sequence.cache
         start = cached.num_computed_tokens
         return SequenceChunk(
@@ -405,7 +416,7 @@ class Scheduler:
             num_output_tokens=len(sequence.output),
         )
 
-    def _append(self, sequence: _Sequence, token: int) -> StepOutput:
+    def _append(self, sequence: SequenceInProgress, token: int) -> StepOutput:
         sequence.cache.append([token])
         sequence.output.append(token)
         self._generation_tokens += 1
@@ -420,7 +431,7 @@ class Scheduler:
             finish_reason=reason,
         )
 
-    def _finish_reason(self, sequence: _Sequence, token: int) -> FinishReason | None:
+    def _finish_reason(self, sequence: SequenceInProgress, token: int) -> FinishReason | None:
         sampling = sequence.request.sampling
         if token in sampling.stop_token_ids or (
             token == self._eos_token_id and not sampling.ignore_eos

@@ -29,10 +29,13 @@ from offload.engine.http.responses import (
     ServedModel,
     event_sources_response,
     models_response,
+    server_info_response,
     tokenize_response,
 )
 from offload.engine.http.schemas import (
     DEFAULT_MAX_TOKENS,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
     ChatBody,
     CompletionBody,
     CrashFault,
@@ -55,6 +58,8 @@ from offload.engine.http.text_stream import TextStream
 from offload.engine.http.tokenizer import Tokenizer
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PRIORITY_HEADER = "x-vllm-priority"
+_MAX_PRIORITY_CHARS = 64
 _MAX_REQUEST_ID_CHARS = 128
 _INLINE_CHARS = 16_384
 """Longest text tokenised on the event loop, which takes milliseconds; longer ones use a thread."""
@@ -127,6 +132,7 @@ class _Api:
             ("/reset_prefix_cache", "POST", self.reset_prefix_cache),
             ("/v1/models", "GET", self.models),
             ("/kv_event_sources", "GET", self.event_sources),
+            ("/server_info", "GET", self.server_info),
             ("/health", "GET", self.health),
             ("/ping", "GET", self.health),
             ("/ping", "POST", self.health),
@@ -152,7 +158,10 @@ class _Api:
         ]
         engine_requests = [
             self._engine_request(
-                ids, body, self._max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, ids)
+                ids,
+                body,
+                self._max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, ids),
+                _priority(request, body),
             )
             for ids in prompts
         ]
@@ -174,9 +183,8 @@ class _Api:
         )
         max_tokens = self._max_tokens(requested, self._model.max_model_len, ids)
         response = ChatFormat(_response_id("chatcmpl", request), self._name(body), int(time.time()))
-        return await self._generate(
-            request, body, response, [self._engine_request(ids, body, max_tokens)]
-        )
+        asked = self._engine_request(ids, body, max_tokens, _priority(request, body))
+        return await self._generate(request, body, response, [asked])
 
     async def _generate(
         self,
@@ -199,7 +207,7 @@ class _Api:
         return TextStream(self._tokenizer.detokenizer(body.skip_special_tokens), body.stops)
 
     def _engine_request(
-        self, ids: Sequence[int], body: GenerateBody, max_tokens: int
+        self, ids: Sequence[int], body: GenerateBody, max_tokens: int, priority: int
     ) -> EngineRequest:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -216,6 +224,7 @@ class _Api:
             lora_name,
             body.cache_salt,
             body.kv_transfer_params,
+            priority,
         )
 
     def _check(self, body: GenerateBody) -> None:
@@ -311,6 +320,9 @@ class _Api:
     async def event_sources(self, _request: Request) -> Response:
         return json_response(event_sources_response(self._config.event_endpoints))
 
+    async def server_info(self, _request: Request) -> Response:
+        return json_response(server_info_response(self._model))
+
     async def health(self, _request: Request) -> Response:
         return Response(status_code=503 if self._service.is_dead else 200)
 
@@ -361,6 +373,21 @@ class _Api:
 
     def _name(self, body: GenerateBody) -> str:
         return body.model or self._model.name
+
+
+def _priority(request: Request, body: GenerateBody) -> int:
+    """The request's priority: of its header where that is a number, else of its body.
+
+    Raises:
+        InvalidRequest: The header's does not fit into 64 bits.
+    """
+    try:
+        priority = int(request.headers.get(PRIORITY_HEADER, "")[:_MAX_PRIORITY_CHARS])
+    except ValueError:
+        return body.priority
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(PRIORITY_HEADER, "given", "must fit into 64 bits")
+    return priority
 
 
 def _response_id(prefix: str, request: Request) -> str:

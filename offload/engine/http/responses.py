@@ -28,6 +28,8 @@ class ServedModel:
     """LoRA adapters: names with caches of their own, for the same weights."""
     group_kinds: tuple[str, ...] = ()
     """Kind of each KV cache group as on the wire: `full_attention`, `sliding_window` ..."""
+    scheduling_policy: str = "fcfs"
+    """By what requests are ordered; `priority` where their own priorities count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,11 @@ def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str,
         "max_model_len": model.max_model_len if parent is None else None,
         "permission": [],
     }
+
+
+def server_info_response(model: ServedModel) -> dict[str, Any]:
+    """Build the response of /server_info: what a router can make use of."""
+    return {"scheduling_policy": model.scheduling_policy}
 
 
 def event_sources_response(endpoints: Sequence[KVEventEndpoint]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ MAX_STOP_TOKENS = 1024
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 4096
 MAX_MESSAGES = 16_384
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
 _MAX_SHOWN_CHARS = 200
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -63,6 +64,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     """For the lower tiers."""
+    priority: Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Lower goes first; read where the engine schedules by priority."""
 
     # Refused unless they have their neutral value; see `refuse_unsupported`.
     n: int | None = None

@@ -38,13 +38,17 @@ def kvroute(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
 async def test_an_engine_serves_until_a_signal() -> None:
     """Health, a chat, its metrics, a clean exit."""
     async with engine_processes(
-        1, *simulated("gptoss", served_model_name="mine", lora="adapter")
+        1,
+        *simulated(
+            "gptoss", served_model_name="mine", lora="adapter", scheduling_policy="priority"
+        ),
     ) as (engine,):
         assert (await engine.get("/health")).status == 200
         assert [entry["id"] for entry in (await engine.get("/v1/models")).json["data"]] == [
             "mine",
             "adapter",
         ]
+        assert (await engine.get("/server_info")).json == {"scheduling_policy": "priority"}
         (source,) = (await engine.get("/kv_event_sources")).json.values()
         assert source["endpoint"].startswith("tcp://127.0.0.1:")
         assert not source["endpoint"].endswith(":0")

@@ -12,6 +12,7 @@ from offload.engine.core.batch import SequenceChunk
 from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
 from offload.engine.core.requests import EngineRequest, FinishReason, SamplingParams, StepOutput
+from offload.engine.core.serving_order import SchedulingPolicy
 from offload.engine.core.time_model import TimeModel, VirtualClock
 from offload.errors import CacheConfigError, EngineRequestError
 
@@ -81,7 +82,10 @@ def work(seed: str, count: int) -> list[EngineRequest]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("tiers", [0, 300])
-def test_a_response_does_not_depend_on_what_else_runs(preset: str, tiers: int) -> None:
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_response_does_not_depend_on_what_else_runs(
+    preset: str, tiers: int, policy: SchedulingPolicy
+) -> None:
     """Under pressure, with preemptions, loads and arrivals at any time; every block is freed."""
     alone = {}
     for asked in work(preset, 40):
@@ -89,11 +93,15 @@ def test_a_response_does_not_depend_on_what_else_runs(preset: str, tiers: int) -
         engine.add_request(asked)
         alone |= said(finish(engine))
     engine, _, _ = engine_of(
-        preset, num_blocks=STARVED[preset], max_num_batched_tokens=100, cpu_blocks=tiers
+        preset,
+        num_blocks=STARVED[preset],
+        max_num_batched_tokens=100,
+        cpu_blocks=tiers,
+        scheduling_policy=policy,
     )
     rng, outputs = random.Random(preset), {}
     for asked in work(preset, 40):
-        engine.add_request(asked)
+        engine.add_request(replace(asked, priority=rng.randrange(3)))
         for _ in range(rng.randrange(6)):
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).append(output)
@@ -204,6 +212,98 @@ def test_a_request_waits_for_its_load_while_others_run() -> None:
     assert list(outputs) == ["other", "again"]
     assert outputs["again"][0].num_cached_tokens == 96
     assert engine.statistics().cache.counts.external_tokens == 96
+
+
+def test_waiting_requests_go_by_their_priority_and_running_ones_are_not_held_up() -> None:
+    """As in vLLM: the lowest number first, equal ones as they arrived."""
+    engine, watch, _ = engine_of(
+        max_num_batched_tokens=50, scheduling_policy=SchedulingPolicy.PRIORITY
+    )
+    engine.add_request(request("running", 120, 1))
+    engine.step()
+    for name, priority in (("c", 5), ("b", 0), ("d", 5), ("a", -1)):
+        engine.add_request(replace(request(name, [ord(name)] * 20, 1), priority=priority))
+    steps = []
+    while engine.has_work:
+        engine.step()
+        steps.append([(chunk.request_id, len(chunk.token_ids)) for chunk in watch.chunks])
+    assert steps == [
+        [("running", 50)],
+        [("running", 20), ("a", 20), ("b", 10)],
+        [("b", 10), ("c", 20), ("d", 20)],
+    ]
+
+
+def test_the_request_of_the_highest_priority_number_gives_up_its_blocks() -> None:
+    """The last one admitted may be the most urgent."""
+    engine, _, _ = engine_of(
+        num_blocks=14, enable_caching=False, scheduling_policy=SchedulingPolicy.PRIORITY
+    )
+    for name, first, priority in (("late", 0, 7), ("urgent", 1000, 1)):
+        prompt = [first + index for index in range(60)]
+        engine.add_request(replace(request(name, prompt, 60), priority=priority))
+        engine.step()
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step() if output.finish_reason]
+    assert engine.statistics().scheduler.preemptions > 0
+    assert ended == ["urgent", "late"]
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_has_begun() -> None:
+    """A response in decode comes before both; what the step has left goes to the long one."""
+    engine, watch, _ = engine_of(
+        max_num_batched_tokens=50, scheduling_policy=SchedulingPolicy.SHORTEST
+    )
+    engine.add_request(request("response", 20, 4))
+    engine.step()
+    engine.add_request(request("long", list(range(100, 220)), 1))
+    engine.step()
+    engine.add_request(request("short", list(range(300, 330)), 1))
+    engine.step()
+    assert [(chunk.request_id, len(chunk.token_ids)) for chunk in watch.chunks] == [
+        ("response", 1),
+        ("long", 19),
+        ("short", 30),
+    ]
+
+
+def test_what_the_cache_holds_makes_a_long_prompt_short() -> None:
+    """The order goes by what is left to compute; a hit that comes while a prompt waits counts."""
+    engine, _, _ = engine_of(
+        max_num_batched_tokens=64, max_num_seqs=1, scheduling_policy=SchedulingPolicy.SHORTEST
+    )
+    document = list(range(128))
+    engine.add_request(request("document", document, 3))
+    engine.step()
+    engine.add_request(request("cold", list(range(300, 350)), 1))
+    engine.add_request(request("question", [*document, 7, 8, 9], 1))
+    order = list(finish(engine))
+    assert order == ["document", "question", "cold"]
+
+
+@pytest.mark.parametrize("length", [200, 600])
+def test_a_long_prompt_is_overtaken_for_ten_times_its_length_at_most(length: int) -> None:
+    """Without ageing it would wait for as long as shorter ones come."""
+    engine, watch, _ = engine_of(
+        max_num_batched_tokens=50,
+        num_blocks=400,
+        enable_caching=False,
+        scheduling_policy=SchedulingPolicy.SHORTEST,
+    )
+    engine.add_request(request("long", [1] * length, 1))
+    computed, before = 0, None
+    for number in range(1000):
+        engine.add_request(request(f"short-{number}", [2] * 50, 1))
+        engine.step()
+        computed += sum(len(chunk.token_ids) for chunk in watch.chunks)
+        if before is None and watch.chunks[0].request_id == "long":
+            before = computed
+        if not any(chunk.request_id == "long" for chunk in watch.chunks) and before:
+            break
+    assert before is not None
+    # A short prompt is ahead until the long one has aged by the difference.
+    assert 10 * (length - 50) <= before <= 10 * length + 50
 
 
 def test_an_aborted_request_leaves_nothing() -> None:

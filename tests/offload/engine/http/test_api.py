@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
+from offload.engine.core.batch import SequenceChunk
+from offload.engine.core.serving_order import SchedulingPolicy
 from offload.engine.http.schemas import MAX_PROMPTS, MAX_STOPS
-from tests.offload.engine.http.served import ADAPTER, MODEL, Served, serving
+from tests.offload.engine.http.served import ADAPTER, MODEL, ScriptedRunner, Served, serving
 from tests.support.hostile import SENTINEL, mutated_body
 from tests.support.http_client import Answer, connect
 from tests.support.waiting import eventually
@@ -365,6 +367,54 @@ async def test_models_and_event_sources_have_vllm_s_form(engine: Served) -> None
             "topic": "kv-events",
         }
     }
+    assert (await engine.get("/server_info")).json == {"scheduling_policy": "fcfs"}
+
+
+async def test_a_request_s_priority_is_in_its_header_or_its_body() -> None:
+    """As vLLM reads them: the header first, and not where it is no number."""
+    settings = {"max_num_seqs": 1, "scheduling_policy": SchedulingPolicy.PRIORITY}
+    sent: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+        (COMPLETIONS, {}, {}),
+        (COMPLETIONS, {}, {"priority": 3}),
+        (CHAT, {"X-Vllm-Priority": "2"}, {"priority": -9}),
+        (CHAT, {"X-Vllm-Priority": "soon"}, {"priority": 1}),
+        (COMPLETIONS, {"X-Vllm-Priority": "-9223372036854775808"}, {}),
+    ]
+    async with serving(settings=settings) as served:
+        order = keep_order(served.runner)
+        served.runner.may_go.clear()
+        tasks = []
+        for path, headers, fields in sent:
+            tasks.append(asyncio.create_task(served.post(path, body_for(path, **fields), headers)))
+            await eventually(
+                lambda: served.service.statistics().in_flight == len(tasks), "it is queued"
+            )
+            await eventually(lambda: served.runner.steps, "the first one runs")
+        served.runner.may_go.set()
+        assert {(await task).status for task in tasks} == {200}
+    assert order == [f"request-{number}" for number in (0, 4, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("priority", ["9223372036854775808", "-" + "9" * 23, "9" * 5000])
+async def test_a_priority_above_64_bits_is_refused(engine: Served, priority: str) -> None:
+    """An error of the client's, and not of the engine."""
+    body, headers = body_for(COMPLETIONS), {"X-Vllm-Priority": priority}
+    answer = await engine.post(COMPLETIONS, body, headers)
+    assert answer.status == 400
+    assert error_of(answer)["param"] == "x-vllm-priority"
+    assert engine.runner.steps == 0
+
+
+def keep_order(runner: ScriptedRunner) -> list[str]:
+    """The requests in the order in which they are computed first, as that goes on."""
+    order, run = list[str](), runner.run
+
+    def watched(chunks: Sequence[SequenceChunk]) -> list[int | None]:
+        order.extend(chunk.request_id for chunk in chunks if chunk.request_id not in order)
+        return run(chunks)
+
+    runner.run = watched  # type: ignore[method-assign]
+    return order
 
 
 async def test_an_engine_without_events_has_no_sources() -> None:
@@ -427,6 +477,8 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
         ({"seed": 2**63}, "seed"),
+        ({"priority": 2**63}, "priority"),
+        ({"priority": "1"}, "priority"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * (MAX_STOPS + 1)}, "stop"),
         ({"stop": ["a" * 2000]}, "stop[0]"),
