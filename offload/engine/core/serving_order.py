@@ -134,7 +134,12 @@ def _in_prefill(running: Sequence[SequenceInProgress]) -> list[SequenceInProgres
 
 
 def serving_order(policy: SchedulingPolicy, cache: CacheManager) -> ServingOrder:
-    """Make the order of a policy for the engine that owns *cache*."""
+    """Make the order of a policy.
+
+    Args:
+        policy: Which.
+        cache: The engine's, where hits of prompts that wait are looked up.
+    """
     if policy is SchedulingPolicy.SHORTEST:
         return _ShortestOrder(cache)
     return _PriorityOrder() if policy is SchedulingPolicy.PRIORITY else _ArrivalOrder()
