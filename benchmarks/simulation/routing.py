@@ -98,7 +98,8 @@ class SimulatedRouter:
         count, source = len(token_ids), SourceId(chosen.replica_id)
         uncached = uncached_tokens(count, chosen)
         self._planner.remember(prompts, source)
-        visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen)
+        hints = self._hints(prompts[0], token_ids, message_ends)
+        visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen, hints.keep)
         in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
         expected = chosen.cached_tokens if visit is None else visit.expected_tokens
         return Routed(
@@ -106,7 +107,7 @@ class SimulatedRouter:
             chosen.cached_tokens,
             expected,
             in_flight,
-            self._hints(prompts[0], token_ids, message_ends),
+            hints,
         )
 
     def _hints(

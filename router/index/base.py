@@ -456,3 +456,7 @@ class PrefixIndex(Protocol):
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         """Of every known source."""
+
+    def source_statistics(self, source: SourceId) -> SourceStatistics | None:
+        """Of one; None where it is unknown."""
+        return self.statistics().get(source)

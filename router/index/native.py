@@ -667,6 +667,13 @@ class NativeIndex(PrefixIndex):
         found = {source: self._statistics(known) for source, known in self._sources.items()}
         return found | self._sharing.statistics()
 
+    @override
+    def source_statistics(self, source: SourceId) -> SourceStatistics | None:
+        known = self._sources.get(source)
+        if known is None:
+            return self._sharing.statistics().get(source)
+        return self._statistics(known)
+
     def _statistics(self, known: _NativeSource) -> SourceStatistics:
         found, chain = self.core.statistics(known.slot), known.finder.chain
         lost = found["has_overflowed"] or found["has_lost_removals"]

@@ -23,7 +23,7 @@ from router.mirror.approximate import (
     ApproximateStatistics,
     ApproximateVisit,
 )
-from router.mirror.in_prefill import STEP, are_equal
+from router.mirror.in_prefill import STEP, Coming, are_equal
 from router.mirror.mirror import (
     IDLE,
     WORTH_TELLING,
@@ -44,6 +44,7 @@ __all__ = [
     "ApproximateStatistics",
     "ApproximateVisit",
     "CacheOutlook",
+    "Coming",
     "FadingRatio",
     "Mirror",
     "MirrorStatistics",

@@ -2,8 +2,8 @@
 
 It is asked for every request, and a busy router has hundreds of such prompts, most of which begin
 alike. So they hang in a tree of prefixes; those that are as long as the new one and equal to it are
-found by their last key. Only where caches keep states (Mamba), at the end of a prompt and nowhere
-else, is each of them looked at.
+found by their last key. Only where caches keep windows or states sparsely, at the boundaries of a
+prompt and nowhere else, is each of them looked at, block by block.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvevents.layout import GroupKind
-from router.index import PrefixIndex, SourceId
+from kvevents.events import GPU
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+from router.index import HashedPrompt, PrefixIndex, SourceId, SourceStatistics
 from router.mirror.prefix_tree import PrefixTree, equal_keys
 
 STEP = 64
 """Tokens between two keys of a prefix; the same for all prompts of a model."""
+DENSE = 0.97
+"""Of the tokens that full attention stored, the share from which on windows are kept densely."""
 
 
 class Layout(NamedTuple):
@@ -25,8 +28,12 @@ class Layout(NamedTuple):
 
     hit_tokens: int
     """Hits are multiples of it."""
-    has_states: bool
-    """A hit needs a state (Mamba), which is kept at the end of a prompt only."""
+    is_sparse: bool
+    """Of a prompt, windows or states are kept only at some lengths, its boundaries."""
+    tail_tokens: int
+    """Before a boundary, what is kept of the group that keeps least: 0 of a state."""
+    eagle: bool
+    """Whether some group must have a block more of a hit than is reused."""
     has_gaps: bool
     """A prompt may be reusable as a whole and not in part: windows move on."""
     blocks_per_key: float
@@ -34,8 +41,49 @@ class Layout(NamedTuple):
     full_blocks_per_key: float
     """Of these, those that a request needs until its end."""
 
+    def boundaries_of(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Lengths at which an engine keeps windows and states of a prompt whatever it found."""
+        step = self.hit_tokens
+        if not self.eagle:
+            return ((prompt_tokens - 1) // step * step,)
+        # Its last block is computed again, so the one before is kept as well.
+        ends = ((prompt_tokens - 1) // step * step, prompt_tokens // step * step)
+        return tuple(sorted({max(end - step, 0) for end in ends}))
 
-UNKNOWN = Layout(1, has_states=False, has_gaps=False, blocks_per_key=0.0, full_blocks_per_key=0.0)
+    def longest_hit(self, boundaries: Sequence[int], most_tokens: int) -> int:
+        """How much can be reused of a prompt that was computed with some boundaries.
+
+        Where the tails of two boundaries meet, a hit may end anywhere between them, and where one
+        reaches the start, anywhere before it. With tails of 64 and the boundaries 48, 208 and 256:
+
+            0     48                           208    256
+            |xxxxxx|.............|xxxxxxxxxxxxxxx|xxxxxx|      hits end at 0 to 48 and 208 to 256
+
+        Args:
+            boundaries: Ascending.
+            most_tokens: That are shared with it, a multiple of `hit_tokens`.
+        """
+        if not self.is_sparse:
+            return most_tokens
+        found = first = last = 0
+        for boundary in boundaries:
+            if boundary - self.tail_tokens > last:
+                first = boundary
+            last = boundary
+            if first <= most_tokens:
+                found = min(last, most_tokens)
+        return found
+
+
+UNKNOWN = Layout(
+    hit_tokens=1,
+    is_sparse=False,
+    tail_tokens=0,
+    eagle=False,
+    has_gaps=False,
+    blocks_per_key=0.0,
+    full_blocks_per_key=0.0,
+)
 
 
 class Prompt(Protocol):
@@ -48,6 +96,24 @@ class Prompt(Protocol):
     @property
     def tokens(self) -> int:
         """Its length."""
+
+    @property
+    def prompt(self) -> HashedPrompt | None:
+        """For keys of other steps; None where others tell of it."""
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Boundaries besides those of `Layout.boundaries_of`: what it found, what full attention
+        had beyond that, what the engine was told."""
+
+
+class Coming(NamedTuple):
+    """What a cache will have of a prompt, though no event says so yet. In tokens."""
+
+    tokens: int
+    """A hit."""
+    run: int
+    """What full attention will have, at least as much: beyond the hit it is a junction."""
 
 
 _Prompt = TypeVar("_Prompt", bound=Prompt)
@@ -101,18 +167,21 @@ class InPrefill(Generic[_Prompt, _Holder]):
             if not equals:
                 del self._equals[keys[-1], prompt.tokens]
 
-    def shared(self, keys: Sequence[int], tokens: int, with_states: bool) -> dict[_Holder, int]:
-        """How many leading tokens of a prompt each holder is computing; those with none are left
-        out.
+    def shared(self, prompt: HashedPrompt, tokens: int, is_sparse: bool) -> dict[_Holder, Coming]:
+        """How much of a prompt each holder is computing; those with nothing are left out.
 
         Args:
-            keys: The prompt's; at least one.
+            prompt: Has a key at least.
             tokens: Its length; 0 if it is unknown, so that what is behind the last key never
                 counts.
-            with_states: Whether there may be states.
+            is_sparse: Whether a cache may keep sparsely.
         """
-        if with_states:
-            return self._compared_with_each(keys, tokens)
+        if is_sparse:
+            return self._compared_with_each(prompt, tokens)
+        shared = self._shared_runs(prompt.prefix_keys(STEP), tokens)
+        return {holder: Coming(tokens, tokens) for holder, tokens in shared.items()}
+
+    def _shared_runs(self, keys: Sequence[int], tokens: int) -> dict[_Holder, int]:
         found = {holder: count * STEP for holder, count in self._prefixes.shared(keys).items()}
         for holder in self._equals.get((keys[-1], tokens), ()):
             most = _most_reusable(tokens, self._layout_of(holder))
@@ -122,17 +191,20 @@ class InPrefill(Generic[_Prompt, _Holder]):
                 found[holder] = min(shared, _most_reusable(tokens, self._layout_of(holder)))
         return found
 
-    def _compared_with_each(self, keys: Sequence[int], tokens: int) -> dict[_Holder, int]:
-        best: dict[_Holder, int] = {}
-        count = len(keys)
-        for prompt, holder in self._by_root.get(keys[0], {}).items():
-            known, theirs = best.get(holder, 0), prompt.keys
-            low = known // STEP
-            if low < count and (low >= len(theirs) or theirs[low] != keys[low]):
-                continue  # most of those that begin alike: they share no more than is known
-            if found := tokens_shared(keys, tokens, prompt, self._layout_of(holder), known):
-                best[holder] = found
+    def _compared_with_each(self, prompt: HashedPrompt, tokens: int) -> dict[_Holder, Coming]:
+        best: dict[_Holder, Coming] = {}
+        first = prompt.prefix_keys(STEP)[0]
+        for other, holder in self._by_root.get(first, {}).items():
+            layout, known = self._layout_of(holder), best.get(holder, _NOTHING)
+            found = coming_of(prompt, tokens, other, layout)
+            best[holder] = Coming(max(found.tokens, known.tokens), max(found.run, known.run))
         return best
+
+
+_NOTHING = Coming(0, 0)
+
+
+_KEPT_AT_ENDS = GroupKind.SLIDING_WINDOW, GroupKind.MAMBA
 
 
 def layout_of(index: PrefixIndex, source: SourceId) -> Layout:
@@ -142,18 +214,49 @@ def layout_of(index: PrefixIndex, source: SourceId) -> Layout:
         index: The model's.
         source: The cache.
     """
-    cache = index.statistics().get(source)
+    cache = index.source_statistics(source)
     layout = None if cache is None else cache.layout
-    if layout is None:
+    if cache is None or layout is None:
         return UNKNOWN
     groups = [group for group in layout.groups if group.kind is not GroupKind.NOT_CACHED]
+    tails = [group for group in groups if group.kind in _KEPT_AT_ENDS]
+    has_states = any(group.kind is GroupKind.MAMBA for group in tails)
     return Layout(
-        layout.scheduler_block_size,
-        any(group.kind is GroupKind.MAMBA for group in groups),
-        any(group.kind is not GroupKind.FULL for group in groups),
-        sum(STEP / group.block_size for group in groups),
-        sum(STEP / group.block_size for group in groups if group.kind is GroupKind.FULL),
+        hit_tokens=layout.scheduler_block_size,
+        is_sparse=has_states or (bool(tails) and not _is_dense(cache, layout)),
+        tail_tokens=min((_tail_tokens(group) for group in tails), default=0),
+        eagle=bool(layout.eagle),
+        has_gaps=any(group.kind is not GroupKind.FULL for group in groups),
+        blocks_per_key=sum(STEP / group.block_size for group in groups),
+        full_blocks_per_key=sum(
+            STEP / group.block_size for group in groups if group.kind is GroupKind.FULL
+        ),
     )
+
+
+def _tail_tokens(group: KVCacheGroup) -> int:
+    """What is kept of a group before a boundary, without what EAGLE needs behind it."""
+    if group.kind is GroupKind.MAMBA:
+        return 0
+    return group.window_blocks() * group.block_size
+
+
+def _is_dense(cache: SourceStatistics, layout: KVCacheLayout) -> bool:
+    """Whether the engine keeps windows wherever a hit may end, by what it has stored so far: as
+    much of each window as of full attention."""
+    stored = dict(cache.removed)
+    for (group, tier), blocks in cache.blocks.items():
+        if tier == GPU:
+            stored[group] = stored.get(group, 0) + blocks
+    full: list[int] = []
+    windows: list[float] = []
+    for index, spec in enumerate(layout.groups):
+        tokens = stored.get(index, 0) * spec.block_size
+        if spec.kind is GroupKind.FULL:
+            full.append(tokens)
+        elif spec.kind is GroupKind.SLIDING_WINDOW:
+            windows.append(tokens / min(1.0, _tail_tokens(spec) / layout.scheduler_block_size))
+    return bool(full and windows) and min(windows) >= DENSE * max(full) > 0
 
 
 def are_equal(keys: Sequence[int], tokens: int, other: Prompt) -> bool:
@@ -168,31 +271,32 @@ def are_equal(keys: Sequence[int], tokens: int, other: Prompt) -> bool:
     return tokens == other.tokens and len(keys) == len(theirs) and keys[-1] == theirs[-1]
 
 
-def tokens_shared(
-    keys: Sequence[int], tokens: int, other: Prompt, layout: Layout, known: int
-) -> int:
-    """How many leading tokens of a prompt will be there when another has been computed.
+def coming_of(prompt: HashedPrompt, tokens: int, other: Prompt, layout: Layout) -> Coming:
+    """What of a prompt will be there when another has been computed.
 
     Args:
-        keys: The prompt's; at least one.
+        prompt: The one; it has a key.
         tokens: Its length; 0 if it is unknown.
         other: What is being computed.
         layout: Of the cache where that is.
-        known: Tokens that are there anyhow; the least that is returned.
     """
-    theirs, low = other.keys, known // STEP
-    most, most_tokens = min(len(keys), len(theirs)), _most_reusable(tokens, layout)
-    if not layout.has_states and are_equal(keys, tokens, other):
-        return max(most_tokens, known)
-    if low >= most or keys[low] != theirs[low]:
-        return known
-    if not layout.has_states:
-        return max(min(equal_keys(keys, theirs, low + 1, most) * STEP, most_tokens), known)
-    # A state is kept only at the end of what the request computes.
-    end = other.tokens // layout.hit_tokens * layout.hit_tokens
-    whole = -(-end // STEP)
-    is_shared = 0 < whole <= most and keys[whole - 1] == theirs[whole - 1]
-    return end if is_shared and end <= most_tokens else known
+    step = layout.hit_tokens
+    shared = min(_shared_tokens(prompt, tokens, other, layout), _most_reusable(tokens, layout))
+    shared = shared // step * step
+    boundaries = sorted({*layout.boundaries_of(other.tokens), *other.kept})
+    return Coming(layout.longest_hit(boundaries, shared), shared)
+
+
+def _shared_tokens(prompt: HashedPrompt, tokens: int, other: Prompt, layout: Layout) -> int:
+    """How many leading tokens two prompts share, as far as the keys of both tell."""
+    if other.prompt is not None and layout is not UNKNOWN:
+        step = layout.hit_tokens
+        keys, theirs = prompt.prefix_keys(step), other.prompt.prefix_keys(step)
+        return equal_keys(keys, theirs, 0, min(len(keys), len(theirs))) * step
+    keys, theirs = prompt.prefix_keys(STEP), other.keys
+    if are_equal(keys, tokens, other):
+        return tokens
+    return equal_keys(keys, theirs, 0, min(len(keys), len(theirs))) * STEP
 
 
 def _most_reusable(tokens: int, layout: Layout) -> int:

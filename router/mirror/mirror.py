@@ -20,7 +20,15 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
-from router.mirror.in_prefill import STEP, UNKNOWN, InPrefill, Layout, layout_of, tokens_shared
+from router.mirror.in_prefill import (
+    STEP,
+    UNKNOWN,
+    Coming,
+    InPrefill,
+    Layout,
+    coming_of,
+    layout_of,
+)
 from router.mirror.loading import ByTier, LoadPrices
 from router.mirror.ownership import Ownership, Use
 from router.mirror.traffic import FadingRate, FadingRatio, ModelTraffic
@@ -62,6 +70,9 @@ class Prefilling:
     """Of these, the last ones, which have still to be computed."""
     keys: Sequence[int]
     """The prompt's, every `STEP` tokens."""
+    prompt: HashedPrompt | None = None
+    """Nobody tells more than its keys."""
+    kept: Sequence[int] = ()
 
 
 _Outlook: TypeAlias = tuple[float | None, float, float, float, float]
@@ -127,12 +138,14 @@ class Visit:
         "_mirror",
         "expected_tokens",
         "is_decoding",
+        "kept",
         "keys",
         "known_until",
         "loads",
         "model",
         "most_progress",
         "number",
+        "prompt",
         "reuse",
         "started_at",
         "tokens",
@@ -164,7 +177,11 @@ class Visit:
         """What is loaded for it from below the GPU."""
         self.most_progress = uncached_tokens * mirror.MAX_PROGRESS
         """As the first one in prefill, the most of its tokens that may count as computed."""
-        self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
+        self.prompt = prompts[0] if len(prompts) == 1 else None
+        self.keys: Sequence[int] = () if self.prompt is None else self.prompt.prefix_keys(STEP)
+        self.kept: Sequence[int] = ()
+        """Lengths of its prompt at which the engine will keep windows and states, besides those at
+        its end."""
         self.is_decoding = False
         self.expected_tokens = 0
         """Of the prompt, those that will be cached when the engine admits it."""
@@ -239,8 +256,8 @@ class Mirror:
         """What is computed for others."""
         self._heard: dict[Prefilling, None] = {}
         """All of these, to tell which are new and which have gone."""
-        self._has_states = False
-        """Whether a hit needs a state in some cache."""
+        self._is_sparse = False
+        """Whether some cache keeps windows or states only at boundaries."""
         self._computed: deque[Visit] = deque()
         """Those that have just done so."""
         self._last_number = secrets.randbelow(1 << 48)
@@ -260,6 +277,8 @@ class Mirror:
         hit_tokens: int = 0,
         speed: float = 1.0,
         loads: ByTier = (),
+        junction_tokens: int = 0,
+        keep: Sequence[int] = (),
     ) -> Visit:
         """A request is sent to a cache.
 
@@ -273,27 +292,25 @@ class Mirror:
             hit_tokens: Of these, those that are cached there now.
             speed: Of the replica, relative to others.
             loads: What of the hit comes from below the GPU.
+            junction_tokens: Behind the hit, those of which only full attention is there.
+            keep: Lengths of the prompt at which the engine is told to keep windows and states.
         """
         now = self._clock()
         cache = self._cache(source, index, now)
-        expected = hit_tokens
+        found = Coming(hit_tokens, hit_tokens + junction_tokens)
         if len(prompts) == 1:
-            expected = self.expected(source, prompts[0], prompt_tokens, hit_tokens)
+            found = self._at_admission(cache, prompts[0], prompt_tokens, found)
         cache.speed = speed
         cache.work.add(uncached_tokens, now)
         cache.arrivals.add(1.0, now)
         cache.outlook = None
         traffic = self._model(model)
         visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, loads, now)
-        visit.expected_tokens = expected
+        visit.expected_tokens = found.tokens
+        visit.kept = _kept(cache.layout, found, keep)
         self._last_number += 1
         visit.number = self._last_number
-        if cache.first is None:
-            cache.first, cache.first_since = visit, now
-        cache.prefilling[visit] = None
-        self._forget_computed(now)
-        if visit.keys:
-            self._own.add(visit, cache)
+        self._enter_prefill(visit, cache, now)
         return visit
 
     def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic) -> None:
@@ -483,25 +500,26 @@ class Mirror:
         rates = cache.work.per_s(now), cache.arrivals.per_s(now)
         return age, reuse, *rates, cache.refill.value
 
-    def in_prefill(self, keys: Sequence[int], tokens: int = 0) -> dict[SourceId, int]:
-        """How many leading tokens of a prompt each cache is computing for another one now.
+    def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
+        """What each cache is computing of a prompt for another one now.
 
         Args:
-            keys: The prompt's, every `STEP` tokens.
+            prompt: One that is to be sent.
             tokens: Its length; 0 if it is unknown, so that what is behind the last key never
                 counts.
         """
         self._forget_computed(self._clock())
-        if not keys:
+        if not prompt.prefix_keys(STEP):
             return {}
         found = {
             cache.source: shared
-            for cache, shared in self._own.shared(keys, tokens, self._has_states).items()
+            for cache, shared in self._own.shared(prompt, tokens, self._is_sparse).items()
             if self._caches.get(cache.source) is cache  # else its replica has failed since
         }
         if self._heard:
-            for source, shared in self._others.shared(keys, tokens, self._has_states).items():
-                found[source] = max(found.get(source, 0), shared)
+            for source, shared in self._others.shared(prompt, tokens, self._is_sparse).items():
+                known = found.get(source, shared)
+                found[source] = Coming(max(known.tokens, shared.tokens), max(known.run, shared.run))
         return found
 
     def expected(
@@ -510,6 +528,7 @@ class Mirror:
         prompt: HashedPrompt,
         prompt_tokens: int,
         hit_tokens: int,
+        junction_tokens: int = 0,
     ) -> int:
         """How many tokens of a prompt will be cached when the engine admits it, if it were sent
         now: those in prefill there come first. They store their prompts, and evict others.
@@ -519,20 +538,40 @@ class Mirror:
             prompt: One that is to be sent.
             prompt_tokens: Its length.
             hit_tokens: That are cached now.
+            junction_tokens: Behind these, those of which only full attention is there.
         """
-        cache, keys = self._caches.get(source), prompt.prefix_keys(STEP)
-        if cache is None or not keys or not cache.prefilling:
+        cache = self._caches.get(source)
+        if cache is None:
             return hit_tokens
-        left = min(hit_tokens, self._kept(cache, keys, hit_tokens)) if hit_tokens else 0
-        shared, ahead = 0, 0.0
+        now = Coming(hit_tokens, hit_tokens + junction_tokens)
+        return self._at_admission(cache, prompt, prompt_tokens, now).tokens
+
+    def _at_admission(
+        self, cache: _Cache, prompt: HashedPrompt, prompt_tokens: int, now: Coming
+    ) -> Coming:
+        """What an engine will find of a prompt, and of its full attention.
+
+        Args:
+            cache: Where it is sent.
+            prompt: The prompt.
+            prompt_tokens: Its length.
+            now: What is there now.
+        """
+        keys = prompt.prefix_keys(STEP)
+        if cache.layout is UNKNOWN:
+            self._look_at_layout(cache)
+        if not keys or not cache.prefilling:
+            return now
+        tokens = self._kept(cache, keys, now.tokens) if now.tokens else 0
+        run, ahead, layout = now.run, 0.0, cache.layout
         for visit in reversed(cache.prefilling):
-            ahead += visit.uncached_tokens / STEP * cache.layout.blocks_per_key
+            ahead += visit.uncached_tokens / STEP * layout.blocks_per_key
             # A window that has moved on within a prompt is the first to go.
-            is_kept = not cache.layout.has_gaps or ahead < self._evictable(cache)
+            is_kept = not layout.has_gaps or ahead < self._evictable(cache)
             if is_kept and visit.keys and visit.keys[0] == keys[0]:
-                shared = tokens_shared(keys, prompt_tokens, visit, cache.layout, shared)
-        unit = cache.layout.hit_tokens
-        return max(left, min(shared, prompt_tokens - 1) // unit * unit)
+                found = coming_of(prompt, prompt_tokens, visit, layout)
+                tokens, run = max(tokens, found.tokens), max(run, found.run)
+        return Coming(tokens, max(run, tokens))
 
     def _evictable(self, cache: _Cache) -> float:
         """Blocks that no running request needs, about: those in full attention are needed."""
@@ -593,6 +632,14 @@ class Mirror:
         done = (now - cache.first_since) * first.model.prefill_tokens_per_s * cache.speed
         return min(done, first.most_progress)
 
+    def _enter_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
+        if cache.first is None:
+            cache.first, cache.first_since = visit, now
+        cache.prefilling[visit] = None
+        self._forget_computed(now)
+        if visit.keys:
+            self._own.add(visit, cache)
+
     def _leave_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
         if visit not in cache.prefilling:
             return
@@ -625,14 +672,18 @@ class Mirror:
         oldest = cache.content.oldest()
         return 0.0 if oldest is None or oldest.ended_at is None else now - oldest.ended_at
 
+    def _look_at_layout(self, cache: _Cache) -> None:
+        cache.layout = layout_of(cache.index, cache.source)
+        self._is_sparse |= cache.layout.is_sparse
+
     def _look_at_oldest(self, cache: _Cache) -> None:
         """Forget what has been evicted since the last look."""
         index, source = cache.index, cache.source
         cache.outlook = None
-        if cache.looks % 256 == 0:
-            cache.layout = layout_of(index, source)
-            self._has_states |= cache.layout.has_states
         cache.looks += 1
+        # Soon after the start, and now and then: what it keeps shows only in what it has stored.
+        if cache.looks % 256 == 0 or cache.looks & (cache.looks - 1) == 0:
+            self._look_at_layout(cache)
         cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
         removals = index.removals(source)
         if removals == cache.removals:
@@ -655,6 +706,20 @@ class Mirror:
         most = self._max_keys // len(self._caches) if self._caches else 0
         while cache.content.size > most and (oldest := cache.content.oldest()) is not None:
             cache.content.drop(oldest)
+
+
+def _kept(layout: Layout, found: Coming, keep: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of a prompt besides its end.
+
+    Args:
+        layout: Of the cache.
+        found: What the engine finds there.
+        keep: What it is told to keep.
+    """
+    if not layout.is_sparse:
+        return ()
+    ends = {length // layout.hit_tokens * layout.hit_tokens for length in keep}
+    return tuple(sorted({*ends, *found}))
 
 
 def _note_refill(cache: _Cache, gone: Use, hit: Hit) -> None:

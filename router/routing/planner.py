@@ -18,7 +18,14 @@ import msgspec
 from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
-from router.mirror import WORTH_TELLING, ApproximateCaches, ApproximateVisit, Mirror, Visit
+from router.mirror import (
+    WORTH_TELLING,
+    ApproximateCaches,
+    ApproximateVisit,
+    Coming,
+    Mirror,
+    Visit,
+)
 from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
@@ -68,6 +75,8 @@ class _Found(msgspec.Struct, frozen=True):
     """Whether the next prompt like it will be found where this one goes."""
     keys: Sequence[Sequence[int]] = ()
     """Of each prompt, every `RECENT_STEP` tokens."""
+    runs: Mapping[SourceId, int] = {}
+    """With what will be there of full attention only."""
 
 
 class RoutePlanner:
@@ -214,6 +223,7 @@ class RoutePlanner:
         source: SourceId,
         prompt_tokens: int,
         candidate: Candidate,
+        keep: Sequence[int] = (),
     ) -> Visit | None:
         """A request is about to be sent to a cache: follow it there.
 
@@ -224,6 +234,7 @@ class RoutePlanner:
             source: Where it is sent.
             prompt_tokens: Of all its prompts.
             candidate: That it is, as it was ranked.
+            keep: Lengths of the prompt at which the engine is told to keep windows and states.
         Returns:
             What wants to hear of the request's first token and end; None without a mirror.
         """
@@ -242,6 +253,8 @@ class RoutePlanner:
             candidate.cached_tokens,
             candidate.speed,
             candidate.by_tier,
+            candidate.junction_tokens,
+            keep,
         )
 
     def approximate_visit(
@@ -359,6 +372,8 @@ class RoutePlanner:
         """The candidates whose *states* are known: each stands for one of *caches*."""
         hits, recent, mirror = found.hits, found.recent, self._mirror
         gpu, cached, junction = token_columns(hits, caches)
+        if found.runs:
+            _add_junctions(junction, found, caches, gpu)
         progress: list[float]
         outlooks: list[Outlook]
         if mirror is not None and self._ranker.needs_outlook:
@@ -418,24 +433,29 @@ class RoutePlanner:
             self._catch_up()
         now = self._clock()
         recent: dict[SourceId, int] = {}
+        runs: dict[SourceId, int] = {}
         is_remembered = False
         all_keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
         tokens = prompt_tokens if len(prompts) == 1 else 0
-        for keys in all_keys:
+        for prompt, keys in zip(prompts, all_keys, strict=True):
             is_remembered |= len(keys) > 0
             if self._lots is not None and keys:
                 self._lots.seed(keys[0])
-            for source, count in self._expected(keys, tokens, now).items():
-                recent[source] = recent.get(source, 0) + count
+            for source, coming in self._coming(prompt, keys, tokens, now).items():
+                recent[source] = recent.get(source, 0) + coming.tokens
+                runs[source] = runs.get(source, 0) + coming.run
         matches = [index.match_prompt(prompt) for prompt in prompts]
         hits = matches[0] if len(matches) == 1 else _sum(matches)
-        return _Found(hits, recent, now, is_remembered, all_keys)
+        return _Found(hits, recent, now, is_remembered, all_keys, runs)
 
-    def _expected(self, keys: Sequence[int], tokens: int, now: float) -> Mapping[SourceId, int]:
-        """How many leading tokens each cache will have, though no event says so yet."""
+    def _coming(
+        self, prompt: HashedPrompt, keys: Sequence[int], tokens: int, now: float
+    ) -> Mapping[SourceId, Coming]:
+        """What each cache will have, though no event says so yet."""
         if self._recent is not None:
-            return self._recent.match(keys, RECENT_STEP, now)
-        return {} if self._mirror is None else self._mirror.in_prefill(keys, tokens)
+            recent = self._recent.match(keys, RECENT_STEP, now)
+            return {source: Coming(count, count) for source, count in recent.items()}
+        return {} if self._mirror is None else self._mirror.in_prefill(prompt, tokens)
 
     def _best_rank(
         self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
@@ -468,6 +488,16 @@ class RoutePlanner:
             return _worst(best, [standings.candidate(number) for number in range(count)])
         matters = found.is_remembered or len(set(costs)) > 1 or choice.asked == best.dp_rank
         return best if matters else replace(best, dp_rank=None)
+
+
+def _add_junctions(
+    junctions: list[int], found: _Found, caches: Sequence[SourceId], gpu: Sequence[int]
+) -> None:
+    """Let what full attention is going to have beyond a hit count as a junction, too."""
+    for number, source in enumerate(caches):
+        run = found.runs.get(source, 0)
+        if run > max(found.recent.get(source, 0), gpu[number] + junctions[number]):
+            junctions[number] = run - gpu[number]
 
 
 def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:

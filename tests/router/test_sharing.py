@@ -14,7 +14,7 @@ from router.board.slots import decode_slot, encode_slot
 from router.config import ClientKeyConfig, HealthConfig, read_replica
 from router.errors import KeyLimitReached
 from router.index import HashedPrompt, SourceId
-from router.mirror import STEP, Mirror, Visit
+from router.mirror import STEP, Coming, Mirror, Visit
 from router.observability.self_repair import QuietMoments
 from router.overload import KeyCounts, KeyLimits
 from router.replicas import ReplicaRegistry
@@ -131,14 +131,15 @@ async def test_what_is_computed_for_others_counts_as_sent_there(
     here, there = parties
     visit = there.begin()
     here.hear(there=there)
-    keys = here.prompt().prefix_keys(STEP)
-    assert here.mirror.in_prefill(keys) == {R0: 960}
+    prompt = here.prompt()
+    assert here.mirror.in_prefill(prompt) == {R0: Coming(960, 960)}
+    keys = prompt.prefix_keys(STEP)
     assert here.recent.match(keys, STEP, time.monotonic()) == {R0: 960}
-    partly = here.prompt([*IDS[:200], *range(5000, 5800)]).prefix_keys(STEP)
-    assert here.mirror.in_prefill(partly) == {R0: 192}
+    partly = here.prompt([*IDS[:200], *range(5000, 5800)])
+    assert here.mirror.in_prefill(partly) == {R0: Coming(192, 192)}
     visit.ended()
     here.hear()
-    assert here.mirror.in_prefill(keys) == {}
+    assert here.mirror.in_prefill(prompt) == {}
 
 
 async def test_a_prompt_that_two_sent_there_at_once_waits_there_once(
@@ -172,7 +173,7 @@ async def test_keys_of_another_secret_are_left_alone_and_counted() -> None:
     here, there = Party(b"one"), Party(b"another")
     there.begin()
     here.hear(there=there)
-    assert here.mirror.in_prefill(here.prompt().prefix_keys(STEP)) == {}
+    assert here.mirror.in_prefill(here.prompt()) == {}
     assert here.sharing.foreign_prefixes == 1
     for party in (here, there):
         await party.registry.close()

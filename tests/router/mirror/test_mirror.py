@@ -21,7 +21,8 @@ from kvevents.publisher import announce
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
-from router.mirror import STEP, Mirror, Prefilling, Visit
+from router.mirror import STEP, Coming, Mirror, Prefilling, Visit
+from router.mirror.in_prefill import UNKNOWN
 from tests.support.blocks import FULL
 
 R0, R1 = SourceId("r0"), SourceId("r1")
@@ -48,12 +49,20 @@ class Mirrored:
     def prompt(self, ids: list[int]) -> HashedPrompt:
         return self.index.prepare(array("I", ids), extra_steps=(STEP,))
 
-    def begin(self, ids: list[int], source: SourceId = R0, uncached: int | None = None) -> Visit:
+    def begin(
+        self,
+        ids: list[int],
+        source: SourceId = R0,
+        uncached: int | None = None,
+        keep: Sequence[int] = (),
+    ) -> Visit:
         count = len(ids) if uncached is None else uncached
-        return self.mirror.begin("m", self.index, source, [self.prompt(ids)], len(ids), count)
+        prompts = [self.prompt(ids)]
+        return self.mirror.begin("m", self.index, source, prompts, len(ids), count, keep=keep)
 
     def in_prefill(self, ids: list[int]) -> dict[SourceId, int]:
-        return self.mirror.in_prefill(self.prompt(ids).prefix_keys(STEP))
+        found = self.mirror.in_prefill(self.prompt(ids))
+        return {source: coming.tokens for source, coming in found.items()}
 
 
 @pytest.fixture
@@ -75,11 +84,10 @@ def test_what_is_in_prefill_counts_where_it_is(mirrored: Mirrored) -> None:
 def test_an_equal_prompt_counts_up_to_its_last_token(mirrored: Mirrored) -> None:
     """No whole number of keys: the rest would look like work, and a burst of them like a queue."""
     mirrored.begin(IDS)
-    keys = mirrored.prompt(IDS).prefix_keys(STEP)
-    assert mirrored.mirror.in_prefill(keys, len(IDS)) == {R0: 999}
-    assert mirrored.mirror.in_prefill(keys, len(IDS) + 1) == {R0: 960}
-    shorter = mirrored.prompt(IDS[:960]).prefix_keys(STEP)
-    assert mirrored.mirror.in_prefill(shorter, 960) == {R0: 959}
+    prompt = mirrored.prompt(IDS)
+    assert mirrored.mirror.in_prefill(prompt, len(IDS)) == {R0: Coming(999, 999)}
+    assert mirrored.mirror.in_prefill(prompt, len(IDS) + 1) == {R0: Coming(960, 960)}
+    assert mirrored.mirror.in_prefill(mirrored.prompt(IDS[:960]), 960) == {R0: Coming(959, 959)}
 
 
 def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrored) -> None:
@@ -181,10 +189,15 @@ def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None
 
 
 class Engine:
-    """One simulated engine under a mirror; requests come one after another or overlap. It keeps its
-    windows densely, which is what the mirror assumes of a prompt that is being computed."""
+    """One simulated engine under a mirror; requests come one after another or overlap."""
 
-    def __init__(self, preset: str, event_delay_s: float = 0.0, cpu_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        preset: str,
+        event_delay_s: float = 0.0,
+        cpu_blocks: int = 0,
+        retention_interval: int | None = None,
+    ) -> None:
         self.timeline = Timeline()
         self.index = create_index()
         self.mirror = Mirror(clock=self.timeline.now)
@@ -201,7 +214,7 @@ class Engine:
             cpu_blocks=cpu_blocks,
             block_size=16,
             max_num_seqs=4,
-            retention_interval=None,
+            retention_interval=retention_interval,
             time_model=TIME_MODEL,
         )
         self.replica = SimulatedReplica(
@@ -442,6 +455,10 @@ class Full(Mirrored):
         visit.first_token()
         visit.ended()
 
+    def coming(self, ids: list[int]) -> Coming:
+        """Of a prompt, there."""
+        return self.mirror.in_prefill(self.prompt(ids), len(ids)).get(R0, Coming(0, 0))
+
     def expected(self, ids: list[int]) -> int:
         prompt = self.prompt(ids)
         hit = self.index.match_source(prompt, R0).gpu_cached_tokens
@@ -497,8 +514,10 @@ def test_a_prompt_with_windows_that_loses_its_end_is_reusable_only_up_to_where_a
 
 
 def test_a_window_within_a_prompt_ahead_is_counted_on_only_while_there_is_room() -> None:
-    """What running requests hold leaves less room; when they end there is more again."""
-    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=160)
+    """Where windows are kept densely. What running requests hold leaves less room; when they end
+    there is more again."""
+    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=162)
+    cache.serve(NEW[2000:2016])
     decoding = cache.begin(NEW[:960])
     decoding.first_token()
     cache.begin(IDS[:640])
@@ -549,14 +568,74 @@ def test_a_cache_full_of_what_is_running_evicts_what_has_been_idle_for_no_time()
 
 
 def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> None:
-    """A Mamba state within it is not kept."""
+    """A Mamba state within it is not kept; the last token is computed again by an equal prompt."""
     cache = Full(KVCacheLayout.build([FULL, KVCacheGroup(GroupKind.MAMBA, 16)]), capacity=1000)
-    cache.begin(NEW[:1024])
-    assert cache.in_prefill(NEW[:1100]) == {R0: 1024}
-    assert cache.in_prefill([*NEW[:1000], *IDS]) == {}
-    assert cache.in_prefill(NEW[:1000]) == {}
-    keys = cache.prompt(NEW[:1024]).prefix_keys(STEP)
-    assert cache.mirror.in_prefill(keys, 1024) == {}, "its last token is computed in any case"
+    cache.begin(NEW[:1030])
+    assert cache.coming([*NEW[:1024], *IDS]) == Coming(1024, 1024)
+    assert cache.coming([*NEW[:1000], *IDS]) == Coming(0, 992)
+    assert cache.coming(NEW[:1024]) == Coming(0, 1008), "its last token is computed in any case"
+
+
+def test_of_a_prompt_with_windows_only_the_end_is_counted_on() -> None:
+    """Engines keep windows sparsely; full attention is whole, so the rest is a junction."""
+    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=1000)
+    cache.begin(NEW[:1000])
+    assert cache.coming([*NEW[:992], *IDS]) == Coming(992, 992)
+    assert cache.coming([*NEW[:991], *IDS]) == Coming(0, 976)
+    assert cache.coming(NEW[:1000]) == Coming(992, 992), "an equal one"
+    cache.begin(IDS[:60])
+    assert cache.coming([*IDS[:40], *NEW]) == Coming(0, 0), "there is no whole key"
+
+
+def test_where_a_window_reaches_the_start_a_hit_ends_at_any_block() -> None:
+    """All that the engine keeps then is what a window needs."""
+    wide = KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=512)
+    cache = Full(KVCacheLayout.build([FULL, wide]), capacity=1000)
+    cache.begin(NEW[:500])
+    assert cache.coming([*NEW[:300], *IDS]) == Coming(288, 288)
+
+
+def test_the_second_of_two_that_part_keeps_where_they_do() -> None:
+    """It finds full attention beyond its hit: a junction, which is a hit for the third. What it was
+    told to keep is one as well."""
+    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=1000)
+    document = NEW[:1000]
+    cache.begin([*document, *IDS[:100]])
+    assert cache.coming([*document, *IDS[100:200]]) == Coming(0, 992)
+    cache.begin([*document, *IDS[100:200]])
+    assert cache.coming([*document, *IDS[200:300]]) == Coming(992, 992)
+    cache.begin([*IDS[:600], *NEW[5000:5050]], keep=[500])
+    assert cache.coming([*IDS[:600], *NEW[6000:6050]]) == Coming(496, 592)
+
+
+def test_an_equal_prompt_is_compared_to_its_last_token() -> None:
+    """Two questions of one length about a document have the same keys up to the last."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=1000)
+    cache.begin([*NEW[:1000], 1, 2, 3, 4])
+    assert cache.expected([*NEW[:1000], 5, 6, 7, 8]) == 992
+    assert cache.expected([*NEW[:1000], 1, 2, 3, 4]) == 992
+
+
+@given(
+    boundaries=st.lists(st.integers(1, 40), max_size=5),
+    tail=st.integers(0, 12),
+    most=st.integers(0, 45),
+)
+def test_a_hit_ends_where_a_whole_tail_lies_before_it(
+    boundaries: list[int], tail: int, most: int
+) -> None:
+    """Block by block, in place of the boundaries' distances."""
+    kept = {block for end in boundaries for block in range(max(end - max(tail, 1), 0), end)}
+
+    def is_hit(end: int) -> bool:
+        if tail == 0:
+            return end in boundaries
+        return all(block in kept for block in range(max(end - tail, 0), end))
+
+    layout = UNKNOWN._replace(hit_tokens=16, is_sparse=True, tail_tokens=tail * 16)
+    expected = max((end for end in range(1, most + 1) if is_hit(end)), default=0)
+    ends = sorted(end * 16 for end in boundaries)
+    assert layout.longest_hit(ends, most * 16) == expected * 16
 
 
 @given(
@@ -604,5 +683,5 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
         if shared:
             expected[source] = max(expected.get(source, 0), shared)
     mirrored.mirror.hear(heard)
-    keys = mirrored.prompt(wanted).prefix_keys(STEP)
-    assert mirrored.mirror.in_prefill(keys, len(wanted)) == expected
+    found = mirrored.mirror.in_prefill(mirrored.prompt(wanted), len(wanted))
+    assert {source: coming.tokens for source, coming in found.items()} == expected
