@@ -239,7 +239,9 @@ async def test_a_silent_stream_of_a_replica_that_was_given_up_ends_with_an_error
             await client.request()
             await client.read_head()
             assert await client.read_piece() == event("a")
-            proxy.give_up(plan[0].origin, silent_s=0)
+            while not proxy.statistics().given_up:  # not before the proxy waits for more
+                proxy.give_up(plan[0].origin, silent_s=0)
+                await asyncio.sleep(0)
             *_, error, done = split_events(await client.read_body())
             assert (b'"replica_died"' in error, done) == (True, b"[DONE]")
             recorder = await proxy.recorder(End.REPLICA_DIED)
