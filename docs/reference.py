@@ -82,6 +82,7 @@ _SUBJECTS = (
     ("Predictions", r"predict|admission_|expected_|actual_|compared_|approximate_"),
     ("Queues and limits", r"queue_|key_"),
     ("Index", r"index_|blocks_|stored_responses|response_lookups|recent_|mirror_"),
+    ("What replicas are told to keep", r"boundar"),
     ("Event streams", r"source_|suspect_|event_batches|events_"),
     ("Replicas", r"replica_|health_|prefill_|cache_pressure|engine_|in_flight_"),
     ("Where replicas come from", r"discovery_|config_reloads"),

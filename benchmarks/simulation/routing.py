@@ -21,6 +21,7 @@ from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
 from router.steering import NO_HINTS, Hints, Steering
+from router.tokenize import NO_ENDS, MessageEnds
 
 MODEL = "simulated"
 LEAST_DELAY = "least_delay"
@@ -115,7 +116,7 @@ class SimulatedRouter:
     ) -> Hints:
         if self._steering is None:
             return NO_HINTS
-        ends = message_ends if self._knows_ends else ()
+        ends = MessageEnds(tuple(message_ends)) if self._knows_ends else NO_ENDS
         return self._steering.hints(prompt.prefix_keys(RECENT_STEP), token_ids, ends)
 
 

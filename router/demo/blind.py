@@ -143,6 +143,10 @@ class GroupBlindIndex(PrefixIndex):
         return self._index.removals(source)
 
     @override
+    def announced(self, source: SourceId) -> CacheLayout | None:
+        return self._index.announced(source)
+
+    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return self._index.statistics()
 

@@ -57,6 +57,7 @@ class _Glance(msgspec.Struct, frozen=True):
     """Of an overview, what differs from worker to worker."""
 
     under_way: int
+    hint_tokens: int
     totals: Totals
     seconds: float
     shortages: list[str]
@@ -117,6 +118,7 @@ class Insight:
             msgspec.structs.replace(
                 view,
                 under_way=sum(glance.under_way for glance in glances),
+                hint_tokens=sum(glance.hint_tokens for glance in glances),
                 minute=minute_view(totals, max(glance.seconds for glance in glances)),
                 shortages=list(dict.fromkeys(text for each in glances for text in each.shortages)),
                 replicas=replicas,
@@ -158,12 +160,14 @@ class Insight:
             parts.admission.under_way,
             parts.shortages.present(),
             parts.models.tokenizers(),
+            sum(model.steering.statistics().hit_tokens for model in parts.models),
         )
 
     def _glance(self, view: Overview) -> _Glance:
         log = self._parts.request_log
         return _Glance(
             view.under_way,
+            view.hint_tokens,
             log.totals.total(),
             log.totals.seconds,
             view.shortages,

@@ -417,6 +417,7 @@ def overview(
     under_way: int,
     shortages: Sequence[str] = (),
     tokenizers: Mapping[str, str] | None = None,
+    hint_tokens: int = 0,
 ) -> Overview:
     """The router at a glance: what is wrong, the last minute, and of each replica what a person
     looks for first. Every open page asks for it once a second; all of `/replicas` would be a
@@ -430,6 +431,7 @@ def overview(
         under_way: Requests admitted and not ended.
         shortages: What the system refuses the router, in sentences.
         tokenizers: What tokenises, by model.
+        hint_tokens: Of hits that end where a replica was told to keep a boundary.
     """
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
@@ -444,6 +446,7 @@ def overview(
         policy=policy,
         index=index,
         under_way=under_way,
+        hint_tokens=hint_tokens,
         headline=_headline(replicas, shortages),
         shortages=list(shortages),
         minute=minute_view(log.totals.total(), log.totals.seconds),

@@ -459,6 +459,9 @@ class Overview(View, frozen=True, kw_only=True):
     """The implementation of the prefix index: `native` is the compiled one."""
     under_way: int
     """Requests admitted and not ended."""
+    hint_tokens: int = 0
+    """Prompt tokens of hits that end where a replica was told to keep a boundary, since the
+    start."""
     headline: Headline
     shortages: list[str] = []
     """What the system refuses the router, or did within the last minute."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from kvevents.events import EventBatch
+from kvevents.events import CacheLayout, EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
 from kvevents.messages import WireRun
@@ -453,6 +453,10 @@ class PrefixIndex(Protocol):
     def removals(self, source: SourceId) -> int:
         """Blocks that a source removed from its GPU since it was added or cleared, or said itself
         that all of them went; 0 where it is unknown."""
+
+    def announced(self, source: SourceId) -> CacheLayout | None:
+        """What a source's publisher said of its cache itself; None where it said nothing, or the
+        source is unknown."""
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         """Of every known source."""

@@ -663,6 +663,11 @@ class NativeIndex(PrefixIndex):
         return self.core.removals(known.slot) if known else self._sharing.removals(source)
 
     @override
+    def announced(self, source: SourceId) -> CacheLayout | None:
+        known = self._sources.get(source)
+        return known.learner.announced if known else self._sharing.announced(source)
+
+    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         found = {source: self._statistics(known) for source, known in self._sources.items()}
         return found | self._sharing.statistics()

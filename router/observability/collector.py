@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -30,6 +30,7 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.snapshots import Peers, Sender, SnapshotKeeper
+from router.steering import SteeringStatistics
 from router.tokenize import TokenizationStatistics
 from router.upstream import UpstreamClient
 
@@ -89,6 +90,9 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _discovery_metrics(parts.keeper.statistics()),
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
+        ),
+        _steering_metrics(
+            {model.name: replace(model.steering.statistics()) for model in parts.models}
         ),
         tuple(_work_metrics(parts)),
         tuple(_router_metrics(parts)),
@@ -540,6 +544,48 @@ def _discovery_metrics(providers: Mapping[str, ProviderStatistics]) -> Iterator[
 
 
 # --- tokenisation and the router itself -----------------------------------------------------------
+
+
+def _steering_metrics(models: Mapping[str, SteeringStatistics]) -> Iterator[Metric]:
+    yield _counter(
+        "kvroute_boundaries",
+        "Ends of prefixes that replicas were told to keep, by why they are worth it: prompts were "
+        "seen to part there (`branch_point`), a message ends there or the client names it "
+        "(`message_end`), earlier prompts that end alike parted there (`guess`), the session goes "
+        "on (`response_end`).",
+        ("model", "reason"),
+        (
+            ((name, reason), count)
+            for name, found in models.items()
+            for reason, count in (
+                ("branch_point", found.branch_points),
+                ("message_end", found.message_ends),
+                ("guess", found.guesses),
+                ("response_end", found.kept_ends),
+            )
+        ),
+    )
+    yield _counter(
+        "kvroute_boundary_prompts",
+        "Prompts that begin with what a replica was told to keep, by what they find where they are "
+        "sent: all of it (`kept`), of these a hit that ends just there (`hit`), or less (`lost`).",
+        ("model", "found"),
+        (
+            ((name, outcome), count)
+            for name, found in models.items()
+            for outcome, count in (
+                ("kept", found.kept),
+                ("hit", found.hit),
+                ("lost", found.lost),
+            )
+        ),
+    )
+    yield _counter(
+        "kvroute_boundary_hit_tokens",
+        "Prompt tokens of the hits that end where a replica was told to keep a boundary.",
+        ("model",),
+        (((name,), found.hit_tokens) for name, found in models.items()),
+    )
 
 
 def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Iterator[Metric]:

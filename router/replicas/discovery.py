@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -78,6 +78,7 @@ class _SglangPublisher(msgspec.Struct):
 class _ServerInfo(msgspec.Struct):
     kv_events: _SglangPublisher | None = None
     kv_events_config: str | None = None
+    retention_hints: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
 
 
 class _SglangFlag(msgspec.Struct):
@@ -121,17 +122,20 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
 
 
 class ServerInfo(NamedTuple):
-    """What SGLang's `GET /server_info` says of what it publishes; each empty if it publishes
-    nothing, or does not say."""
+    """What `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
+    nothing or does not say; kvroute's engine of what it takes."""
 
     sources: tuple[EventSource, ...] = ()
     """By rank."""
     load_topics: tuple[LoadTopic, ...] = ()
     """By rank."""
+    retention_hints: int = 0
+    """Version of the hints that it takes on what to keep; 0: none."""
 
 
 def parse_server_info(body: bytes, host: str) -> ServerInfo:
-    """Where SGLang publishes events and its load, by its response to `GET /server_info`.
+    """Where SGLang publishes events and its load, and what kvroute's engine takes, by the response
+    to `GET /server_info`.
 
     Args:
         body: The response's.
@@ -143,7 +147,7 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     info: _ServerInfo = _decode(SERVER_INFO_PATH, body, _ServerInfo)
     publisher = info.kv_events
     if publisher is None or publisher.publisher != "zmq":
-        return ServerInfo()
+        return ServerInfo(retention_hints=info.retention_hints)
     place = f"{SERVER_INFO_PATH} kv_events"
     if not 1 <= publisher.dp_size <= MAX_RANKS:
         raise InvalidReplicaResponse(place, f"dp_size {publisher.dp_size}; 1 to {MAX_RANKS}")
@@ -160,9 +164,11 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     ranks = range(publisher.dp_size)
     sources = tuple(_checked(place, rank, _sglang_entry(publisher, rank), host) for rank in ranks)
     if load_base is None:
-        return ServerInfo(sources)
+        return ServerInfo(sources, retention_hints=info.retention_hints)
     return ServerInfo(
-        sources, tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks)
+        sources,
+        tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks),
+        info.retention_hints,
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from router.config import ReplicaConfig, key_bytes
 from router.index import SourceId
 from router.overload import AT_LIMIT, GateOptions, ReplicaGate
-from router.replicas.discovery import configured_sources
+from router.replicas.discovery import ServerInfo, configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import NO_LOAD, ReplicaLoad
@@ -54,6 +54,8 @@ class Replica:
         self.sources = ()
         self.model_entries: dict[str, dict[str, Any]] = {}
         """What it says of each model in `GET /v1/models`, by name."""
+        self.server_info = ServerInfo()
+        """What it says of itself."""
         self.notes: tuple[str, ...] = ()
         """What went wrong in the last discovery, and what was assumed."""
         self.engine_load: EngineLoad | None = None
@@ -132,6 +134,11 @@ class Replica:
     def is_healthy(self) -> bool:
         """Whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether it is vLLM, by the owner of its models."""
+        return any(entry.get("owned_by") == "vllm" for entry in self.model_entries.values())
 
     def serves(self, model: str) -> bool:
         """Whether it takes requests for this model or adapter."""

@@ -22,6 +22,7 @@ from router.replicas.discovery import (
     MODELS_PATH,
     SERVER_INFO_PATH,
     SOURCES_PATH,
+    ServerInfo,
     parse_model_entries,
     parse_models,
     parse_server_info,
@@ -245,7 +246,12 @@ class Watcher:
         due = self._discovery_due
         notes: list[str] = []
         served = await self._models(notes)
-        sources = await self._sources(notes)
+        info = await self._server_info()
+        if isinstance(info, ServerInfo):
+            self._replica.server_info = info
+        elif isinstance(info, _Refused):
+            self._replica.server_info = ServerInfo()
+        sources = await self._sources(info, notes)
         complete = served is not None and sources is not None
         wait_s = self._config.discovery_interval_s if complete else self._config.interval_s
         # Unless it left and returned in the meantime: then another process may have responded.
@@ -271,7 +277,17 @@ class Watcher:
         )
         return ServedModels(configured, adapters)
 
-    async def _sources(self, notes: list[str]) -> tuple[EventSource, ...] | None:
+    async def _server_info(self) -> ServerInfo | Exception:
+        """What it says of itself; vLLM says nothing (404), which is no fault."""
+        try:
+            body = await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES)
+            return parse_server_info(body, self._replica.origin.host)
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
+            return error
+
+    async def _sources(
+        self, info: ServerInfo | Exception, notes: list[str]
+    ) -> tuple[EventSource, ...] | None:
         if self._replica.configured_sources is not None:
             return self._replica.configured_sources
         host = self._replica.origin.host
@@ -280,7 +296,7 @@ class Watcher:
         except _Refused as refused:
             # An engine of another kind, or an older one, does not have this endpoint.
             if refused.status in (404, 405):
-                return await self._sglang_sources(refused.status, notes)
+                return self._sglang_sources(info, refused.status, notes)
             notes.append(_unknown_cache(SOURCES_PATH, refused.status))
         except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(SOURCES_PATH, error))
@@ -289,18 +305,15 @@ class Watcher:
             return found
         return None
 
-    async def _sglang_sources(
-        self, status: int, notes: list[str]
+    def _sglang_sources(
+        self, info: ServerInfo | Exception, status: int, notes: list[str]
     ) -> tuple[EventSource, ...] | None:
         """What SGLang tells where vLLM's path returned *status*."""
-        host = self._replica.origin.host
-        try:
-            info = parse_server_info(await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES), host)
-        except _Refused as refused:
+        if isinstance(info, _Refused):
             notes.append(_unknown_cache(SOURCES_PATH, status))
-            return () if refused.status in (404, 405) else None
-        except (*UNREACHABLE, InvalidReplicaResponse) as error:
-            notes.append(_note(SERVER_INFO_PATH, error))
+            return () if info.status in (404, 405) else None
+        if isinstance(info, Exception):
+            notes.append(_note(SERVER_INFO_PATH, info))
             return None
         self._published.follow(info.load_topics, self._take_published)
         if not info.sources:

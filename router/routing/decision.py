@@ -16,7 +16,8 @@ from router.replicas import Replica
 from router.routing.models import Model
 from router.routing.planner import source_of
 from router.scoring import Candidate, Ranked, empty_reason
-from router.tokenize import Endpoint, PromptSpec, TokenizedPrompt, with_model
+from router.steering import NO_HINTS, STEP, Hints, Said
+from router.tokenize import Endpoint, PromptSpec, TokenizedPrompt, with_hints, with_model
 from router.upstream import Header
 
 ANY_MODEL = "any"
@@ -193,11 +194,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         if not self.ranking:
             return
         first = self.ranking[0].candidate
-        yield self._attempt(first, shows_hit)
+        hints = self._steer(first)
+        yield self._attempt(first, shows_hit, hints)
         left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
-            yield self._attempt(candidate, shows_hit)
+            yield self._attempt(candidate, shows_hit, hints)
 
     def _next(self, left: Sequence[Candidate]) -> Candidate | None:
         last_resort = None
@@ -210,7 +212,24 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
                 last_resort = None if replica.draining else candidate
         return last_resort
 
-    def _attempt(self, candidate: Candidate, shows_hit: bool) -> Attempt:
+    def _steer(self, first: Candidate) -> Hints:
+        """What is to be kept of the prompt; asked once, since the answer takes note of it."""
+        model, asked = self.model, self.asked
+        if model is None or asked is None or len(self.prompts) != 1:
+            return NO_HINTS
+        if model.hint_form(self.replicas[first.replica_id]) is None:
+            return NO_HINTS
+        prompt = next(each for each in self.tokenized if each.token_ids)
+        keys = self.prompts[0].prefix_keys(STEP)
+        announced = model.index.announced(self.source_of(first))
+        step = STEP if announced is None else announced.scheduler_block_size or STEP
+        model.steering.look_up(keys, first.cached_tokens, step)
+        said = Said.RETENTION if asked.spec.keeps_prompt else Said.NOTHING
+        if said is Said.NOTHING and asked.session is not None:
+            said = Said.SESSION
+        return model.steering.hints(keys, prompt.token_ids, prompt.ends, asked.tenant, said)
+
+    def _attempt(self, candidate: Candidate, shows_hit: bool, hints: Hints) -> Attempt:
         replica = self.replicas[candidate.replica_id]
         headers = replica.headers
         if candidate.dp_rank is not None:
@@ -220,12 +239,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
             if candidate.is_approximate:
                 reported = (*reported, (b"x-kv-hit-approximate", b"true"))
-        name = self._name_at(replica)
-        if name is None:
-            return Attempt(replica.id, replica.origin, headers, reported)
-        reported = (*reported, (b"x-kv-model", name.encode()))
-        renamed = self.rename(self.body, name)
-        return Attempt(replica.id, replica.origin, headers, reported, renamed)
+        body, name = self.body, self._name_at(replica)
+        if name is not None:
+            reported = (*reported, (b"x-kv-model", name.encode()))
+            body = self.rename(body, name)
+        if hints is not NO_HINTS:
+            body = self._with_hints(body, replica, hints)
+        changed = None if body is self.body else body
+        return Attempt(replica.id, replica.origin, headers, reported, changed)
+
+    def _with_hints(self, body: bytes, replica: Replica, hints: Hints) -> bytes:
+        form = None if self.model is None else self.model.hint_form(replica)
+        if form is None or self.spec is None:
+            return body
+        return with_hints(body, self.spec.endpoint, form, *hints)
 
     def _name_at(self, replica: Replica) -> str | None:
         """What the model is called at a replica; None if that is what the client calls it."""

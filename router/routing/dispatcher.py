@@ -29,6 +29,7 @@ from router.routing.planner import (
 from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.scoring import RouteRequest
 from router.tokenize import (
+    ChatPrompt,
     Endpoint,
     LargeWork,
     ProcessEndedError,
@@ -269,9 +270,18 @@ class Dispatcher:
         model, lora_name = self._resolve(spec.model)
         if not named and check_model is not None:
             check_model(model.name)
+        self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
             spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
         return Asked(spec, body, model, lora_name, session, dp_rank, named, target, tenant)
+
+    def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
+        """From the first chat on that a replica could be told about, its messages' ends are looked
+        for."""
+        if model.tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
+            return
+        serving = self._serving(model, lora_name).values()
+        model.tokenization.finds_ends = any(map(model.hint_form, serving))
 
     def _is_served(self, name: str) -> bool:
         """Whether some replica can take requests for a model."""

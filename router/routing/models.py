@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from router.config import ModelConfig, StoreConfig
 from router.config.schema import TOKENIZER_AT_REPLICA
@@ -23,8 +23,10 @@ from router.index import (
 )
 from router.replicas import Replica
 from router.routing.versions import Versions
+from router.steering import Steering
 from router.tokenize import (
     ChatSettings,
+    HintForm,
     LargeWork,
     LocalTokenizer,
     ModelFilesError,
@@ -55,11 +57,28 @@ class Model:
     index: PrefixIndex = field(default_factory=create_index)
     stores: tuple[StoreConfig, ...] = ()
     """What its replicas share."""
+    retention_hints: Literal["auto", "on", "off"] = "auto"
+    """Which replicas are told what to keep."""
+    steering: Steering = field(default_factory=Steering)
+    """What they are told."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every name under which replicas serve it."""
         return (self.name, *self.aliases)
+
+    def hint_form(self, replica: Replica) -> HintForm | None:
+        """How a replica is told what to keep; None if it is not.
+
+        One takes hints that says so in `GET /server_info` or in its event stream.
+        """
+        if self.retention_hints == "off":
+            return None
+        if self.retention_hints == "auto" and not replica.server_info.retention_hints:
+            announced = self.index.announced(replica.cache)
+            if announced is None or not announced.retention_hints:
+                return None
+        return HintForm.VLLM if replica.is_vllm else HintForm.KVROUTE
 
     def hints_of(self, replica_id: str) -> LayoutHints:
         """What the configuration says of a replica's cache, and of what it shares with others."""
@@ -266,6 +285,7 @@ class ModelSet:
             config.layout.to_hints(),
             self._new_index(indexes),
             config.stores,
+            config.retention_hints,
         )
         for name in (config.name, *config.aliases):
             self._names[name] = _Meaning(config.name)

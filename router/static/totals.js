@@ -1,7 +1,7 @@
 // The line of totals: the last minute, and how many replicas and event streams are well.
 
 import { byId, mark, write } from "./dom.js";
-import { count, plural, rate } from "./words.js";
+import { count, plural, rate, shortCount } from "./words.js";
 
 const MANY_MISPREDICTED = 0.01;
 
@@ -16,7 +16,7 @@ export function showTotals(overview) {
   showReplicas(overview.replicas);
   showStreams(overview.replicas.flatMap((replica) => replica.sources));
   showTraffic(overview.minute, overview.under_way);
-  showHits(overview.minute);
+  showHits(overview.minute, overview.hint_tokens);
   showMispredicted(overview.minute);
   showFailed(overview.minute);
 }
@@ -56,10 +56,12 @@ function showTraffic(minute, underWay) {
 }
 
 // The hits that engines reported; the predicted ones where none did.
-function showHits(minute) {
+function showHits(minute, hintTokens) {
   if (minute.cached_share !== null) {
     const responses = plural(minute.compared, "response");
-    const detail = `predicted ${minute.predicted_share} · ${responses}`;
+    // Hits that end where a replica was told to keep a boundary, since the start.
+    const hints = hintTokens ? ` · ${shortCount(hintTokens)} tokens by hints so far` : "";
+    const detail = `predicted ${minute.predicted_share} · ${responses}${hints}`;
     total("total-hits", minute.cached_share, detail);
   } else if (minute.promised_share !== null) {
     total("total-hits", minute.promised_share, "predicted; no engine reports it");

@@ -7,15 +7,20 @@ The files; each imports only what is listed above it:
 
     branches.py   where prompts part, and whether sessions go on
     tails.py      where a new prompt will part from later ones
-    steering.py   what is told with a request
+    tenant.py     both, and which kinds of boundary pay, of one tenant's prompts
+    steering.py   what is told with a request, and what came of it
 """
 
-from router.steering.steering import (
-    MOST_BOUNDARIES,
-    NO_HINTS,
-    Hints,
-    Steering,
-    SteeringStatistics,
-)
+from router.mirror import STEP
+from router.steering.steering import NO_HINTS, Hints, Steering, SteeringStatistics
+from router.steering.tenant import MOST_BOUNDARIES, Said
 
-__all__ = ["MOST_BOUNDARIES", "NO_HINTS", "Hints", "Steering", "SteeringStatistics"]
+__all__ = [
+    "MOST_BOUNDARIES",
+    "NO_HINTS",
+    "STEP",
+    "Hints",
+    "Said",
+    "Steering",
+    "SteeringStatistics",
+]

@@ -12,6 +12,7 @@ that begins with the whole of an earlier one is its session's next turn: nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 from zlib import crc32
 
@@ -41,17 +42,15 @@ class _Tail(msgspec.Struct, frozen=True, gc=False):
 class BranchPoints:
     """The branch points of one model's prompts.
 
-    Memory: some 150 bytes for each key, `max_keys` at most; the oldest are forgotten first.
+    Memory: some 150 bytes for each key; it grows until `forget` is called.
     """
 
-    def __init__(self, step: int, max_keys: int = 262_144) -> None:
+    def __init__(self, step: int) -> None:
         """
         Args:
             step: Tokens from one key to the next.
-            max_keys: Bound on what is remembered.
         """
         self._step = step
-        self._max_keys = max_keys
         self._following: dict[int, int | _Tail | None] = {}
         """By key: the next key of whoever came first, or how its prompt ended."""
         self._branches: dict[int, None] = {}
@@ -82,7 +81,6 @@ class BranchPoints:
         for index in range(known, len(keys)):
             is_last = index + 1 == len(keys)
             following[keys[index]] = self._tail(token_ids) if is_last else keys[index + 1]
-        self._forget()
         return Seen(self._found(keys), is_continued, known * self._step, new_branch)
 
     def _known(self, keys: Sequence[int]) -> int:
@@ -119,11 +117,14 @@ class BranchPoints:
             branches[keys[index - 1]] = None
         return [index * self._step for index in reversed(found)]
 
-    def _forget(self) -> None:
-        while len(self._following) > self._max_keys:
-            del self._following[next(iter(self._following))]
-        while len(self._branches) > self._max_keys // 16:
-            del self._branches[next(iter(self._branches))]
+    def forget(self, count: int) -> None:
+        """Forget the *count* keys that were seen first, and the branches beyond their share."""
+        following = self._following
+        for key in list(islice(following, count)):
+            del following[key]
+        most = max(len(following) // 16, 1)
+        for key in list(islice(self._branches, max(len(self._branches) - most, 0))):
+            del self._branches[key]
 
 
 def _digest(token_ids: Sequence[int]) -> int:

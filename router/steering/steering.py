@@ -1,4 +1,4 @@
-"""Which prefixes of a prompt an engine is told to keep."""
+"""Which prefixes of a prompt an engine is told to keep, and what came of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.mirror import STEP, FadingRatio
-from router.steering.branches import BranchPoints, Seen
-from router.steering.tails import Tails
+from router.mirror import STEP
+from router.steering.tenant import Found, Said, Tenant
+from router.tokenize import NO_ENDS, MessageEnds
 
-MOST_BOUNDARIES = 8
-"""That one request names."""
-LEAST_SHARE = 0.05
-"""Ends of messages of a kind of which fewer were asked for again are not worth a window."""
-GOES_ON = 0.2
-"""From this share of responses on that are continued, they are kept."""
-_SAMPLES = 256
+MAX_TENANTS = 1024
+"""The one that was heard of least recently is forgotten."""
+_AT_ONCE = 64
+"""Keys are forgotten by a part of so many of all."""
 
 
 class Hints(NamedTuple):
@@ -31,98 +28,122 @@ class Hints(NamedTuple):
 NO_HINTS = Hints()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SteeringStatistics:
     """Counts since the start, but for `keys`."""
 
-    keys: int
+    keys: int = 0
     """Prefixes that are remembered."""
-    branch_points: int
+    branch_points: int = 0
     """Boundaries named where prompts were seen to part."""
-    message_ends: int
+    message_ends: int = 0
     """Boundaries named where prompts are expected to part: ends of messages."""
-    guesses: int
+    guesses: int = 0
     """Boundaries named where prompts are expected to part by how they parted before."""
-    kept_ends: int
+    kept_ends: int = 0
     """Requests whose response is to be kept."""
-
-
-class _Kind:
-    """Ends of messages in one place of a prompt: behind the system prompt, say."""
-
-    __slots__ = ("asked_again",)
-
-    def __init__(self) -> None:
-        self.asked_again = FadingRatio(1.0, 4.0, _SAMPLES)
-        """Of those that were new, how many became a branch point."""
+    kept: int = 0
+    """Prompts that begin with what had been named, and find it cached."""
+    lost: int = 0
+    """Prompts that begin with what had been named, and find less of it cached."""
+    hit: int = 0
+    """Of `kept`, those whose hit ends just there: without the hint it would have been shorter."""
+    hit_tokens: int = 0
+    """Cached tokens of those."""
 
 
 class Steering:
-    """What is told for the requests of one model. No I/O, no clock."""
+    """What is told for the requests of one model. No I/O, no clock.
+
+    Each tenant has branch points and ratios of its own, so that none learns from, or is misled by,
+    what another sends; and where the memory is full, the one that takes most of it forgets.
+    """
 
     def __init__(self, max_keys: int = 262_144) -> None:
         """
         Args:
-            max_keys: Bound on the prefixes that are remembered.
+            max_keys: Bound on the prefixes that are remembered, for all tenants together.
         """
-        self._branches = BranchPoints(STEP, max_keys)
-        self._kinds = [_Kind() for _ in range(MOST_BOUNDARIES)]
-        self._tails = Tails()
-        self._goes_on = FadingRatio(0.5, 4.0, _SAMPLES)
-        self._branch_points = self._message_ends = self._guesses = self._kept_ends = 0
+        self._max_keys = max_keys
+        self._keys = 0
+        self._tenants: dict[str, Tenant] = {}
+        self._named: dict[int, int] = {}
+        """Length in tokens of what was named, by its key; the latest at the end."""
+        self._counts = SteeringStatistics()
 
     def hints(
-        self, keys: Sequence[int], token_ids: Sequence[int], message_ends: Sequence[int] = ()
+        self,
+        keys: Sequence[int],
+        token_ids: Sequence[int],
+        ends: MessageEnds = NO_ENDS,
+        tenant: str = "",
+        said: Said = Said.NOTHING,
     ) -> Hints:
         """Take note of a prompt, and say what to keep of it.
 
         Args:
             keys: Of its prefixes of `STEP` tokens, twice as many, and so on.
             token_ids: The prompt's.
-            message_ends: Lengths in tokens at which it is expected to part from others, ascending;
-                each place among them is a kind of its own.
+            ends: Where it is expected to part from others.
+            tenant: Whose it is.
+            said: What the request says of whether it will be gone on with.
         """
-        seen = self._branches.see(keys, token_ids)
-        self._goes_on.add(float(seen.is_continued), 1.0)
-        named = seen.branches[:MOST_BOUNDARIES]
-        self._branch_points += len(named)
-        for kind, end in zip(self._kinds, message_ends, strict=False):
-            self._learn(kind, end, seen.known_tokens, seen.new_branch)
-            is_new = all(end // STEP != other // STEP for other in named)
-            if is_new and kind.asked_again.value >= LEAST_SHARE:
-                named.append(end)
-                self._message_ends += 1
-        if not message_ends:
-            self._guess(named, len(token_ids), seen)
-        named = named[:MOST_BOUNDARIES]
-        keep_end = self._goes_on.value >= GOES_ON
-        self._kept_ends += keep_end
-        return Hints(tuple(sorted(named)), keep_end)
+        known = self._tenants.pop(tenant, None) or Tenant()
+        self._tenants[tenant] = known
+        before = len(known.branches)
+        found = known.find(keys, token_ids, ends, said)
+        self._keys += len(known.branches) - before
+        self._forget()
+        hints = Hints(found.boundaries, found.keeps_end)
+        self._count(hints, found)
+        for length in hints.keep:
+            if length >= STEP:
+                self._name(keys[length // STEP - 1], length)
+        return hints
 
-    def _guess(self, named: list[int], prompt_tokens: int, seen: Seen) -> None:
-        """Name where a new prompt will part from later ones, where nothing tells of messages."""
-        if seen.new_branch:
-            self._tails.parted(prompt_tokens - seen.new_branch)
-        if seen.is_continued or prompt_tokens - seen.known_tokens < STEP:
+    def look_up(self, keys: Sequence[int], cached_tokens: int, step: int) -> None:
+        """Count what became of what was named; call it before `hints`.
+
+        Args:
+            keys: As for `hints`.
+            cached_tokens: The prompt's hit where it is sent.
+            step: Tokens from one length of a hit to the next, at most.
+        """
+        lengths = [self._named[key] for key in keys if key in self._named]
+        if not lengths:
             return
-        if seen.known_tokens < prompt_tokens // 2:
-            self._tails.new()
-        guesses = self._tails.guesses(prompt_tokens, seen.known_tokens)
-        self._guesses += len(guesses)
-        named += guesses
+        counts, longest = self._counts, lengths[-1]
+        if cached_tokens <= longest - step:
+            counts.lost += 1
+            return
+        counts.kept += 1
+        if cached_tokens <= longest:
+            counts.hit += 1
+            counts.hit_tokens += cached_tokens
 
     def statistics(self) -> SteeringStatistics:
         """Counts since the start."""
-        return SteeringStatistics(
-            keys=len(self._branches),
-            branch_points=self._branch_points,
-            message_ends=self._message_ends,
-            guesses=self._guesses,
-            kept_ends=self._kept_ends,
-        )
+        self._counts.keys = self._keys
+        return self._counts
 
-    def _learn(self, kind: _Kind, end: int, known_tokens: int, new_branch: int) -> None:
-        if end // STEP * STEP > known_tokens:
-            kind.asked_again.add(0.0, 1.0)  # nobody had it before
-        elif new_branch and new_branch == end // STEP * STEP:
-            kind.asked_again.add(1.0, 0.0)
+    def _count(self, hints: Hints, found: Found) -> None:
+        counts, named = self._counts, set(hints.keep)
+        counts.branch_points += len(named.intersection(found.branches))
+        counts.message_ends += len(named.intersection(found.ends).difference(found.branches))
+        counts.guesses += len(named.difference(found.branches, found.ends))
+        counts.kept_ends += hints.keep_end
+
+    def _name(self, key: int, length: int) -> None:
+        self._named.pop(key, None)
+        self._named[key] = length
+        if len(self._named) > self._max_keys // 16:
+            del self._named[next(iter(self._named))]
+
+    def _forget(self) -> None:
+        if len(self._tenants) > MAX_TENANTS:
+            self._keys -= len(self._tenants.pop(next(iter(self._tenants))).branches)
+        while self._keys > self._max_keys:
+            largest = max((each.branches for each in self._tenants.values()), key=len)
+            before = len(largest)
+            largest.forget(self._keys - self._max_keys + self._max_keys // _AT_ONCE)
+            self._keys -= before - len(largest)

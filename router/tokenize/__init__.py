@@ -29,6 +29,7 @@ The files; each imports only what is listed above it:
 
 from router.tokenize.body.json_fields import check_int64
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
+from router.tokenize.body.retention import HintForm, with_hints
 from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
 from router.tokenize.body.splicing import with_model
 from router.tokenize.chat.renderer import ChatSettings
@@ -47,9 +48,11 @@ from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, Tok
 from router.tokenize.model_files import ModelFiles, read_model_files
 from router.tokenize.processes import LargeWork
 from router.tokenize.prompts import (
+    NO_ENDS,
     ChatPrompt,
     Coverage,
     Endpoint,
+    MessageEnds,
     OpaquePrompt,
     PackTokenIds,
     PromptSpec,
@@ -63,14 +66,17 @@ from router.tokenize.remote import Fetch, RemoteStatistics, RemoteTokenizer
 from router.tokenize.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
+    "NO_ENDS",
     "ChatPrompt",
     "ChatSettings",
     "Coverage",
     "Endpoint",
     "Fetch",
+    "HintForm",
     "LargeWork",
     "LocalStatistics",
     "LocalTokenizer",
+    "MessageEnds",
     "ModelFiles",
     "ModelFilesError",
     "OpaquePrompt",
@@ -101,6 +107,7 @@ __all__ = [
     "read_model_files",
     "read_request",
     "strip_report_mode",
+    "with_hints",
     "with_model",
     "with_tenant_salt",
 ]

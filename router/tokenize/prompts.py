@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -72,6 +72,14 @@ class TextPrompt:
     truncation: Truncation | None = None
 
 
+class Piece(NamedTuple):
+    """What one message, or one part of it, says."""
+
+    text: str
+    is_named: bool
+    """The client says that it caches all up to here (`cache_control`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation, in the OpenAI chat form, to be rendered by the model's chat template."""
@@ -94,6 +102,8 @@ class ChatPrompt:
     """Whether system messages in mid-conversation move to the front where the template takes them
     nowhere else (`/v1/messages` does)."""
     truncation: Truncation | None = None
+    pieces: Sequence[Piece] | None = field(default=None, repr=False)
+    """What the messages say, where the client's form has parts that *messages* has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +153,15 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     stored_response: str | None = None
     """`previous_response_id`: the response that this one continues. One replica has it."""
     has_engine_arguments: bool = False
-    """The body has `vllm_xargs` or `sampling_params`, which `strip_report_mode` looks into."""
+    """The body has `vllm_xargs` or `sampling_params`, in which the router owns some fields."""
     has_report_mode: bool = False
     """It found the report mode there."""
     has_priority: bool = False
     """The body has a `priority`."""
+    has_transfer_params: bool = False
+    """The body has `kv_transfer_params`."""
+    keeps_prompt: bool = False
+    """`prompt_cache_retention`: the client will go on with this prompt."""
 
     def salt_of(self, number: int) -> str | None:
         """The salt of a prompt, by its place in the batch."""
@@ -189,6 +203,18 @@ class Coverage(str, Enum):
     UNKNOWN = "unknown"  # not known; there are no ids
 
 
+class MessageEnds(msgspec.Struct, frozen=True):
+    """Where a prompt is expected to part from others, as its text tells; in tokens."""
+
+    expected: tuple[int, ...] = ()
+    """Behind its first messages and their parts, ascending."""
+    named: tuple[int, ...] = ()
+    """Where the client says that it caches (`cache_control`), ascending."""
+
+
+NO_ENDS = MessageEnds()
+
+
 class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Token ids of one prompt and all else that its block keys depend on."""
 
@@ -204,6 +230,8 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Salt of the first block."""
     extra_keys: tuple[Any, ...] | None = None
     """Multimodal keys by block; None as long as ids end before the first medium."""
+    ends: MessageEnds = NO_ENDS
+    """Where its messages end; empty where nobody asked for them."""
 
     @property
     def exact(self) -> bool:

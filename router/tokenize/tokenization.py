@@ -20,8 +20,10 @@ from typing import TypeAlias, TypeVar
 from router.tokenize.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.tokenize.prompts import (
+    NO_ENDS,
     ChatPrompt,
     Coverage,
+    MessageEnds,
     OpaquePrompt,
     Prompt,
     PromptSpec,
@@ -35,7 +37,7 @@ from router.tokenize.truncation import truncate
 
 _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError
-_Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
+_Outcome: TypeAlias = tuple[TokenIds, Coverage, MessageEnds] | UntokenizableError
 
 # A replica may know ids that the router cannot, except for these reasons: it would not know either,
 # or would cost too much.
@@ -99,6 +101,9 @@ class Tokenization:
         )
         self._inline_chars = inline_chars
         self._inline_body_bytes = inline_body_bytes
+        self.finds_ends = False
+        """Whether the ends of messages are looked for, which takes some time; set it where engines
+        are told to keep them."""
         self._prompts: Counter[Coverage] = Counter()
         self._unknown: Counter[str] = Counter()
         self._seconds = 0.0
@@ -233,7 +238,9 @@ class Tokenization:
                 else UntokenizableError("no_local_tokenizer")
             )
         try:
-            return self._local.finish(attempt), attempt.coverage
+            ids = self._local.finish(attempt)
+            ends = self._local.message_ends(attempt, ids) if self.finds_ends else NO_ENDS
+            return ids, attempt.coverage, ends
         except UntokenizableError as error:
             return error
 
@@ -257,7 +264,7 @@ class Tokenization:
             return UntokenizableError("replica_refused")
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError):
             return UntokenizableError("replica_failed")
-        return ids, Coverage.WHOLE
+        return ids, Coverage.WHOLE, NO_ENDS
 
     def _result(
         self, outcome: _Outcome, lora_name: str | None, cache_salt: str | None
@@ -265,19 +272,20 @@ class Tokenization:
         ids: TokenIds
         reason: str | None
         if isinstance(outcome, UntokenizableError):
-            ids, coverage, reason = array("I"), Coverage.UNKNOWN, outcome.reason
+            ids, coverage, ends = array("I"), Coverage.UNKNOWN, NO_ENDS
+            reason = outcome.reason
         else:
-            ids, coverage = outcome
+            ids, coverage, ends = outcome
             reason = "media" if coverage is Coverage.PREFIX else None
         self._prompts[coverage] += 1
         if reason is not None:
             self._unknown[reason] += 1
-        return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt)
+        return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt, ends=ends)
 
 
-def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage]:
+def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage, MessageEnds]:
     ids = truncate(prompt.token_ids, prompt.truncation, None)
-    return ids, Coverage.PREFIX if prompt.is_prefix else Coverage.WHOLE
+    return ids, Coverage.PREFIX if prompt.is_prefix else Coverage.WHOLE, NO_ENDS
 
 
 class _Threads:

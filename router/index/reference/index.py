@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from kvevents.codec import decode
-from kvevents.events import GPU, BlockHash, EventBatch, pack_tokens
+from kvevents.events import GPU, BlockHash, CacheLayout, EventBatch, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
 from kvevents.hit_rule import (
     Present,
@@ -186,6 +186,10 @@ class ReferenceIndex(PrefixIndex):
     @override
     def removals(self, source: SourceId) -> int:
         return self.sources[source].removals if source in self.sources else 0
+
+    @override
+    def announced(self, source: SourceId) -> CacheLayout | None:
+        return self.sources[source].learner.announced if source in self.sources else None
 
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:

@@ -8,5 +8,6 @@ The files; each imports only what is listed above it:
     anthropic_request.py   body of /v1/messages
     splicing.py            fields of a body replaced or taken out; all other bytes stay
     rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
+    retention.py           puts in what an engine is to keep, and takes a client's own out
     requests.py            any body -> what to tokenise
 """

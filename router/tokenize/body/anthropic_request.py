@@ -4,7 +4,7 @@ converts them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from router.tokenize.body.openai_request import template_arguments
 from router.tokenize.body.tools import anthropic_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
-from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
+from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Piece, Truncation
 
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.
@@ -46,7 +46,21 @@ def parse_messages(
         template_arguments=template_arguments(fields, limits, _reasoning_effort(fields)),
         merge_inline_system=True,
         truncation=truncation,
+        pieces=_pieces([fields.get("system"), *(message.get("content") for message in given)]),
     )
+
+
+def _pieces(contents: Iterable[object]) -> list[Piece] | None:
+    """What system prompt and messages say, where the client marks what it caches; the blocks have
+    been checked."""
+    pieces: list[Piece] = []
+    for content in contents:
+        blocks = content if isinstance(content, list) else [{"text": content}]
+        for block in blocks:
+            said = block.get("text") or block.get("content")
+            if isinstance(said, str) and not said.startswith(BILLING_HEADER):
+                pieces.append(Piece(said, bool(block.get("cache_control"))))
+    return pieces if any(piece.is_named for piece in pieces) else None
 
 
 def _changes_tools(message: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from router.tokenize.body.json_fields import (
     required,
 )
 from router.tokenize.body.openai_request import parse_chat, parse_responses
+from router.tokenize.body.retention import TRANSFER_FIELD, strip_hints
 from router.tokenize.body.rewriting import (
     ARGUMENTS_FIELD,
     SALT_FIELD,
@@ -62,6 +63,7 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PLACE = re.compile(r"\(byte (\d+)\)")
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
 _PRIORITY = "priority"
+_RETENTION = "prompt_cache_retention"
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _WITH_SESSION = frozenset((*_SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _WITH_TOKEN_IDS = {
@@ -85,7 +87,7 @@ _FIELD_NAMES = (
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
     *("instructions", "reasoning", "system", "thinking", "output_config"),
-    *(SAMPLING_FIELD, "features", "content_parts", _PRIORITY),
+    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", _PRIORITY, _RETENTION),
 )
 
 
@@ -149,6 +151,8 @@ def parse_request(
         stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
         has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
         has_priority=_PRIORITY in fields,
+        has_transfer_params=TRANSFER_FIELD in fields,
+        keeps_prompt=fields.get(_RETENTION) is not None,
     )
 
 
@@ -584,6 +588,8 @@ def read_request(
         spec = replace(spec, has_report_mode=True)
     if is_sent and drops_priority and spec.has_priority:
         changed = without_field(changed, _PRIORITY)
+    if is_sent and (spec.has_engine_arguments or spec.has_transfer_params):
+        changed = strip_hints(changed)
     if tenant_salt is not None:
         own = spec.cache_salt
         salts = (

@@ -24,7 +24,7 @@ from router.tokenize.prompts import PromptSpec
 
 ARGUMENTS_FIELD = "vllm_xargs"
 SAMPLING_FIELD = "sampling_params"
-_EXTRA = "extra_args"
+EXTRA_FIELD = "extra_args"
 _REPORT_MODE = "kv_cache_report_mode"
 
 # The key in plain letters, or an escape that could spell one of its letters: a-z are U+0061 to
@@ -74,7 +74,7 @@ def _occurrences(body: bytes) -> list[Any]:
         for pair in value
     ]
     outer = [value for name, value in pairs if name == ARGUMENTS_FIELD]
-    return outer + [value for name, value in inner if name == _EXTRA]
+    return outer + [value for name, value in inner if name == EXTRA_FIELD]
 
 
 def _asks_for_report_mode(arguments: object) -> bool:
@@ -85,7 +85,7 @@ def _without_report_mode(body: bytes) -> bytes:
     fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
     _strip(fields, ARGUMENTS_FIELD)
     if (sampling := _object(fields.get(SAMPLING_FIELD))) is not None:
-        _strip(sampling, _EXTRA)
+        _strip(sampling, EXTRA_FIELD)
         fields[SAMPLING_FIELD] = sampling
     return encode_json(fields)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,10 +34,24 @@ def with_model(body: bytes, name: str) -> bytes:
         name: The model's new name.
     """
     replacement = msgspec.json.encode(name)
+    return with_changed(body, "model", lambda _: replacement)
+
+
+def with_changed(body: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
+    """Return the body with another value of a field, wherever it is; the same object if none has
+    changed.
+
+    Args:
+        body: A JSON object that was parsed before.
+        name: Of the field.
+        change: Makes the new value of the old one, both as JSON; the same object leaves it.
+    """
     pieces, at = [], 0
-    for _, start, end in _members(body, "model"):
-        pieces += [body[at:start], replacement]
-        at = end
+    for _, start, end in _members(body, name):
+        value = body[start:end]
+        if (changed := change(value)) is not value:
+            pieces += [body[at:start], changed]
+            at = end
     return b"".join([*pieces, body[at:]]) if pieces else body
 
 
@@ -58,6 +72,48 @@ def without_field(body: bytes, name: str) -> bytes:
         return body
     kept = b"".join(pieces)
     return (kept.rstrip().removesuffix(b",") if is_last else kept) + body[at:]
+
+
+def without_members(body: bytes, name: str, members: Sequence[str]) -> bytes:
+    """Return the body without some members of a field that is an object; the same object if it has
+    none of them.
+
+    Args:
+        body: A JSON object that was parsed before.
+        name: Of the field; every one of that name is looked into.
+        members: Names of what is taken out.
+    """
+
+    def without(value: bytes) -> bytes:
+        for member in members if value.startswith(b"{") else ():
+            value = without_field(value, member)
+        return value
+
+    return with_changed(body, name, without)
+
+
+def with_members(body: bytes, name: str, members: bytes) -> bytes:
+    """Return the body with more members in a field that is an object. It is made where it is not
+    there or null; a value of another kind stays, for the engine to refuse.
+
+    Args:
+        body: A JSON object that was parsed before, and is not empty.
+        name: Of the field; every one of that name gets them.
+        members: A JSON object that is not empty, of names that the field does not have.
+    """
+    if next(_members(body, name), None) is not None:
+        return with_changed(body, name, lambda value: _merged(value, members))
+    start = body.find(b"{") + 1
+    return b'%b"%b":%b,%b' % (body[:start], name.encode(), members, body[start:])
+
+
+def _merged(value: bytes, members: bytes) -> bytes:
+    if value.rstrip() == b"null":
+        return members
+    if not value.startswith(b"{"):
+        return value
+    is_empty = value[_skip_space(value, 1) :].startswith(b"}")
+    return members if is_empty else members[:-1] + b"," + value[1:]
 
 
 def _members(body: bytes, name: str) -> Iterator[_Member]:

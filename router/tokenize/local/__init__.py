@@ -4,6 +4,7 @@ The files; each imports only what is listed above it:
 
     backend.py           a tokenizer set up as the engine's; its special tokens
     segments.py          whether and where a text may be cut, every rule with its reason
+    message_ends.py      where the messages of a chat end, in tokens
     cache.py             the tokenizers library behind a cache, by segment
     native.py            fastokens, for the tokenizers that it is known to get right
     tokenizer.py         tokenisation in the router

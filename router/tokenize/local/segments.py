@@ -166,6 +166,12 @@ class Segmenter:
             match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
         ]
 
+    def anchor_at(self, text: str, start: int) -> str:
+        """The anchor that stands at one of `starts`."""
+        found = self._matcher.match(text, start)
+        assert found is not None
+        return found.group()
+
     def split(self, text: str) -> list[str]:
         """Cut a text into its segments; an empty text has none."""
         starts = self.starts(text)

@@ -25,10 +25,18 @@ from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.local.backend import build_backend, find_ends
 from router.tokenize.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
+from router.tokenize.local.message_ends import EndFinder, pieces_of
 from router.tokenize.local.native import NativeTokenizer, load_native
 from router.tokenize.local.segments import TokenizerRules, choose_segmenter, read_rules
 from router.tokenize.model_files import ModelFiles
-from router.tokenize.prompts import ChatPrompt, Coverage, TextPrompt, TokenIds
+from router.tokenize.prompts import (
+    NO_ENDS,
+    ChatPrompt,
+    Coverage,
+    MessageEnds,
+    TextPrompt,
+    TokenIds,
+)
 from router.tokenize.truncation import truncate
 
 _DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
@@ -131,6 +139,7 @@ class LocalTokenizer:
             self._native, self._obstacle = native, None
         self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
         self._counts = _Counts()
+        self._end_finder = self._make_end_finder(backend)
         del backend
         _give_back_memory()
         self.warm_thread()
@@ -184,6 +193,21 @@ class LocalTokenizer:
         self._counts.add_prompt(len(ids), is_whole=self._obstacle is not None)
         return ids
 
+    def message_ends(self, prepared: PreparedPrompt, ids: TokenIds) -> MessageEnds:
+        """Where the messages of a chat end; none of a text, and none where it was cut.
+
+        Args:
+            prepared: The prompt.
+            ids: What `finish` returned for it.
+        """
+        prompt = prepared.prompt
+        if self._end_finder is None or not isinstance(prompt, ChatPrompt) or prompt.truncation:
+            return NO_ENDS
+        pieces = pieces_of(prompt.messages) if prompt.pieces is None else prompt.pieces
+        return self._end_finder.find(
+            prepared.text, pieces, ids, lambda text: self._count_tokens(text, prepared)
+        )
+
     def statistics(self) -> LocalStatistics:
         """Return a snapshot of the counts."""
         cache = self._library.statistics() if self._library else None
@@ -192,6 +216,21 @@ class LocalTokenizer:
     def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
         # Where special tokens depend on the text, only the library knows them.
         return "special_tokens" if self._ends is None else load_native(backend)
+
+    def _make_end_finder(self, backend: Tokenizer) -> EndFinder | None:
+        if self._segmenter is None:
+            return None
+        ids = {anchor: backend.token_to_id(anchor) for anchor in self._segmenter.anchors}
+        known = {anchor: number for anchor, number in ids.items() if number is not None}
+        return EndFinder(self._segmenter, known)
+
+    def _count_tokens(self, text: str, prepared: PreparedPrompt) -> int:
+        """Of a part of a prompt; with the salt of that prompt."""
+        if self._library is None or prepared.looked_up is None:
+            assert self._native is not None
+            return len(self._native.encode(text))
+        salt = prepared.looked_up.keys[0][0]
+        return len(self._library.join(self._library.look_up(text, salt))[0])
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
         if self._rules.is_random:

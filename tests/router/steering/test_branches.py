@@ -55,12 +55,16 @@ def test_an_equal_prompt_is_no_branch() -> None:
         assert see(points, [1, 2, 3, 4, 5, 6, 7, 8, 9]).branches == []
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_what_was_seen_first_is_forgotten_first() -> None:
     """A router runs for months."""
-    points = BranchPoints(STEP, max_keys=64)
-    for first in range(1000):
+    points = BranchPoints(STEP)
+    for first in range(100):
         see(points, range(first, first + 40))
-    assert len(points) <= 64
+    count = len(points)
+    points.forget(count - 10)
+    assert len(points) == 10
+    assert see(points, range(99, 139)).known_tokens == 40
+    assert see(points, range(40)).known_tokens == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), max_size=12))

@@ -7,7 +7,9 @@ from itertools import count
 from random import Random
 
 from router.steering import MOST_BOUNDARIES, Hints, Steering
+from router.steering.steering import MAX_TENANTS
 from router.steering.tails import Tails
+from router.tokenize import MessageEnds
 
 STEP = 64
 _FRESH = count(1_000_000)
@@ -18,9 +20,19 @@ def text(tokens: int) -> list[int]:
     return [next(_FRESH) for _ in range(tokens)]
 
 
-def hints(steering: Steering, tokens: Sequence[int], ends: Sequence[int] = ()) -> Hints:
-    keys = [hash(tuple(tokens[:end])) for end in range(STEP, len(tokens) + 1, STEP)]
-    return steering.hints(keys, tokens, ends)
+def keys_of(tokens: Sequence[int], tenant: str = "") -> list[int]:
+    return [hash((tenant, *tokens[:end])) for end in range(STEP, len(tokens) + 1, STEP)]
+
+
+def hints(
+    steering: Steering,
+    tokens: Sequence[int],
+    ends: Sequence[int] = (),
+    named: Sequence[int] = (),
+    tenant: str = "",
+) -> Hints:
+    message_ends = MessageEnds(tuple(ends), tuple(named))
+    return steering.hints(keys_of(tokens, tenant), tokens, message_ends, tenant)
 
 
 def test_a_boundary_is_named_where_the_fleet_has_seen_prompts_part() -> None:
@@ -102,3 +114,53 @@ def test_guesses_save_most_of_what_was_seen() -> None:
         tails.parted(tail)
     assert tails.guesses(2000, 0)[0] == 2000 - 50
     assert tails.guesses(2000, 1990) == []
+
+
+def test_a_tenant_that_names_what_nobody_asks_for_is_soon_not_heard() -> None:
+    """`cache_control` in every request of a flood would drive out what others reuse."""
+    steering = Steering()
+    named = [bool(hints(steering, text(300), named=[200], tenant="a").keep) for _ in range(400)]
+    assert named[0]
+    assert not named[-1]
+    assert hints(steering, text(300), named=[200], tenant="b").keep == (200,)
+
+
+def test_a_client_that_names_what_is_asked_for_again_is_heard() -> None:
+    """A few agents with one system prompt each."""
+    steering = Steering()
+    for _ in range(100):
+        system = text(500)
+        for _ in range(3):
+            keep = hints(steering, system + text(200), named=[500]).keep
+            assert 500 in keep
+
+
+def test_what_one_tenant_sends_makes_no_other_forget() -> None:
+    """A flood fills the memory with its own."""
+    steering, document = Steering(max_keys=1000), text(1000)
+    for _ in range(3):
+        hints(steering, document + text(100), tenant="a")
+    for _ in range(200):
+        hints(steering, text(3000), tenant="flood")
+    assert steering.statistics().keys <= 1000
+    assert 960 in hints(steering, document + text(100), tenant="a").keep
+
+
+def test_tenants_are_bounded() -> None:
+    """Their names come from keys, but adapters and salts come with requests."""
+    steering = Steering()
+    for number in range(MAX_TENANTS + 100):
+        hints(steering, text(200), tenant=str(number))
+    assert steering.statistics().keys == MAX_TENANTS * 3
+
+
+def test_what_became_of_a_boundary_is_counted_when_it_is_asked_for_again() -> None:
+    """Whether hints pay shows in what hits end there."""
+    steering, document = Steering(), text(1000)
+    steering.look_up(keys_of(document), 0, 16)
+    hints(steering, document + text(100), [1000])
+    keys = keys_of(document + text(100))
+    for cached_tokens in (0, 976, 992, 1088):
+        steering.look_up(keys, cached_tokens, 16)
+    found = steering.statistics()
+    assert (found.lost, found.kept, found.hit, found.hit_tokens) == (2, 2, 1, 992)

@@ -429,6 +429,7 @@ async def test_probes_respond_without_a_body(engine: Served) -> None:
         answer = await (engine.get(path) if method == "GET" else engine.post(path))
         assert (answer.status, answer.body) == (200, b"")
     assert (await engine.get("/version")).json == {"version": "1.2.3"}
+    assert (await engine.get("/server_info")).json == {"retention_hints": 1}
 
 
 async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:

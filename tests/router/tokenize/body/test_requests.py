@@ -28,6 +28,7 @@ from router.tokenize import (
     read_request,
 )
 from router.tokenize.body.requests import read_model
+from router.tokenize.prompts import Piece
 from tests.router.tokenize.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
@@ -711,3 +712,29 @@ def test_other_priorities_are_the_engines_to_judge(value: object) -> None:
     assert parse_request(Endpoint.COMPLETIONS, body).has_priority
     assert read_model(body) == (None, None)
     assert read_model(body, drops_priority=True) == (None, b'{"prompt": "a"}')
+
+
+def test_the_breakpoints_of_a_client_s_cache_are_read() -> None:
+    """Anthropic's `cache_control`, at the system prompt and at blocks; without any, the messages
+    themselves tell where they end."""
+    marked = {"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "m",
+        "system": [marked],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "A document."}, marked]},
+            {"role": "assistant", "content": "Yes."},
+        ],
+    }
+    (prompt,) = _parse(Endpoint.MESSAGES, body).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.pieces == [
+        Piece("Rules.", True),
+        Piece("A document.", False),
+        Piece("Rules.", True),
+        Piece("Yes.", False),
+    ]
+    plain = {**body, "system": "Rules.", "messages": [{"role": "user", "content": "Yes?"}]}
+    (prompt,) = _parse(Endpoint.MESSAGES, plain).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.pieces is None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.tokenize import with_model
-from router.tokenize.body.splicing import without_field
+from router.tokenize.body.splicing import with_members, without_field, without_members
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -19,6 +19,10 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=12,
 )
 SPACES = st.text(" \t\r\n", max_size=3)
+
+
+def _name(member: tuple[str, Any]) -> str:
+    return member[0]
 
 
 @given(st.dictionaries(st.text(), VALUES), VALUES, st.text(), SPACES, st.booleans())
@@ -94,3 +98,27 @@ def test_a_field_is_taken_out_and_nothing_else(
 def test_what_is_left_looks_as_before(body: bytes, expected: bytes | None) -> None:
     """Spaces, numbers and escapes of the others stay: an engine reads what its client wrote."""
     assert without_field(body, "priority") == (body if expected is None else expected)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), VALUES), max_size=4, unique_by=_name),
+    st.none() | st.dictionaries(st.sampled_from(["x", "keep"]), VALUES) | st.integers(),
+    st.booleans(),
+    SPACES,
+)
+def test_members_are_put_in_and_taken_out_again(
+    others: list[tuple[str, Any]], before: Any, is_there: bool, space: str
+) -> None:
+    """Whatever else the field holds, and whatever stands around it."""
+    fields = dict(others) | ({"params": before} if is_there else {})
+    fields = fields or {"prompt": "a"}
+    body = json.dumps(fields, ensure_ascii=False, separators=(f"{space},", f":{space}"))
+    sent = with_members(body.encode("utf-8", "surrogatepass"), "params", b'{"new":[1,2]}')
+    found = json.loads(sent.decode("utf-8", "surrogatepass"))
+    if isinstance(before, int) and is_there:
+        assert found == fields
+        return
+    assert found["params"] == {"new": [1, 2], **((before or {}) if is_there else {})}
+    assert {**found, "params": 0} == {**fields, "params": 0}
+    left = json.loads(without_members(sent, "params", ["new"]).decode("utf-8", "surrogatepass"))
+    assert left["params"] == ((before or {}) if is_there else {})

@@ -1,0 +1,134 @@
+"""Real engines that keep windows sparsely are told by a real router what to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from tests.support.actual_hits import hits, until_told
+from tests.support.engine_process import EngineProcess, engine_processes, simulated
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes with a chat template."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    markers = [
+        AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")
+    ]
+    tokenizer.add_special_tokens(markers)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def router(files: Path) -> Iterator[RouterProcess]:
+    configured: list[dict[str, Any]] = [
+        {"name": "chats", "tokenizer": str(files)},
+        {"name": "untold", "retention_hints": "off"},
+        {"name": "told"},
+        {"name": "states"},
+    ]
+    with router_process({"health": QUICK_HEALTH, "models": configured}) as process:
+        yield process
+
+
+@asynccontextmanager
+async def serving(
+    router: RouterProcess, model: str, count: int, *options: str, preset: str = "gptoss"
+) -> AsyncIterator[list[EngineProcess]]:
+    arguments = simulated(preset, served_model_name=model, num_blocks=400, max_model_len=2048)
+    async with (
+        engine_processes(count, *arguments, *options) as engines,
+        router.serving(*engines),
+    ):
+        yield engines
+
+
+async def ask(
+    router: RouterProcess, engine: EngineProcess, path: str, **body: Any
+) -> tuple[int, int]:
+    answer = await router.post(path, {"max_tokens": 1, **body})
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-kv-replica"] == engine.name
+    await until_told(router, engine)
+    return hits(answer)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return [(seed * 7919 + number * number) % 250 for number in range(count)]
+
+
+async def parted(router: RouterProcess, model: str, preset: str = "gptoss") -> tuple[int, int]:
+    """The hit of the second prompt that one replica gets of a document whose questions another has
+    seen part."""
+    document = tokens(1024, 1)
+    async with serving(router, model, 2, preset=preset) as (first, second):
+        await router.post(f"/replicas/{second.name}/drain")
+        for question in range(2):
+            prompt = document + tokens(100, 10 + question)
+            await ask(router, first, "/v1/completions", model=model, prompt=prompt)
+        await router.post(f"/replicas/{second.name}/undrain")
+        await router.post(f"/replicas/{first.name}/drain")
+        for question in range(2):
+            prompt = document + tokens(100, 20 + question)
+            found = await ask(router, second, "/v1/completions", model=model, prompt=prompt)
+        return found
+
+
+@pytest.mark.parametrize(("model", "preset"), [("told", "gptoss"), ("states", "mamba-hybrid")])
+async def test_what_the_fleet_has_seen_part_is_kept_at_once(
+    router: RouterProcess, model: str, preset: str
+) -> None:
+    """A window, or a state, at the end of a document: told to the replica that computes it for the
+    first time."""
+    predicted, actual = await parted(router, model, preset)
+    assert predicted == actual
+    assert actual >= 900
+    metrics = await router.metrics()
+    assert metrics.sum("kvroute_boundaries_total", model=model, reason="branch_point") > 0
+    assert metrics.sum("kvroute_boundary_prompts_total", model=model, found="hit") > 0
+    assert metrics.sum("kvroute_boundary_hit_tokens_total", model=model) >= 900
+
+
+async def test_an_engine_that_is_told_nothing_keeps_ends_only(router: RouterProcess) -> None:
+    """So it is with every router that does not know the groups."""
+    assert await parted(router, "untold") == (0, 0)
+    assert (await router.metrics()).sum("kvroute_boundaries_total", model="untold") == 0
+
+
+async def test_the_end_of_a_system_prompt_is_kept_before_anything_parted(
+    router: RouterProcess, files: Path
+) -> None:
+    """The chat template tells where it ends."""
+    model, system = "chats", {"role": "system", "content": "Always answer in verse. " * 40}
+    async with serving(router, model, 1, "--tokenizer", str(files)) as (engine,):
+        found = []
+        for number in range(4):
+            question = {"role": "user", "content": f"{number} " + "what is it? " * 20}
+            found.append(
+                await ask(
+                    router, engine, "/v1/chat/completions", model=model, messages=[system, question]
+                )
+            )
+        assert all(predicted == actual for predicted, actual in found), found
+        assert all(actual >= 900 for _, actual in found[1:]), found
+    metrics = await router.metrics()
+    assert metrics.sum("kvroute_boundaries_total", model=model, reason="message_end") > 0
