@@ -56,7 +56,6 @@ from offload.engine.http.service import EngineService
 from offload.engine.http.sse import EventStream, events
 from offload.engine.http.text_stream import TextStream
 from offload.engine.http.tokenizer import Tokenizer
-from offload.request import RETENTION_HINTS
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PRIORITY_HEADER = "x-vllm-priority"
@@ -138,7 +137,6 @@ class _Api:
             ("/ping", "GET", self.health),
             ("/ping", "POST", self.health),
             ("/version", "GET", self.version),
-            ("/server_info", "GET", self.server_info),
             ("/metrics", "GET", self.metrics),
         ]
         if self._config.enable_faults:
@@ -330,9 +328,6 @@ class _Api:
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": self._config.version})
-
-    async def server_info(self, _request: Request) -> Response:
-        return json_response({"retention_hints": RETENTION_HINTS})
 
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=METRICS_TYPE)

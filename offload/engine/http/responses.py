@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from offload.request import RETENTION_HINTS
+
 _OWNER = "kvroute"
 
 
@@ -236,7 +238,7 @@ def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str,
 
 def server_info_response(model: ServedModel) -> dict[str, Any]:
     """Build the response of /server_info: what a router can make use of."""
-    return {"scheduling_policy": model.scheduling_policy}
+    return {"scheduling_policy": model.scheduling_policy, "retention_hints": RETENTION_HINTS}
 
 
 def event_sources_response(endpoints: Sequence[KVEventEndpoint]) -> dict[str, Any]:
