@@ -48,7 +48,7 @@ async def test_an_engine_serves_until_a_signal() -> None:
             "mine",
             "adapter",
         ]
-        assert (await engine.get("/server_info")).json == {"scheduling_policy": "priority"}
+        assert (await engine.get("/server_info")).json["scheduling_policy"] == "priority"
         (source,) = (await engine.get("/kv_event_sources")).json.values()
         assert source["endpoint"].startswith("tcp://127.0.0.1:")
         assert not source["endpoint"].endswith(":0")
