@@ -17,6 +17,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.eviction_policies", "--accesses", "20000"),
     ("benchmarks.transfers", "--megabytes", "64", "--repeats", "3", "--k", "1"),
     ("benchmarks.scale", "--replicas", "64", "--seconds", "5"),
+    ("benchmarks.order", "--requests", "200", "--seeds", "1", "--document-tokens", "3000"),
     ("benchmarks.routing_quality", "--requests", "200", "--seeds", "10-11"),
     (
         "benchmarks.predictions",

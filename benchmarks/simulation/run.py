@@ -19,9 +19,10 @@ from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
+from router.config import OverloadConfig
 from router.scoring import Weights
 
-AGEING_TOKENS_PER_S = 0.1 * TIME_MODEL.prefill_tokens_per_s
+AGEING_TOKENS_PER_S = OverloadConfig().ageing_tokens_per_s
 """By how much a request that comes a second later stands behind, where engines go by priority."""
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 import msgspec
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig
@@ -48,7 +49,12 @@ class OffloadingEngine:
     def __init__(self, layout: Layout, gpu_blocks: int, offloading: Offloading) -> None:
         hash_function = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_function)
-        self.scheduler = _scheduler(layout, gpu_blocks, offloading)
+        self.scheduler = make_scheduler(
+            layout,
+            gpu_blocks,
+            Steps(max_num_seqs=8, max_num_batched_tokens=8 * layout.scheduler_block_size),
+            _transfers(offloading),
+        )
         self.frames: list[bytes] = []
         """Published since the caller last took them."""
         self.scheduler.kv_event_publisher = SimpleNamespace(
@@ -138,11 +144,23 @@ class OffloadingEngine:
         return [7] if request.num_computed_tokens >= request.num_tokens else []
 
 
-def _scheduler(layout: Layout, gpu_blocks: int, offloading: Offloading) -> Scheduler:
-    cache = cache_config(layout, gpu_blocks)
+@dataclass(frozen=True)
+class Steps:
+    """What a step may compute, and in which order requests wait."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+
+
+def make_scheduler(
+    layout: Layout, gpu_blocks: int, steps: Steps, transfers: KVTransferConfig | None = None
+) -> Scheduler:
+    """A scheduler with its cache manager; without *transfers* it has no connector."""
     return Scheduler(
-        _config(layout, gpu_blocks, offloading),  # type: ignore[arg-type]
-        cache,
+        _config(layout, gpu_blocks, steps, transfers),  # type: ignore[arg-type]
+        cache_config(layout, gpu_blocks),
         structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
         block_size=layout.scheduler_block_size,
         hash_block_size=layout.hash_block_size,
@@ -150,7 +168,23 @@ def _scheduler(layout: Layout, gpu_blocks: int, offloading: Offloading) -> Sched
     )
 
 
-def _config(layout: Layout, gpu_blocks: int, offloading: Offloading) -> SimpleNamespace:
+def _transfers(offloading: Offloading) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_buffer_device="cpu",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": offloading.cpu_chunks * _CHUNK_BYTES,
+            "blocks_per_chunk": offloading.blocks_per_chunk,
+            "self_describing_kv_events": offloading.self_describing,
+            "offload_prompt_only": False,
+        },
+    )
+
+
+def _config(
+    layout: Layout, gpu_blocks: int, steps: Steps, transfers: KVTransferConfig | None
+) -> SimpleNamespace:
     """What the scheduler and the connector read of a `VllmConfig`, which needs a model's files."""
     cache = CacheConfig(
         block_size=math.gcd(*(group.block_size for group in layout.groups)),
@@ -161,9 +195,11 @@ def _config(layout: Layout, gpu_blocks: int, offloading: Offloading) -> SimpleNa
     scheduler = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN,
         is_encoder_decoder=False,
-        max_num_seqs=8,
-        max_num_batched_tokens=8 * layout.scheduler_block_size,
+        max_num_seqs=steps.max_num_seqs,
+        max_num_batched_tokens=steps.max_num_batched_tokens,
         enable_chunked_prefill=True,
+        policy=steps.policy,
+        long_prefill_token_threshold=steps.long_prefill_token_threshold,
     )
     return SimpleNamespace(
         scheduler_config=scheduler,
@@ -175,17 +211,7 @@ def _config(layout: Layout, gpu_blocks: int, offloading: Offloading) -> SimpleNa
         diffusion_config=None,
         ec_transfer_config=None,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True, publisher="null"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_buffer_device="cpu",
-            kv_connector_extra_config={
-                "cpu_bytes_to_use": offloading.cpu_chunks * _CHUNK_BYTES,
-                "blocks_per_chunk": offloading.blocks_per_chunk,
-                "self_describing_kv_events": offloading.self_describing,
-                "offload_prompt_only": False,
-            },
-        ),
+        kv_transfer_config=transfers,
         model_config=SimpleNamespace(
             uses_mrope=False,
             is_encoder_decoder=False,
