@@ -24,16 +24,17 @@ from router.observability.labels import group_label
 _CACHE_BLOCKS = 140
 _SIMULATED = ("--simulate", "--prefill-tokens-per-s", "10000")
 """Slow enough that the times to compute stand out from those of a busy machine."""
-_DENSE = ("--retention-interval", "dense")
-"""The router does not tell engines yet what to keep, so they keep all windows."""
 _FILE_COLUMNS = 130
 """Where the output goes into a file, which has no width of its own."""
 _INTRODUCTION = """\
-The same questions about shared documents, routed in four ways. Every document is longer
+The same questions about shared documents, routed in five ways. Every document is longer
 than the model's sliding window, and the caches are too small for all of them. To reuse
-one, a replica needs all of it in full attention, and its end in the window.
+one, a replica needs all of it in full attention, and its end in the window, of which
+engines keep little by themselves: what lies before the end of a prompt.
 
-  kvroute               knows what each replica holds in every KV cache group
+  kvroute               knows what each replica holds in every KV cache group, and tells
+                        engines where prompts part, so that they keep the window there
+  kvroute, no hints     the same, but it tells them nothing
   blind, any copy       ignores groups: a block is held while any group has it
   blind, first removal  ignores groups: a block is gone when any group drops it
   round robin           does not look at caches
@@ -49,8 +50,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         description="Runs small engines with a sliding window and caches too small for the "
-        "documents that are asked about. Sends the same questions through the router, through two "
-        "routers that do not know KV cache groups, and round robin; each twice.",
+        "documents that are asked about. Sends the same questions through the router, once telling "
+        "engines what to keep and once not, through two routers that do not know KV cache groups, "
+        "and round robin; each twice.",
     )
     parser.add_argument(
         "--replicas", type=int, default=5, help="number of engines (default: %(default)s)"
@@ -118,7 +120,7 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
     sizes = WorkloadSizes(rounds=arguments.rounds)
     return DemoSettings(
         replicas=arguments.replicas,
-        engine_arguments=[*engine, *_DENSE, *([] if arguments.torch else _SIMULATED)],
+        engine_arguments=[*engine, *([] if arguments.torch else _SIMULATED)],
         workload=lambda _play: questions_about_documents(sizes),
         plays=arguments.plays,
         policy=arguments.policy,
@@ -142,7 +144,7 @@ def _view(scene: Scene) -> Group:
     parts: list[Table | Text] = []
     if not scene.is_over:
         parts.append(_replicas(scene))
-    parts.append(_comparison(scene))
+    parts += _comparisons(scene)
     if scene.is_over:
         parts.append(Text(_verdict(scene)))
     if scene.router_url and (not scene.is_over or scene.settings.keep):
@@ -198,10 +200,23 @@ def _group_rows(cache: EngineCache, before: EngineCache | None) -> Iterator[tupl
         yield label, str(group.blocks), str(slid_out), str(evicted), "", "", f"{hits:,}"
 
 
-def _comparison(scene: Scene) -> Table:
+def _comparisons(scene: Scene) -> list[Table | Text]:
+    """One table of the ways that tell engines what to keep beside those that cannot; one of all
+    that tell them nothing."""
+    modes = scene.settings.modes
+    told = [mode.name for mode in modes if mode.tells]
+    untold = [mode.name for mode in modes if not mode.tells]
+    others = [mode.name for mode in modes if mode.policy is not None]
+    tables: list[Table | Text] = []
+    if told and others:
+        tables.append(_comparison(scene, [*told, *others], "told what to keep"))
+    return [*tables, _comparison(scene, untold, "no engine is told anything")]
+
+
+def _comparison(scene: Scene, ways: Sequence[str], what: str) -> Table:
     table = Table(
-        title="what the engines reused; a / b: first and second play; exact: predictions of what\n"
-        "is cached when the router decides, when the engine admits the request",
+        title=f"{what}: what the engines reused; a / b: first and second play;\n"
+        "exact: predictions of what is cached when the router decides, and at admission",
         title_justify="left",
     )
     table.add_column("routed by", no_wrap=True)
@@ -210,7 +225,7 @@ def _comparison(scene: Scene) -> Table:
         table.add_column(f"{phase.name}:\nreused", justify="right")
         table.add_column("\nexact", justify="right")
     table.add_column("TTFT\nmean", justify="right")
-    for way in dict.fromkeys(found.way for found in scene.plays):
+    for way in ways:
         table.add_row(*_way_row(way, scene))
     return table
 

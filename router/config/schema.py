@@ -450,11 +450,12 @@ class ModelConfig(Section, frozen=True):
 
     Change it when replicas do not list their adapters in `GET /v1/models`."""
     layout: LayoutConfig = LayoutConfig()
-    retention_hints: Literal["auto", "on", "off"] = "auto"
+    retention_hints: Literal["auto", "always", "never"] = "auto"
     """Whether replicas are told what to keep of windows and states ([steering](steering.md)).
 
-    Change it to `on` for vLLM with the plug-in but with its own publisher of events, which cannot
-    say that it takes hints; to `off` where engines should keep what they keep by themselves."""
+    Change it to `always` for vLLM with the plug-in but with its own publisher of events, which
+    cannot say that it takes hints; to `never` where engines should keep what they keep by
+    themselves."""
     stores: Items[StoreConfig] = ()
     """What replicas share; an event belongs to the first store that it fits.
 

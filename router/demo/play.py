@@ -41,10 +41,13 @@ class RoutingMode:
     """None: the one of the settings."""
     blind_index: str | None = None
     """The name of an index of `router.demo.blind`; None: the router's own."""
+    tells: bool = False
+    """Whether engines are told what to keep."""
 
 
 MODES = (
-    RoutingMode("kvroute"),
+    RoutingMode("kvroute", tells=True),
+    RoutingMode("kvroute, no hints"),
     RoutingMode("blind, any copy", "prefix", "group-blind-any-copy"),
     RoutingMode("blind, first removal", "prefix", "group-blind"),
     RoutingMode("round robin", "round_robin"),
@@ -219,7 +222,7 @@ async def _clients(replicas: Sequence[Running]) -> AsyncIterator[list[Client]]:
 
 @asynccontextmanager
 async def _router(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> AsyncIterator[Running]:
-    text = _configuration(mode, scene, fleet.replicas)
+    text = _configuration(mode, scene, fleet)
     command = (
         ("router.cli.main",)
         if mode.blind_index is None
@@ -230,14 +233,15 @@ async def _router(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> AsyncIterat
         yield process
 
 
-def _configuration(mode: RoutingMode, scene: Scene, replicas: Sequence[Running]) -> str:
+def _configuration(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> str:
     port = Origin.parse(scene.router_url).port if scene.router_url else 0
     lines = [
         f"server: {{port: {port}}}",
         "health: {interval_s: 2, timeout_s: 2}",
         "observability: {log_level: error}",
         f"policy: {{name: {mode.policy or scene.settings.policy}, recent_ttl_s: {_RECENT_TTL_S}}}",
+        f"models: [{{name: {fleet.model}, retention_hints: {'auto' if mode.tells else 'never'}}}]",
         "replicas:",
-        *(f"  - {{id: {replica.name}, url: '{replica.url}'}}" for replica in replicas),
+        *(f"  - {{id: {replica.name}, url: '{replica.url}'}}" for replica in fleet.replicas),
     ]
     return "\n".join(lines) + "\n"

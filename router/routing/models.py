@@ -57,7 +57,7 @@ class Model:
     index: PrefixIndex = field(default_factory=create_index)
     stores: tuple[StoreConfig, ...] = ()
     """What its replicas share."""
-    retention_hints: Literal["auto", "on", "off"] = "auto"
+    retention_hints: Literal["auto", "always", "never"] = "auto"
     """Which replicas are told what to keep."""
     steering: Steering = field(default_factory=Steering)
     """What they are told."""
@@ -72,7 +72,7 @@ class Model:
 
         One takes hints that says so in `GET /server_info` or in its event stream.
         """
-        if self.retention_hints == "off":
+        if self.retention_hints == "never":
             return None
         if self.retention_hints == "auto" and not replica.server_info.retention_hints:
             announced = self.index.announced(replica.cache)

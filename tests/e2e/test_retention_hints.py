@@ -42,7 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def router(files: Path) -> Iterator[RouterProcess]:
     configured: list[dict[str, Any]] = [
         {"name": "chats", "tokenizer": str(files)},
-        {"name": "untold", "retention_hints": "off"},
+        {"name": "untold", "retention_hints": "never"},
         {"name": "told"},
         {"name": "states"},
     ]
