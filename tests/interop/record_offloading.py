@@ -73,13 +73,14 @@ class Workload:
         if self.known and self._random.random() < 0.85:
             start = self._random.choice(self.known[-14:])
             if self._random.random() < 0.6:
-                start = start[: self._length(len(start))]
-        tail = self._length(max(5 * self.unit, 160)) if self._random.random() < 0.6 else 0
+                start = start[: self.length(len(start))]
+        tail = self.length(max(5 * self.unit, 160)) if self._random.random() < 0.6 else 0
         prompt = (start + self._tokens(tail or (not start and 40)))[:700]
         self.known.append(prompt)
         return prompt
 
-    def _length(self, limit: int) -> int:
+    def length(self, limit: int) -> int:
+        """A length from 1 to *limit*, often of whole blocks."""
         length = self._random.randint(1, max(1, limit))
         if self._random.random() < 0.5:
             step = self._random.choice((16, self.unit))
@@ -109,7 +110,7 @@ def record(path: Path, layout: Layout, offloading: Offloading, steps: int, seed:
     gpu_blocks = 1 + 2 * layout.blocks_for(700)
     engine = OffloadingEngine(layout, gpu_blocks, offloading)
     hits = 0
-    with RecordingWriter(path, _header(path, layout)) as writer:
+    with RecordingWriter(path, header_of(path, layout)) as writer:
         for _ in range(steps):
             prompts = [workload.prompt() for _ in range(1 + workload.chance(0.2))]
             for prompt in prompts:
@@ -125,7 +126,13 @@ def record(path: Path, layout: Layout, offloading: Offloading, steps: int, seed:
     return hits
 
 
-def _header(path: Path, layout: Layout) -> Header:
+def header_of(path: Path, layout: Layout) -> Header:
+    """What is known of the recorded engine.
+
+    Args:
+        path: Named after it.
+        layout: Groups and sizes.
+    """
     return Header(
         groups=[
             GroupSpec(

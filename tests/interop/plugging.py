@@ -1,0 +1,27 @@
+"""Loads the plug-in `kvroute-vllm` for one test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+UNPATCHED: Any = SingleTypeKVCacheManager.cache_blocks
+
+
+def unplug_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the plug-in replaces from now on is vLLM's own again when the test ends.
+
+    The configuration goes on accepting a publisher of that name, which nothing then makes.
+    """
+    for owner, name in (
+        (SingleTypeKVCacheManager, "cache_blocks"),
+        (Scheduler, "_mamba_block_aligned_split"),
+        (Scheduler, "__init__"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    registry = dict(EventPublisherFactory._registry)
+    monkeypatch.setattr(EventPublisherFactory, "_registry", registry)
