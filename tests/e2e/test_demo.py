@@ -52,12 +52,14 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
-    ours, any_copy, first_removal, round_robin = found["plays"]
+    ours, untold, any_copy, first_removal, round_robin = found["plays"]
     assert ours["routed_by"] == "kvroute"
     for play in found["plays"]:
         assert play["requests"] == 2 * questions_about_documents(WorkloadSizes(rounds=3)).requests
         assert play["prompt_tokens"] == ours["prompt_tokens"]
     assert ours["reused_tokens"] > 1.3 * round_robin["reused_tokens"]
+    assert untold["routed_by"] == "kvroute, no hints"
+    assert untold["phases"][0]["mispredicted"] == 0
     assert ours["phases"][0]["mispredicted"] == round_robin["phases"][0]["mispredicted"] == 0
     assert any_copy["phases"][0]["mispredicted"] + first_removal["phases"][0]["mispredicted"] > 0
     assert found["chance_reused_tokens"] is None
