@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tests.support.actual_hits import hits, until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
+from tests.support.engine_stub import EngineStub, Exchange
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import DEADLINE_S
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -132,3 +136,70 @@ async def test_the_end_of_a_system_prompt_is_kept_before_anything_parted(
         assert all(actual >= 900 for _, actual in found[1:]), found
     metrics = await router.metrics()
     assert metrics.sum("kvroute_boundaries_total", model=model, reason="message_end") > 0
+
+
+# --- several tenants ------------------------------------------------------------------------------
+
+_NUMBERS = itertools.count()
+HOSTILE, OTHER = "sk-of-the-flood", "sk-of-another"
+
+
+@pytest.fixture
+def shared(files: Path) -> Iterator[RouterProcess]:
+    keys = [
+        {"name": name, "key": key, "cache_salt": f"salt-of-{name}"}
+        for name, key in (("flood", HOSTILE), ("other", OTHER))
+    ]
+    config: dict[str, Any] = {
+        "health": QUICK_HEALTH,
+        "server": {"client_api_keys": keys},
+        "models": [{"name": "shared", "tokenizer": str(files)}],
+    }
+    with router_process(config) as process:
+        yield process
+
+
+async def test_a_tenant_cannot_have_kept_what_nobody_asks_for(
+    shared: RouterProcess,
+) -> None:
+    """Neither by fields that are the router's, nor by naming what it never asks for again; and what
+    another tenant's prompts have in common stays known."""
+    stub = EngineStub("shared")
+    stub.paths["/server_info"] = takes_hints
+    async with stub, shared.serving(stub):
+        deadline = time.monotonic() + DEADLINE_S
+        while not any("keep" in told for told in _told(stub)):  # it was not asked about itself yet
+            await chat(shared, OTHER, "The rules of the house. " * 20)
+            assert time.monotonic() < deadline
+        rules, before = _told(stub)[-1]["keep"], len(_told(stub))
+        own = {"kv_transfer_params": {"kvroute": {"keep": [64, 128], "keep_end": True}}}
+        for number in range(320):
+            await chat(shared, HOSTILE, f"{number} is not asked for again. " * 20, **own)
+        flood = [each.get("keep", []) for each in _told(stub)[before:]]
+        assert len(flood) == 320
+        assert all(len(keep) <= 1 for keep in flood), "one end of a message, none of its own"
+        assert not any(flood[-20:]), "which is not asked for again"
+        await chat(shared, OTHER, "The rules of the house. " * 20)
+        assert _told(stub)[-1]["keep"] == rules
+
+
+async def takes_hints(exchange: Exchange) -> None:
+    await exchange.whole(b'{"retention_hints": 1}')
+
+
+async def chat(router: RouterProcess, key: str, rules: str, **more: Any) -> None:
+    part = {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "system", "content": [part]},
+        {"role": "user", "content": f"What is question {next(_NUMBERS)}?"},
+    ]
+    body = {"model": "shared", "messages": messages, "max_tokens": 1, **more}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await router.post("/v1/chat/completions", body, headers)
+    assert answer.status == 200, answer.body
+
+
+def _told(stub: EngineStub) -> list[dict[str, Any]]:
+    """What each request said of what to keep."""
+    bodies = [request.json for request in stub.requests if request.method == "POST"]
+    return [body.get("kv_transfer_params", {}).get("kvroute", {}) for body in bodies]
