@@ -140,6 +140,7 @@ async def test_the_end_of_a_system_prompt_is_kept_before_anything_parted(
 
 # --- several tenants ------------------------------------------------------------------------------
 
+CHAT = "/v1/chat/completions"
 _NUMBERS = itertools.count()
 HOSTILE, OTHER = "sk-of-the-flood", "sk-of-another"
 
@@ -180,7 +181,7 @@ async def test_a_tenant_cannot_have_kept_what_nobody_asks_for(
         assert all(len(keep) <= 1 for keep in flood), "one end of a message, none of its own"
         assert not any(flood[-20:]), "which is not asked for again"
         await chat(shared, OTHER, "The rules of the house. " * 20)
-        assert _told(stub)[-1]["keep"] == rules
+        assert set(rules) <= set(_told(stub)[-1]["keep"])
 
 
 async def takes_hints(exchange: Exchange) -> None:
@@ -195,11 +196,11 @@ async def chat(router: RouterProcess, key: str, rules: str, **more: Any) -> None
     ]
     body = {"model": "shared", "messages": messages, "max_tokens": 1, **more}
     headers = {"authorization": f"Bearer {key}"}
-    answer = await router.post("/v1/chat/completions", body, headers)
+    answer = await router.post(CHAT, body, headers)
     assert answer.status == 200, answer.body
 
 
 def _told(stub: EngineStub) -> list[dict[str, Any]]:
     """What each request said of what to keep."""
-    bodies = [request.json for request in stub.requests if request.method == "POST"]
+    bodies = [request.json for request in stub.requests if request.path == CHAT]
     return [body.get("kv_transfer_params", {}).get("kvroute", {}) for body in bodies]
