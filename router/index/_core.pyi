@@ -112,6 +112,13 @@ class Core:
         slot: int,
         computed: Sequence[tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]],
     ) -> Hit: ...
+    def match_tier(
+        self,
+        prompt: Prompt,
+        slot: int,
+        tier: str,
+        computed: Sequence[tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]],
+    ) -> int: ...
     def group_hits(
         self,
         prompt: Prompt,

@@ -398,6 +398,18 @@ class PrefixIndex(Protocol):
             source: No hit where it is unknown.
         """
 
+    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:  # noqa: ARG002
+        """How many tokens of a prompt a cache that holds nothing of it could load from one lower
+        tier of a source, in its units and by the hit rule. What the source holds elsewhere does not
+        count.
+
+        Args:
+            prompt: From `prepare`.
+            source: 0 where it is unknown.
+            tier: Its name in events, in upper case.
+        """
+        return 0
+
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         """What each group of a source would allow of a prompt, by group index.
 

@@ -538,6 +538,16 @@ class NativeIndex(PrefixIndex):
         return self.core.match_source(prompt.hashed, known.slot, computed)
 
     @override
+    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
+        assert isinstance(prompt, NativePrompt)
+        known = self._sources.get(source)
+        if known is None:
+            return self._sharing.match_tier(prompt, source, tier)
+        is_long_enough = source in self._searching and len(prompt.hashed) >= 2
+        computed = self._computed(source, known, prompt) if is_long_enough else []
+        return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
+
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, NativePrompt)
         if self._sharing.holds(source):

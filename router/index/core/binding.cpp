@@ -603,6 +603,16 @@ public:
         return hit.total ? make_hit(types_.hit, hit, tuple_of(shares)) : types_.no_hit;
     }
 
+    u64 match_tier(Prompt& prompt, u32 slot, const std::string& tier,
+                   const std::vector<ComputedTuple>& computed) {
+        const std::vector<Computed> by_hash = computed_of(computed);
+        const bool is_long = prompt.tokens().size() > kLongPrompt;
+        ReleasedIf released(is_long);
+        Locked locked(mutex_, !is_long);
+        check(slot);
+        return matcher_.match_tier(slot, prompt, tier, by_hash.empty() ? nullptr : &by_hash[0]);
+    }
+
     std::vector<u64> group_hits(Prompt& prompt, u32 slot,
                                 const std::vector<ComputedTuple>& computed) {
         const std::vector<Computed> by_hash = computed_of(computed);
@@ -819,6 +829,7 @@ NB_MODULE(_core, module) {
         .def("prefix_keys", &Core::prefix_keys)
         .def("match", &Core::match)
         .def("match_source", &Core::match_source)
+        .def("match_tier", &Core::match_tier)
         .def("group_hits", &Core::group_hits)
         .def("export_source", &Core::export_source)
         .def("restore_source", &Core::restore_source)

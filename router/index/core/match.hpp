@@ -84,6 +84,27 @@ public:
         return match_alone(slot, prompt, computed);
     }
 
+    // What a cache that holds nothing of a prompt could load from one lower tier of a source.
+    u64 match_tier(u32 slot, Prompt& prompt, const std::string& name, const Computed* computed) {
+        const u64 length = prompt.tokens().size();
+        Source& of = index_.source(slot);
+        if (length < 2 || !of.has_layout) return 0;
+        const std::vector<u32> tiers = lower_tiers(of);
+        auto named = std::find_if(tiers.begin(), tiers.end(),
+                                  [&](u32 tier) { return of.tiers[tier].name == name; });
+        if (named == tiers.end()) return 0;
+        Alone alone;
+        look_up(of, prompt, computed, alone);
+        combined_.clear();
+        auto bitmap_of = [&](u32 plane, bool of_tier) { return alone.bitmap(plane, of_tier); };
+        see_ends(of, *named, length, bitmap_of);
+        const std::vector<u64> units = index_.units_of(of, *named);
+        const Presence below = below_of(of, {&*named, 1}, alone.count, bitmap_of);
+        const u64 total =
+            rule::UnitSearch(of.layout, below, 0, length, units, !of.is_announced).longest();
+        return of.layout.worth(total) ? total : 0;
+    }
+
     // The longest prefix that each group of a source would accept, by group index.
     std::vector<u64> group_hits(Prompt& prompt, u32 slot, const Computed* computed) {
         const u64 length = prompt.tokens().size();

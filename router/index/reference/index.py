@@ -133,6 +133,12 @@ class ReferenceIndex(PrefixIndex):
         return hit_and_junction(known, prompt)[0] if known else NO_HIT
 
     @override
+    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
+        assert isinstance(prompt, PromptKeys)
+        known = self.sources.get(source)
+        return tier_hit(known, prompt, tier) if known else 0
+
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, PromptKeys)
         known = self.sources.get(source)
@@ -311,6 +317,26 @@ def hit_and_junction(source: SourceCache, prompt: PromptKeys) -> tuple[Hit, int]
         # It would be computed again as a whole; what full attention holds may be longer.
         return NO_HIT, run if run > layout.prefix_replay_tokens else 0
     return best, run - gpu
+
+
+def tier_hit(source: SourceCache, prompt: PromptKeys, tier: str) -> int:
+    """How much of a prompt one lower tier of a source would give a cache that holds nothing.
+
+    Args:
+        source: Nothing where its layout is not known.
+        prompt: Of the same key space.
+        tier: Its name, in upper case; a tier of a store that it shares is none of its own.
+    """
+    layout, length = source.layout, len(prompt.token_ids)
+    own = [
+        each for each in source.lower_tiers() if each.tier == tier and each.table is source.table
+    ]
+    if layout is None or length < 2 or not own:
+        return 0
+    hashes = [*_hashes(source, prompt, layout), *_hashes_below(source, prompt, layout)]
+    ((units, tiers),) = _by_units(source, own, hashes, layout, length).items()
+    hit = _extended(source, layout, hashes, 0, length, units, tiers).cached_tokens
+    return hit if hit > layout.prefix_replay_tokens else 0
 
 
 _all = attrgetter("cached_tokens")

@@ -311,6 +311,9 @@ class Pair:
         alone, native = self.rng.choice(self.sources), self.native.prepare(*prompt)
         expected_alone = self.reference.match_source(self.reference.prepare(*prompt), alone)
         assert self.native.match_source(native, alone) == expected_alone, prompt
+        for tier in ("GPU", "CPU", "STORAGE", "DISK"):
+            expected_below = self.reference.match_tier(self.reference.prepare(*prompt), alone, tier)
+            assert self.native.match_tier(native, alone, tier) == expected_below, (prompt, tier)
         expected, found = self.reference.match(*prompt), self.native.match(*prompt)
         assert found == expected, prompt
         sources = list(expected)

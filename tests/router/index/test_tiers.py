@@ -508,3 +508,31 @@ def test_a_hash_that_is_remembered_for_what_another_claims_is_still_found(
     apply(index, claims, first)
     found = index.explain(index.prepare(PROMPT.tokens[:20]), SOURCE)
     assert [group.tokens for group in found] == [16]
+
+
+# --- one tier by itself ---------------------------------------------------------------------------
+
+
+def test_what_one_tier_would_give_by_itself_leaves_out_all_else(index: PrefixIndex) -> None:
+    """Another engine can pull from this one's memory, and not from its GPU or disk."""
+    on_disk = described(PROMPT, 128, 192, medium="STORAGE")
+    apply(index, PROMPT.offloaded(0, [64, 128]), on_disk, PROMPT.stored(0, FULL, 0, 16))
+    prompt = index.prepare(PROMPT.tokens)
+    assert index.match_source(prompt, SOURCE).cached_tokens >= 192
+    assert index.match_tier(prompt, SOURCE, "CPU") == 128
+    assert index.match_tier(prompt, SOURCE, "STORAGE") == 0, "its beginning is elsewhere"
+    assert index.match_tier(prompt, SOURCE, "GPU") == 0, "no lower tier"
+    assert index.match_tier(prompt, SOURCE._replace(replica="unknown"), "CPU") == 0
+    assert index.match_tier(index.prepare([7] * 200), SOURCE, "CPU") == 0
+
+
+def test_a_window_that_is_gone_from_a_tier_shortens_what_it_would_give(
+    implementation: Implementation,
+) -> None:
+    """What is pulled has to be a hit at every group."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, FULL, W64)
+    apply(index, described(PROMPT, 0, 320), described(PROMPT, 128, 192, group=1))
+    prompt = index.prepare(PROMPT.tokens)
+    assert index.match_tier(prompt, SOURCE, "CPU") == 192, "and not 320"
