@@ -35,6 +35,7 @@ The files; each imports only what is listed above it:
     transfer/          copies between an engine's pages and a tier
     cpu/               the tier in memory
     fs/                the tier on disk
+    peer/              prefixes pulled from the memory of other engines
     connector/         loads and stores, from plan to completion
     tiers/            tiers by name: specifications with their options, plug-ins
     engine/            a small real engine, or the same without tensors

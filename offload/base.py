@@ -25,6 +25,7 @@ from typing import Any, NewType, Protocol
 
 from kvevents.events import GroupIdx
 from offload.errors import TransferError
+from offload.request import PeerBlocks, PeerSource
 
 OffloadKey = NewType("OffloadKey", bytes)
 """A block hash followed by its KV cache group index, 4 bytes big endian."""
@@ -55,6 +56,8 @@ class RequestContext:
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
     """What the client's request says to the tiers, as it came: not checked by anyone before."""
+    at_peer: PeerBlocks | None = field(default=None, hash=False)
+    """What of it another engine holds."""
 
 
 # --- where blocks are -----------------------------------------------------------------------------
@@ -113,7 +116,15 @@ class FileLoadStoreSpec:
     last. They are kept in the file for the next process."""
 
 
-LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec
+@dataclass(frozen=True, slots=True)
+class PeerLoadSpec:
+    """Blocks in a peer's memory, in the same order."""
+
+    source: PeerSource
+    keys: Sequence[OffloadKey]
+
+
+LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec | PeerLoadSpec
 
 
 # --- the manager ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,49 @@ NO_HINTS = RetentionHints()
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSource:
+    """Another engine from whose tier in memory a request's blocks may be pulled."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Self | None:
+        """Read `remote_kv_source`; None where there is none.
+
+        Args:
+            kv_transfer_params: Of a request, as they came.
+
+        Raises:
+            EngineRequestError: A field is of another form; the message names place, value and rule.
+        """
+        source = (kv_transfer_params or {}).get("remote_kv_source")
+        if source is None:
+            return None
+        place = "kv_transfer_params.remote_kv_source"
+        if not isinstance(source, Mapping):
+            raise EngineRequestError(f"{place}: {type(source).__name__} must be an object")
+        host, port = source.get("remote_host"), source.get("remote_port")
+        if not isinstance(host, str) or not _HOST.fullmatch(host):
+            raise EngineRequestError(f"{place}.remote_host: {host!r:.40} must be a name or address")
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65_536:
+            raise EngineRequestError(f"{place}.remote_port: {port!r:.40} must be 1 to 65535")
+        return cls(host, port)
+
+
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBlocks:
+    """What a peer said it holds of a request, when it was asked."""
+
+    source: PeerSource
+    keys: frozenset[bytes]
+    """As tiers name blocks; see `offload.base.OffloadKey`."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestHasher:
     """How an engine hashes blocks; one for all its requests."""
 
@@ -90,6 +134,7 @@ class CacheRequest:
         extra_keys: Sequence[ExtraKeys] = (),
         kv_transfer_params: Mapping[str, Any] | None = None,
         hints: RetentionHints = NO_HINTS,
+        at_peer: PeerBlocks | None = None,
     ) -> None:
         """
         Args:
@@ -103,6 +148,7 @@ class CacheRequest:
                 encoder's input as bytes.
             kv_transfer_params: For the lower tiers; see `RequestContext`.
             hints: What later requests will ask for.
+            at_peer: What of it can be pulled.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -114,6 +160,7 @@ class CacheRequest:
         """Length of the prefix shared with earlier requests, found at admission; retained there
         under sparse retention."""
         self.hints = hints
+        self.at_peer = at_peer
         self.lora_name = lora_name
         self.kv_transfer_params = kv_transfer_params
         self.block_hashes: list[bytes] = []

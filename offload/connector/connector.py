@@ -151,6 +151,16 @@ class OffloadingConnector:
 
     # --- loading ----------------------------------------------------------------------------------
 
+    def block_keys(self, request: CacheRequest, most: int) -> list[OffloadKey]:
+        """The blocks of a request's prompt that a tier might hold, of all groups, those at its
+        start first.
+
+        Args:
+            request: Need not have begun.
+            most: How many at most.
+        """
+        return self._loads.keys(request, most)
+
     def find_external_hit(
         self, request: CacheRequest, computed: ComputedBlocks
     ) -> ExternalHit | None:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from kvevents.events import GroupIdx
 from kvevents.hit_rule import longest_extended_hit
 from kvevents.layout import GroupKind
-from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext
+from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext, pack_offload_key
 from offload.block import Block
 from offload.cache_manager import CacheManager
 from offload.connector.tier import Tier
@@ -46,7 +46,7 @@ class ExternalHit:
 
 def context_of(request: CacheRequest) -> RequestContext:
     """The request as tiers know it."""
-    return RequestContext(request.request_id, request.kv_transfer_params)
+    return RequestContext(request.request_id, request.kv_transfer_params, request.at_peer)
 
 
 class _Search:
@@ -99,6 +99,22 @@ class LoadPlanner:
         num_tokens = self._longest(request, computed.num_tokens, search)
         pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
+
+    def keys(self, request: CacheRequest, most: int) -> list[OffloadKey]:
+        """All blocks of a request that a tier might hold, from the prompt's start.
+
+        Args:
+            request: Whose blocks they are.
+            most: How many at most.
+        """
+        found = sorted(
+            (end, manager.group_idx)
+            for manager in self._managers
+            for end in range(manager.block_size, request.num_tokens + 1, manager.block_size)
+        )
+        return [
+            pack_offload_key(request.hash_at(end), group_idx) for end, group_idx in found[:most]
+        ]
 
     def touch(self, request: CacheRequest, num_tokens: int) -> None:
         """Mark a prefix as used in all tiers; its head is kept longest.

@@ -10,7 +10,7 @@ over, and its key is not stored again before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
@@ -109,6 +109,29 @@ class CPUOffloadingManager(OffloadingManager):
             block = self._blocks.get(key)
             if block is not None and not block.doomed:
                 self._policy.touch(key)
+
+    # --- reading from other threads ---------------------------------------------------------------
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Whether a block is a hit; from any thread, and not counted as a lookup."""
+        block = self._blocks.get(key)
+        return block is not None and block.loadable
+
+    def read(self, key: OffloadKey, read_slot: Callable[[int], bytes]) -> bytes | None:
+        """The bytes of a hit, from any thread; None if it is none, or ceased to be one meanwhile.
+
+        A slot is written again only after its entry is gone, so bytes whose entry is still there
+        when they have been copied are the block's.
+
+        Args:
+            key: The block.
+            read_slot: Copies the bytes of a block id.
+        """
+        block = self._blocks.get(key)
+        if block is None or not block.loadable:
+            return None
+        found = read_slot(block.block_id)
+        return found if self._blocks.get(key) is block and block.loadable else None
 
     # --- loading ----------------------------------------------------------------------------------
 

@@ -95,6 +95,15 @@ class CPUTransferWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self._transfers.shutdown()
 
+    def read_block(self, block_id: int, num_bytes: int) -> bytes:
+        """The first bytes of a slot, from any thread, whatever is written there meanwhile.
+
+        Args:
+            block_id: The slot.
+            num_bytes: At most `slot_bytes`.
+        """
+        return bytes(self.slots.numpy()[block_id, :num_bytes].tobytes())
+
     def statistics(self) -> TransferStatistics:
         """Jobs and bytes so far."""
         return self._transfers.statistics()

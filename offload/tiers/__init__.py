@@ -15,6 +15,7 @@ The files; each imports only what is listed above it:
     options.py   options that are checked
     memory.py    `cpu`
     disk.py      `fs`
+    peers.py     `p2p`
     creation.py  from names to tiers
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 from offload.tiers.base import OffloadingSpec, TierConfig, TierHost, TransferBackend
 from offload.tiers.creation import BUILT_IN, GROUP, MadeTier, create_tiers, tier_names
 from offload.tiers.options import Count, TierOptions, read_options
+from offload.tiers.peers import PeerTierSpec
 
 __all__ = [
     "BUILT_IN",
@@ -30,6 +32,7 @@ __all__ = [
     "Count",
     "MadeTier",
     "OffloadingSpec",
+    "PeerTierSpec",
     "TierConfig",
     "TierHost",
     "TierOptions",

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from kvevents.layout import KVCacheGroup
 from offload.base import OffloadingManager, OffloadingWorker
+from offload.connector.tier import Tier
 from offload.fs.store import BlockFiles
+from offload.peer.client import Peers
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class TransferBackend(Protocol):
         """
         ...
 
+    def peer_worker(self, peers: Peers) -> OffloadingWorker:
+        """What copies from other engines' memories."""
+        ...
+
 
 @dataclass(frozen=True)
 class TierHost:
@@ -75,6 +81,8 @@ class TierHost:
     enable_events: bool
     """Whether the engine takes and publishes the tiers' events."""
     backend: TransferBackend
+    above: Mapping[str, tuple[Tier, OffloadingWorker]] = field(default_factory=dict)
+    """By name, the tiers that were made before."""
 
 
 class OffloadingSpec(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvevents.plugins import PlugIns
@@ -14,12 +14,14 @@ from offload.errors import CacheConfigError
 from offload.tiers.base import OffloadingSpec, TierConfig, TierHost
 from offload.tiers.disk import FileOffloadingSpec
 from offload.tiers.memory import CPUOffloadingSpec
+from offload.tiers.peers import PeerTierSpec
 
 GROUP = "kvroute.offload_tiers"
 
 BUILT_IN: dict[str, Callable[[Mapping[str, Any], TierHost], OffloadingSpec]] = {
     "cpu": CPUOffloadingSpec,
     "fs": FileOffloadingSpec,
+    "p2p": PeerTierSpec,
 }
 
 _METHODS = ("create_manager", "create_worker", "close")
@@ -65,6 +67,7 @@ def create_tiers(configs: Sequence[TierConfig], host: TierHost) -> list[MadeTier
             tier = _create_tier(config, host)
             unfinished.callback(tier.close)
             made.append(tier)
+            host = replace(host, above={**host.above, config.name: (tier.tier, tier.worker)})
         unfinished.pop_all()
     return made
 

@@ -190,7 +190,7 @@ def test_a_store_out_of_step_is_a_hit_and_an_event_only_when_both_workers_have_e
     clock = VirtualClock()
     worker = ShardedWorker(
         [
-            SimulatedTransferWorker(TimeModel(transfer_bytes_per_s=rate), clock, 100)
+            SimulatedTransferWorker(TimeModel(transfer_bytes_per_s=rate).transfer_s, clock, 100)
             for rate in (10_000, 1_000)
         ]
     )

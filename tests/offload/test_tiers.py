@@ -139,7 +139,7 @@ def test_if_a_tier_cannot_be_made_those_before_it_are_closed(installed: Path) ->
 
 def test_a_built_in_tier_cannot_be_replaced_by_a_plug_in(installed: Path) -> None:
     """A package must not change a tier by merely being installed."""
-    assert tier_names() == ["cpu", "fs", "half", "peer"]
+    assert tier_names() == ["cpu", "fs", "p2p", "half", "peer"]
     (made,) = create_tiers([TierConfig("cpu", {"num_blocks": 4})], host_of())
     assert isinstance(made.tier.manager, CPUOffloadingManager)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvevents.publisher import EventPublisher
 from offload.cache_manager import CacheManager, CacheStatistics
@@ -13,7 +13,9 @@ from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.requests import EngineRequest, StepOutput
 from offload.engine.core.scheduler import Scheduler, SchedulerStatistics
 from offload.engine.core.time_model import Clock, RealClock
-from offload.tiers import MadeTier
+from offload.peer.wire import MOST_ASKED
+from offload.request import PeerSource
+from offload.tiers import MadeTier, PeerTierSpec
 
 _IDLE_S = 0.001
 """How long a step waits that has nothing to compute while copies are in flight."""
@@ -65,6 +67,10 @@ class Engine:
         self.publisher = publisher
         self.connector = connector
         self.tiers = tiers
+        self.peers = next(
+            (made.spec.peers for made in tiers if isinstance(made.spec, PeerTierSpec)), None
+        )
+        """Other engines from which it can pull; None without a tier for them."""
         self._clock = clock or RealClock()
         self._steps = 0
         self._publish()  # blocks that an earlier process left in a tier
@@ -81,6 +87,19 @@ class Engine:
             EngineRequestError: It can never be served, or its id is in use.
         """
         self.scheduler.add(request)
+
+    def ask_peer(self, request: EngineRequest) -> EngineRequest:
+        """The request with what the peer that it names holds of it. Waits for the peer, a quarter
+        of a second at most; may be called from any thread.
+
+        Raises:
+            EngineRequestError: `remote_kv_source` is of another form.
+        """
+        source = None if self.peers is None else PeerSource.of(request.kv_transfer_params)
+        if self.peers is None or source is None:
+            return request
+        keys = self.scheduler.block_keys(request, MOST_ASKED)
+        return replace(request, at_peer=self.peers.find(source, keys))
 
     def abort(self, request_id: str) -> None:
         """Drop a request; no error if it is unknown."""

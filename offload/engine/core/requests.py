@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from offload.request import PeerBlocks
+
 
 class FinishReason(Enum):
     """Why a request ended; the values are OpenAI's."""
@@ -46,6 +48,8 @@ class EngineRequest:
     """For the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
     priority: int = 0
     """Lower goes first, where the engine schedules by priority."""
+    at_peer: PeerBlocks | None = None
+    """What the peer of `remote_kv_source` holds of it."""
 
 
 @dataclass(frozen=True, slots=True)

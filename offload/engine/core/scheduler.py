@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvevents.layout import GroupKind
+from offload.base import OffloadKey
 from offload.cache_manager import CacheManager
 from offload.connector import ExternalHit, OffloadingConnector
 from offload.coordinator import ComputedBlocks
@@ -23,7 +24,7 @@ from offload.engine.core.sequence import SequenceInProgress, SequenceState
 from offload.engine.core.serving_order import SchedulingPolicy, serving_order
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
-from offload.request import CacheRequest, RequestHasher, RetentionHints
+from offload.request import NO_HINTS, CacheRequest, RequestHasher, RetentionHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +164,8 @@ class Scheduler:
             raise EngineRequestError(
                 f"prompt and max_tokens: {longest} tokens need {blocks} cache blocks of {usable}"
             )
-        cached = CacheRequest(
-            request.request_id,
-            request.prompt_token_ids,
-            self._hasher,
-            request.lora_name,
-            request.cache_salt,
-            kv_transfer_params=request.kv_transfer_params,
-            hints=RetentionHints.of(request.kv_transfer_params, prompt),
-        )
+        hints = RetentionHints.of(request.kv_transfer_params, prompt)
+        cached = self._cache_request(request, hints)
         sequence = SequenceInProgress(
             request, cached, longest, self._arrivals, self._computed_prompt_tokens
         )
@@ -179,6 +173,30 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         self._wait(sequence)
         self._prompt_tokens += prompt
+
+    def block_keys(self, request: EngineRequest, most: int) -> list[OffloadKey]:
+        """The blocks of a prompt that a tier might hold, those at its start first; none without
+        tiers.
+
+        Args:
+            request: Need not be queued. May be called from any thread.
+            most: How many at most.
+        """
+        if self._connector is None:
+            return []
+        return self._connector.block_keys(self._cache_request(request, NO_HINTS), most)
+
+    def _cache_request(self, request: EngineRequest, hints: RetentionHints) -> CacheRequest:
+        return CacheRequest(
+            request.request_id,
+            request.prompt_token_ids,
+            self._hasher,
+            request.lora_name,
+            request.cache_salt,
+            kv_transfer_params=request.kv_transfer_params,
+            hints=hints,
+            at_peer=request.at_peer,
+        )
 
     def abort(self, request_id: str) -> None:
         """Drop a request; no error if it is unknown."""

@@ -16,6 +16,7 @@ from offload.engine.core.batch import ModelRunner, SequenceChunk
 from offload.engine.core.time_model import Clock, TimeModel
 from offload.errors import TransferError
 from offload.fs.store import BlockFiles, StoredFile, file_bytes
+from offload.peer.client import Peers
 
 _FIRST_PRINTABLE, _PRINTABLE = 32, 95
 _BYTE_TOKENS = 256
@@ -68,14 +69,14 @@ class SimulatedRunner:
 class SimulatedTransferWorker:
     """Finishes jobs in order, each after as long as copying its bytes would take."""
 
-    def __init__(self, time_model: TimeModel, clock: Clock, block_bytes: int) -> None:
+    def __init__(self, copy_s: Callable[[int], float], clock: Clock, block_bytes: int) -> None:
         """
         Args:
-            time_model: How long a copy takes.
+            copy_s: How long a copy of so many bytes takes, in seconds.
             clock: Says when a job is finished.
             block_bytes: Bytes of a GPU block.
         """
-        self._time_model = time_model
+        self._copy_s = copy_s
         self._clock = clock
         self._block_bytes = block_bytes
         self._jobs: deque[tuple[TransferJob, float, float]] = deque()
@@ -86,7 +87,7 @@ class SimulatedTransferWorker:
         """See `OffloadingWorker.submit`."""
         if self._is_shut_down:
             raise TransferError(f"job {job.job_id}: the worker was shut down")
-        time_s = self._time_model.transfer_s(len(job.gpu.block_ids) * self._block_bytes)
+        time_s = self._copy_s(len(job.gpu.block_ids) * self._block_bytes)
         self._free_at_s = max(self._free_at_s, self._clock.now_s()) + time_s
         self._jobs.append((job, self._free_at_s, time_s))
 
@@ -193,5 +194,13 @@ class SimulatedBackend:
         """Return a worker that takes the time of a copy; *make* is not called."""
         return self._worker()
 
+    def peer_worker(
+        self,
+        peers: Peers,  # noqa: ARG002 (the protocol's)
+    ) -> OffloadingWorker:
+        """Return a worker that takes the time of a pull, and fetches nothing."""
+        return SimulatedTransferWorker(self._time_model.pull_s, self._clock, self._block_bytes)
+
     def _worker(self) -> OffloadingWorker:
-        return SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)
+        copy_s = self._time_model.transfer_s
+        return SimulatedTransferWorker(copy_s, self._clock, self._block_bytes)

@@ -57,6 +57,8 @@ class TimeModel:
     """Fixed cost of a step, such as reading the weights from memory."""
     transfer_bytes_per_s: float = 20e9
     """Between the GPU and lower tiers, in each direction."""
+    pull_bytes_per_s: float = 5e9
+    """From another engine's memory, of one engine at a time."""
     slowdown: float = 1.0
     """Factor on every duration."""
 
@@ -65,6 +67,7 @@ class TimeModel:
             "prefill_tokens_per_s",
             "decode_tokens_per_s",
             "transfer_bytes_per_s",
+            "pull_bytes_per_s",
             "slowdown",
         ):
             if getattr(self, name) <= 0:
@@ -86,3 +89,7 @@ class TimeModel:
     def transfer_s(self, transferred_bytes: int) -> float:
         """Duration of a copy between tiers, in seconds."""
         return transferred_bytes / self.transfer_bytes_per_s * self.slowdown
+
+    def pull_s(self, pulled_bytes: int) -> float:
+        """Duration of a copy from another engine's memory, in seconds."""
+        return pulled_bytes / self.pull_bytes_per_s * self.slowdown

@@ -164,7 +164,7 @@ class EngineService:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, *requests: EngineRequest) -> Generation:
+    async def generate(self, *new: EngineRequest) -> Generation:
         """Add requests, all or none; returns once the engine has taken them.
 
         Raises:
@@ -172,6 +172,7 @@ class EngineService:
             EngineBusyError: No new requests are taken.
             EngineDeadError: The engine failed.
         """
+        requests = await self._with_peers(new)
         self._check_open(requests)
         generation = Generation([request.request_id for request in requests], self._leave)
         arrived_at = self._clock()
@@ -267,6 +268,22 @@ class EngineService:
         has_ended = await self._thread.close(within_s)
         self._end_all()
         return has_ended
+
+    async def _with_peers(self, requests: Sequence[EngineRequest]) -> Sequence[EngineRequest]:
+        """The requests with what the peers that they name hold of them."""
+        if self._engine.peers is None:
+            return requests
+        self._check_open(requests)
+        try:
+            return [
+                await asyncio.to_thread(self._engine.ask_peer, request)
+                if request.kv_transfer_params
+                else request
+                for request in requests
+            ]
+        except EngineRequestError:
+            self._refused += 1
+            raise
 
     # --- called on the engine's thread ------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from offload.engine.core.model_config import TransformerConfig
 from offload.engine.model.torch_runner import TorchRunner
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
+from offload.peer.client import Peers
+from offload.peer.worker import PeerTransferWorker
 
 
 class TorchBackend:
@@ -48,6 +50,10 @@ class TorchBackend:
     def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
         """Call *make* with the model's pages."""
         return make(self._pages)
+
+    def peer_worker(self, peers: Peers) -> OffloadingWorker:
+        """See `TransferBackend.peer_worker`."""
+        return PeerTransferWorker(self._pages, peers)
 
     def disk(
         self,

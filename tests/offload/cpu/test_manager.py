@@ -562,3 +562,47 @@ TestLruTier = TierMachine.TestCase
 TestArcTier = ArcMachine.TestCase
 TestPlugInTier = PlugInMachine.TestCase
 TestLruTier.settings = TestArcTier.settings = TestPlugInTier.settings = often
+
+
+# --- read by another thread -----------------------------------------------------------------------
+
+
+def test_a_hit_is_read_and_what_is_none_is_not() -> None:
+    """Another engine asks for anything."""
+    tier = CPUOffloadingManager(2)
+    store(tier, 1)
+    assert tier.holds(key(1))
+    assert tier.read(key(1), lambda block_id: b"block %d" % block_id) == b"block 0"
+    agreed = tier.prepare_store(keys(2), REQUEST)
+    assert agreed is not None
+    for absent in (key(2), key(3)):
+        assert not tier.holds(absent), "stored not yet, or never"
+        assert tier.read(absent, lambda _: b"bytes") is None
+    assert tier.statistics().counts.lookup_hits == 0, "what others read is no use of one's own"
+
+
+def test_what_was_evicted_while_it_was_read_is_not_passed_on() -> None:
+    """Its slot may have been given to another block, so the bytes may be that one's."""
+    tier = CPUOffloadingManager(1)
+    store(tier, 1)
+
+    def evicting(_block_id: int) -> bytes:
+        store(tier, 2)
+        return b"half one, half the other"
+
+    assert tier.read(key(1), evicting) is None
+    assert tier.holds(key(2))
+
+
+def test_what_failed_while_it_was_read_is_not_passed_on() -> None:
+    """A block whose own load failed is bad."""
+    tier = CPUOffloadingManager(1)
+    store(tier, 1)
+    tier.prepare_load(keys(1), REQUEST)
+
+    def failing(_block_id: int) -> bytes:
+        tier.complete_load(keys(1), REQUEST, success=False)
+        return b"bad"
+
+    assert tier.read(key(1), failing) is None
+    assert not tier.holds(key(1))

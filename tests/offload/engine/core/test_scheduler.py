@@ -371,7 +371,14 @@ def test_a_step_takes_the_time_of_the_time_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["prefill_tokens_per_s", "decode_tokens_per_s", "transfer_bytes_per_s", "slowdown"]
+    "field",
+    [
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "transfer_bytes_per_s",
+        "pull_bytes_per_s",
+        "slowdown",
+    ],
 )
 def test_a_rate_of_zero_is_refused(field: str) -> None:
     """A step would take for ever."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -17,6 +18,7 @@ from offload.engine.core.requests import EngineRequest, FinishReason, SamplingPa
 from offload.engine.http.errors import EngineBusyError, EngineDeadError
 from offload.engine.http.service import EngineService, Generation
 from offload.errors import EngineRequestError
+from offload.tiers import PeerTierSpec, TierConfig
 from tests.offload.engine.http.served import ScriptedRunner, scripted_engine
 from tests.support.waiting import eventually
 
@@ -104,6 +106,37 @@ async def test_many_requests_at_once_get_their_own_tokens() -> None:
             assert {output.request_id for output in outputs} == {names[index]}
             assert outputs[0].num_prompt_tokens == 10 + index
             assert sum(len(output.new_token_ids) for output in outputs) == 6
+
+
+async def test_a_request_is_asked_about_at_the_peer_that_it_names() -> None:
+    """Before the engine has it, so that no step waits for an answer; and what is no address is
+    refused like any other mistake."""
+    tiers = (TierConfig("p2p", {"port": 0}),)
+    holder, _ = scripted_engine(cpu_blocks=100, tiers=tiers)
+    spec = holder.tiers[-1].spec
+    assert isinstance(spec, PeerTierSpec)
+    assert spec.server is not None
+    named = {"remote_host": "127.0.0.1", "remote_port": spec.server.port}
+    holder.add_request(request("a", 100, 1))
+    while holder.has_work:
+        holder.step()
+    engine, runner = scripted_engine(cpu_blocks=100, tiers=(TierConfig("p2p"),))
+    assert engine.peers is not None
+    engine.peers.ANSWER_S = 60.0
+    service = EngineService(engine)
+    try:
+        asked = {"remote_kv_source": {"kv_request_id": "a", **named}}
+        pulling = dataclasses.replace(request("a", 100), kv_transfer_params=asked)
+        outputs = await collect(await service.generate(pulling))
+        assert outputs[0].num_cached_tokens == 96
+        wrong = dataclasses.replace(pulling, kv_transfer_params={"remote_kv_source": "a"})
+        with pytest.raises(EngineRequestError, match="must be an object"):
+            await service.generate(wrong)
+        assert service.statistics().refused == 1
+    finally:
+        runner.may_go.set()
+        assert await service.close()
+        holder.close()
 
 
 async def test_a_client_that_leaves_frees_its_blocks() -> None:

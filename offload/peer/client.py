@@ -1,0 +1,105 @@
+"""Asks other engines' memories, and fetches from them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from kvevents.endpoints import Socket
+from offload.base import OffloadKey
+from offload.errors import TransferError
+from offload.peer.wire import MOST_FETCHED, Ask, Fetch, encode, unpack_bits
+from offload.request import PeerBlocks, PeerSource
+
+
+class Peers:
+    """Other engines with equal weights. Every call has a socket of its own, so it may be used from
+    any thread.
+
+    A peer that did not answer is left alone for a while: a request must not wait for each that is
+    routed past a dead engine.
+    """
+
+    ANSWER_S = 0.25
+    """For a question, which holds up a request."""
+    FETCH_S = 5.0
+    """For `MOST_FETCHED` blocks."""
+    SILENT_S = 5.0
+    """For how long a silent peer is not asked."""
+    MOST_SILENT = 1024
+    """Peers of which that is remembered."""
+
+    def __init__(self, identity: bytes, block_bytes: int) -> None:
+        """
+        Args:
+            identity: Of weights and pages.
+            block_bytes: Of the largest block: no frame of a reply may be longer.
+        """
+        self._identity = identity
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._silent_until: dict[PeerSource, float] = {}
+
+    def find(self, source: PeerSource, keys: Sequence[OffloadKey]) -> PeerBlocks:
+        """Ask which blocks a peer holds; none where it does not answer.
+
+        Args:
+            source: The peer.
+            keys: At most `MOST_ASKED`.
+        """
+        if not keys or self.is_silent(source):
+            return PeerBlocks(source, frozenset())
+        try:
+            (bits,) = self._exchange(source, Ask(self._identity, list(keys)), self.ANSWER_S, 1)
+        except TransferError:
+            self._note_silence(source)
+            return PeerBlocks(source, frozenset())
+        held = unpack_bits(bits, len(keys))
+        return PeerBlocks(
+            source, frozenset(key for key, is_held in zip(keys, held, strict=True) if is_held)
+        )
+
+    def fetch(self, source: PeerSource, keys: Sequence[OffloadKey]) -> list[bytes]:
+        """The bytes of blocks, in their order.
+
+        Raises:
+            TransferError: The peer does not answer, or has one of them no longer.
+        """
+        found: list[bytes] = []
+        for first in range(0, len(keys), MOST_FETCHED):
+            some: list[bytes] = [*keys[first : first + MOST_FETCHED]]
+            found += self._exchange(source, Fetch(self._identity, some), self.FETCH_S, len(some))
+        if not all(found):
+            raise TransferError("peer tier: a block was evicted since its peer was asked")
+        return found
+
+    def _exchange(
+        self, source: PeerSource, request: Ask | Fetch, within_s: float, frames: int
+    ) -> list[bytes]:
+        socket: Socket
+        with zmq.Context.instance().socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, max(self._block_bytes, 1 << 16))
+            socket.connect(f"tcp://{source.host}:{source.port}")
+            socket.send(encode(request))
+            if not socket.poll(within_s * 1000):
+                raise TransferError(f"peer tier: {source.host}:{source.port} did not answer")
+            reply: list[bytes] = socket.recv_multipart()
+        if len(reply) != frames:
+            raise TransferError(f"peer tier: {len(reply)} frames in a reply of {frames}")
+        return reply
+
+    def is_silent(self, source: PeerSource) -> bool:
+        """Whether a peer is left alone, since it did not answer lately."""
+        with self._lock:
+            return time.monotonic() < self._silent_until.get(source, 0.0)
+
+    def _note_silence(self, source: PeerSource) -> None:
+        with self._lock:
+            if len(self._silent_until) >= self.MOST_SILENT:
+                self._silent_until.clear()
+            self._silent_until[source] = time.monotonic() + self.SILENT_S

@@ -1,0 +1,91 @@
+"""Copies from other engines' memories to GPU blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+from typing_extensions import override
+
+from offload.base import Direction, OffloadingWorker, PeerLoadSpec, TransferJob, TransferResult
+from offload.errors import TransferError
+from offload.peer.client import Peers
+from offload.transfer.canonical import CanonicalKVCache
+from offload.transfer.plan import Chunk, TransferGeometry
+from offload.transfer.queue import TransferStatistics
+from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.staging import LowerSide
+
+_STAGING_BYTES = 16 << 20
+
+
+class PeerTransferWorker(OffloadingWorker):
+    """Brings blocks from peers; a job fails where its peer has one of them no longer."""
+
+    def __init__(
+        self, cache: CanonicalKVCache, peers: Peers, options: TransferOptions | None = None
+    ) -> None:
+        """
+        Args:
+            cache: The engine's side.
+            peers: Where blocks are fetched from.
+            options: How to copy; a chunk is 16 MiB if left out.
+        """
+        options = options or TransferOptions()
+        self._peers = peers
+        self._transfers = Transfers(
+            "kv-peer-tier",
+            TransferGeometry(cache, None),
+            replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES),
+        )
+
+    @override
+    def submit(self, job: TransferJob) -> None:
+        if not isinstance(job.lower, PeerLoadSpec) or job.direction is not Direction.LOAD:
+            raise TransferError(
+                f"job {job.job_id}: {job.direction.value} with {type(job.lower).__name__} must be "
+                "a load with a PeerLoadSpec"
+            )
+        plan = self._transfers.plan(job, len(job.lower.keys))
+        self._transfers.submit(job, plan, _PeerSide(self._peers, job.lower))
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        return self._transfers.get_finished()
+
+    @override
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._transfers.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        self._transfers.shutdown()
+
+    def statistics(self) -> TransferStatistics:
+        """Jobs and bytes so far."""
+        return self._transfers.statistics()
+
+
+class _PeerSide(LowerSide):
+    """The blocks of one job."""
+
+    def __init__(self, peers: Peers, blocks: PeerLoadSpec) -> None:
+        self._peers = peers
+        self._blocks = blocks
+
+    @override
+    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
+        return None
+
+    @override
+    def write(self, chunk: Chunk, buffer: Tensor) -> None:
+        raise TransferError("peer tier: nothing is stored there")
+
+    @override
+    def read(self, chunk: Chunk, buffer: Tensor) -> None:
+        found = self._peers.fetch(self._blocks.source, self._blocks.keys[chunk.lower])
+        for row, block in zip(buffer.numpy(), found, strict=True):
+            if len(block) != len(row):
+                raise TransferError(f"peer tier: a block of {len(block)} bytes is not {len(row)}")
+            memoryview(row).cast("B")[:] = block
