@@ -34,6 +34,7 @@ from router.config.observability import ObservabilityConfig, TracingConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import (
     EventSourceConfig,
+    PeerTierConfig,
     ReplicaConfig,
     ReplicaOptions,
     key_bytes,
@@ -74,6 +75,7 @@ __all__ = [
     "ObservabilityConfig",
     "OverloadConfig",
     "Overrides",
+    "PeerTierConfig",
     "PolicyConfig",
     "ReplicaConfig",
     "ReplicaOptions",

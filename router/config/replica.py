@@ -14,6 +14,7 @@ from router.config.values import (
     PLAIN,
     Count,
     CurvePublicKey,
+    HostName,
     Items,
     Name,
     ReplicaId,
@@ -47,6 +48,17 @@ class EventSourceConfig(Section, frozen=True):
     topic."""
     dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
     """Change it when there are several ranks; vLLM adds the rank to both ports."""
+
+
+class PeerTierConfig(Section, frozen=True):
+    """Where other engines pull cached prefixes from a replica's memory."""
+
+    host: HostName = "*"
+    """`*` means the replica's own.
+
+    Change it when engines reach each other at another address than the router reaches them."""
+    port: Annotated[int, Field(ge=1, le=65_535), PLAIN]
+    """Of the engine's `p2p` tier."""
 
 
 class ReplicaAddress(Section, frozen=True):
@@ -91,6 +103,11 @@ class ReplicaOptions(Section, frozen=True):
     """Relative to the other replicas.
 
     Change it when replicas differ: 2 is twice as fast as 1."""
+    p2p: PeerTierConfig | None = None
+    """Its `p2p` tier, below a tier in memory.
+
+    Change it when the engine has one (vLLM 0.33, `kvroute engine`): where another replica's memory
+    holds more of a prompt, requests then say to pull it from there."""
     max_concurrent_requests: Count | None = None
     """Change it when it must never have more requests from this router at a time; when all replicas
     are full, clients get 503."""

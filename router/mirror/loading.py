@@ -62,7 +62,8 @@ class LoadPrices:
         if learned is None:
             first = FadingRatio(self._first_price(tier), self.FIRST_TOKENS, self.LOADS)
             learned = self._learned[tier] = first
-        learned.add(max(own, 0.0), most)
+        # One that takes longer than computing would has waited for something else.
+        learned.add(min(max(own, 0.0), float(most)), most)
 
     def _sum(self, by_tier: ByTier) -> float:
         return sum(tokens * self.of(tier) for tier, tokens in by_tier)

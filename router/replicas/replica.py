@@ -116,6 +116,14 @@ class Replica:
         self._note_usual()
 
     @property
+    def peer_address(self) -> tuple[str, int] | None:
+        """Host and port at which other engines pull from its memory; None where they cannot."""
+        tier = self.config.p2p
+        if tier is None or self.has_ranks:
+            return None
+        return (self.config.origin.host if tier.host == "*" else tier.host), tier.port
+
+    @property
     def state(self) -> ReplicaState:
         """Health, and whether it is draining, in one word."""
         return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)

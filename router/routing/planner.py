@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from kvevents.events import CPU
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
 from router.mirror import (
     WORTH_TELLING,
@@ -32,7 +33,9 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     IDLE,
     LEAST_TRUST,
+    PEER,
     Candidate,
+    Lower,
     Outlook,
     Policy,
     Ranked,
@@ -49,6 +52,17 @@ RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
+
+
+LEAST_PULL = 512
+"""Tokens that a pull must save; fewer are computed in a step."""
+
+
+class _Prefix(NamedTuple):
+    """The longest one that some replica's memory holds for others."""
+
+    tokens: int
+    source: Replica
 
 
 class RankChoice(NamedTuple):
@@ -161,7 +175,9 @@ class RoutePlanner:
             PolicyError: A plug-in broke the rules of a policy.
         """
         found = self._find(index, prompts, request.prompt_tokens)
-        return self._rank(request, found, replicas, choice, tenant)
+        replicas = list(replicas)
+        prefix = self._to_pull(index, prompts, replicas, found) if len(prompts) == 1 else None
+        return self._rank(request, found, replicas, choice, tenant, prefix)
 
     def rank_by_load(
         self, request: RouteRequest, replicas: Iterable[Replica], tenant: str = ""
@@ -316,6 +332,7 @@ class RoutePlanner:
         replicas: Iterable[Replica],
         choice: RankChoice,
         tenant: str,
+        prefix: _Prefix | None = None,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         if self._mirror is not None and self._ranker.needs_outlook:
             request = RouteRequest(
@@ -333,7 +350,10 @@ class RoutePlanner:
             self._suspects,
             tenant,
         )
-        ranking = self._ranker.rank(request, self._standings(able, found, request, choice))
+        standings = self._standings(able, found, request, choice)
+        if prefix is not None:
+            self._put_pulls(standings, able.replicas, prefix)
+        ranking = self._ranker.rank(request, standings)
         if not unable.replicas:
             return ranking, ()
         return ranking, self._excluded(
@@ -390,17 +410,61 @@ class RoutePlanner:
             [recent.get(cache, 0) for cache in caches] if recent else [0] * len(caches),
             progress,
             outlooks,
-            lambda number: hits.get(caches[number], NO_HIT).by_tier,
-            lambda number: self._load_price(caches[number], hits),
+            lambda number: self._lower(caches[number], hits.get(caches[number], NO_HIT)),
         )
         if self._approximate is not None and (self._suspects or self._approximate.silent):
             self._estimate(self._approximate, standings, caches, replicas, found, request)
         return standings
 
-    def _load_price(self, cache: SourceId, hits: Mapping[SourceId, Hit]) -> float | None:
-        """Of a token of a hit below the GPU, where a mirror measures it."""
+    def _lower(self, cache: SourceId, hit: Hit) -> Lower:
+        return Lower(hit.by_tier, self._load_price(cache, hit.by_tier))
+
+    def _load_price(self, cache: SourceId, by_tier: Sequence[tuple[str, int]]) -> float | None:
+        """Of a token from below a GPU, where a mirror measures it."""
         prices = None if self._mirror is None else self._mirror.load_prices(cache)
-        return None if prices is None else prices.mean(hits.get(cache, NO_HIT).by_tier)
+        return None if prices is None else prices.mean(by_tier)
+
+    def _to_pull(
+        self,
+        index: PrefixIndex,
+        prompts: Sequence[HashedPrompt],
+        replicas: Sequence[Replica],
+        found: _Found,
+    ) -> _Prefix | None:
+        """The longest prefix of a prompt that a replica's memory holds for others, by its events;
+        of equally long ones any."""
+        holders = [
+            (found.hits.get(replica.cache, NO_HIT).cached_tokens, self._random(), replica)
+            for replica in replicas
+            if replica.peer_address is not None
+            and replica.is_healthy
+            and replica.cache not in self._suspects
+        ]
+        holders.sort(key=lambda holder: holder[:2], reverse=True)
+        if len(holders) < 2:
+            return None
+        best, most = None, holders[-1][0] + LEAST_PULL - 1
+        for cached, _, replica in holders:
+            if cached <= most:  # its memory holds no more than it has in all
+                break
+            tokens = index.match_tier(prompts[0], replica.cache, CPU)
+            if tokens > most:
+                best, most = _Prefix(tokens, replica), tokens
+        return best
+
+    def _put_pulls(
+        self, standings: Standings, replicas: Sequence[Replica], prefix: _Prefix
+    ) -> None:
+        """Let each replica pull *prefix* that has less of it, and reads what peers hold."""
+        for number, replica in enumerate(replicas):
+            if replica is prefix.source or replica.peer_address is None:
+                continue
+            pulled = prefix.tokens - standings.cached_tokens[number]
+            if pulled < LEAST_PULL:
+                continue
+            by_tier = (*standings.lower_of(number).by_tier, (PEER, pulled))
+            price = self._load_price(replica.cache, by_tier)
+            standings.put_pull(number, prefix.tokens, Lower(by_tier, price, prefix.source.id))
 
     def _estimate(
         self,
@@ -510,6 +574,7 @@ def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
         cached_tokens=least.cached_tokens,
         by_tier=least.by_tier,
         load_price=least.load_price,
+        pull_from=least.pull_from,
         junction_tokens=min(candidate.junction_tokens for candidate in candidates),
         recent_tokens=min(candidate.recent_tokens for candidate in candidates),
         suspect=any(candidate.suspect for candidate in candidates),

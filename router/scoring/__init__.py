@@ -23,6 +23,7 @@ from router.scoring.ranking import Ranker, empty_reason, rank
 from router.scoring.standings import (
     IDLE,
     LEAST_TRUST,
+    Lower,
     Order,
     OrdersStandings,
     Outlook,
@@ -31,6 +32,7 @@ from router.scoring.standings import (
     State,
 )
 from router.scoring.types import (
+    PEER,
     Candidate,
     CandidateLoad,
     Policy,
@@ -43,8 +45,10 @@ __all__ = [
     "IDLE",
     "LEAST_DELAY",
     "LEAST_TRUST",
+    "PEER",
     "Candidate",
     "CandidateLoad",
+    "Lower",
     "Order",
     "OrdersStandings",
     "Outlook",

@@ -26,8 +26,6 @@ Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 """Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
 `arrivals_per_s` and `refill`."""
 
-_Lower: TypeAlias = tuple[tuple[tuple[str, int], ...], float | None]
-"""Of a `Candidate`, `by_tier` and `load_price`."""
 
 IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
@@ -49,13 +47,20 @@ def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
 speed_of: Callable[[State], float] = itemgetter(2)
 
 
+class Lower(NamedTuple):
+    """What a candidate has of a prompt below its GPU; the fields are those of `Candidate`."""
+
+    by_tier: tuple[tuple[str, int], ...] = ()
+    load_price: float | None = None
+    pull_from: str | None = None
+
+
 class Standings:
     """The candidates of one decision: item i of every column is about candidate i."""
 
     __slots__ = (
-        "_load_price_of",
+        "_lower_of",
         "_others",
-        "_tiers_of",
         "cached_tokens",
         "gpu_cached_tokens",
         "junction_tokens",
@@ -74,8 +79,7 @@ class Standings:
         recent_tokens: list[int],
         progress_tokens: list[float],
         outlooks: list[Outlook],
-        tiers_of: Callable[[int], tuple[tuple[str, int], ...]],
-        load_price_of: Callable[[int], float | None] = lambda _number: None,
+        lower_of: Callable[[int], Lower],
     ) -> None:
         """Keep the columns. Policies must not change them.
 
@@ -87,8 +91,7 @@ class Standings:
             recent_tokens: By candidate.
             progress_tokens: By candidate.
             outlooks: What each cache is doing.
-            tiers_of: Returns the `by_tier` of candidate i.
-            load_price_of: Returns the `load_price` of candidate i.
+            lower_of: Returns what candidate i has below its GPU.
         """
         self.states = states
         self.gpu_cached_tokens = gpu_cached_tokens
@@ -97,9 +100,8 @@ class Standings:
         self.recent_tokens = recent_tokens
         self.progress_tokens = progress_tokens
         self.outlooks = outlooks
-        self._tiers_of = tiers_of
-        self._load_price_of = load_price_of
-        self._others: dict[int, _Lower] = {}
+        self._lower_of = lower_of
+        self._others: dict[int, Lower] = {}
         """Of those that were put in place of others."""
 
     @classmethod
@@ -113,8 +115,7 @@ class Standings:
             [candidate.recent_tokens for candidate in candidates],
             [candidate.progress_tokens for candidate in candidates],
             [_outlook_of(candidate) for candidate in candidates],
-            lambda number: candidates[number].by_tier,
-            lambda number: candidates[number].load_price,
+            lambda number: _lower_of(candidates[number]),
         )
 
     def __len__(self) -> int:
@@ -134,7 +135,7 @@ class Standings:
         self.recent_tokens[number] = candidate.recent_tokens
         self.progress_tokens[number] = candidate.progress_tokens
         self.outlooks[number] = _outlook_of(candidate)
-        self._others[number] = candidate.by_tier, candidate.load_price
+        self._others[number] = _lower_of(candidate)
 
     def put_estimate(self, number: int, tokens: int, trust: float) -> None:
         """Let an estimate stand for the hit of candidate *number*.
@@ -148,7 +149,18 @@ class Standings:
         self.states[number] = (*state[:3], trust, *state[4:])
         self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
         self.junction_tokens[number] = 0
-        self._others[number] = (), None
+        self._others[number] = Lower()
+
+    def put_pull(self, number: int, tokens: int, lower: Lower) -> None:
+        """Let candidate *number* pull what it lacks of a prefix from another replica's memory.
+
+        Args:
+            number: Its number.
+            tokens: Of the prefix; more than it has cached.
+            lower: What it has below its GPU then, with what it pulls.
+        """
+        self._others[number] = lower
+        self.cached_tokens[number] = tokens
 
     def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
         """Let an estimate stand for what candidate *number* would evict next.
@@ -161,15 +173,10 @@ class Standings:
         _, _, uncached, arrivals, refill = self.outlooks[number]
         self.outlooks[number] = age_s, reuse, uncached, arrivals, refill
 
-    def tiers_of(self, number: int) -> tuple[tuple[str, int], ...]:
-        """The `by_tier` of candidate *number*."""
+    def lower_of(self, number: int) -> Lower:
+        """What candidate *number* has below its GPU."""
         other = self._others.get(number)
-        return self._tiers_of(number) if other is None else other[0]
-
-    def load_price_of(self, number: int) -> float | None:
-        """The `load_price` of candidate *number*."""
-        other = self._others.get(number)
-        return self._load_price_of(number) if other is None else other[1]
+        return self._lower_of(number) if other is None else other
 
     def lower_cost(self, number: int, weights: Weights) -> float:
         """What a token of the hit of candidate *number* costs that is below the GPU.
@@ -178,8 +185,8 @@ class Standings:
             number: Its number.
             weights: What it costs where it was not measured.
         """
-        price = self.load_price_of(number)
-        return weights.of_lower(self.tiers_of(number)) if price is None else price
+        lower = self.lower_of(number)
+        return weights.of_lower(lower.by_tier) if lower.load_price is None else lower.load_price
 
     def requests(self, number: int) -> int:
         """Requests known to be at candidate *number*."""
@@ -188,13 +195,14 @@ class Standings:
 
     def candidate(self, number: int) -> Candidate:
         """Candidate *number* as an object."""
-        state, outlook = self.states[number], self.outlooks[number]
+        state, outlook, lower = self.states[number], self.outlooks[number], self.lower_of(number)
         return Candidate(
             replica_id=state[0],
             gpu_cached_tokens=self.gpu_cached_tokens[number],
             cached_tokens=self.cached_tokens[number],
-            by_tier=self.tiers_of(number),
-            load_price=self.load_price_of(number),
+            by_tier=lower.by_tier,
+            load_price=lower.load_price,
+            pull_from=lower.pull_from,
             junction_tokens=self.junction_tokens[number],
             recent_tokens=self.recent_tokens[number],
             progress_tokens=self.progress_tokens[number],
@@ -233,6 +241,10 @@ def state_of(candidate: Candidate) -> State:
         load.foreign_requests,
         load.waiting_requests,
     )
+
+
+def _lower_of(candidate: Candidate) -> Lower:
+    return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
 
 
 def _outlook_of(candidate: Candidate) -> Outlook:

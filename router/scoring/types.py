@@ -14,10 +14,13 @@ Cost = Annotated[float, Field(strict=True, ge=0, le=1_000_000, allow_inf_nan=Fal
 TierName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(str.upper)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
+PEER = "PEER"
+"""In `Candidate.by_tier`, what is pulled from another replica's memory."""
+
 KEY_TOKENS = 64
 """From one key of a prompt to the next."""
 
-_TIER_TOKENS = {"STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
+_TIER_TOKENS = {"PEER": 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
 
 
 # Slots, since policies read eight weights for every candidate: 6 ns each, where an attribute of a
@@ -169,6 +172,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     load_price: float | None = None
     """Of one of those tokens, in tokens to compute, as it was measured there; None: as the weights
     say."""
+    pull_from: str | None = None
+    """The replica from whose memory what `by_tier` names `PEER` is pulled."""
     junction_tokens: int = 0
     """Tokens behind the GPU's hit whose full attention is there and whose window or state is gone:
     sent there, the prompt computes them once more and makes a hit for all later ones; sent

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvevents.events import BlockStored, EventBatch
-from router.config import ReplicaConfig
+from router.config import PeerTierConfig, ReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
 from router.mirror import ApproximateCaches, Mirror
 from router.replicas import EventSource, Replica
@@ -20,6 +20,7 @@ from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.routing.planner import (
     ANY_RANK,
+    LEAST_PULL,
     MAX_MATCHED_PROMPTS,
     RECENT_STEP,
     UNREAD_RANK,
@@ -118,10 +119,10 @@ def planning() -> Planning:
     return Planning()
 
 
-def replica(name: str = "r0", ranks: int = 1) -> Replica:
+def replica(name: str = "r0", ranks: int = 1, p2p: PeerTierConfig | None = None) -> Replica:
     record = HealthRecord(1, 1)
     record.check_passed()
-    made = Replica(ReplicaConfig(url="http://127.0.0.1:1", id=name), record, 0.0)
+    made = Replica(ReplicaConfig(url="http://127.0.0.1:1", id=name, p2p=p2p), record, 0.0)
     made.sources = tuple(EventSource(rank, "tcp://127.0.0.1:1") for rank in range(ranks))
     return made
 
@@ -482,3 +483,92 @@ def test_the_cache_of_a_candidate_is_that_of_its_rank() -> None:
     two = replica(ranks=2)
     assert source_of(two, 1) == SourceId("r0", 1)
     assert source_of(two, None) == source_of(replica(ranks=0), None) == R0
+
+
+# --- what another replica's memory holds ----------------------------------------------------------
+
+LONG = list(range(1, 4001))
+PEERS = PeerTierConfig(port=7777)
+
+
+def in_memory(planning: Planning, source: SourceId, count: int) -> None:
+    """The GPU and the memory of a replica hold the beginning of a prompt."""
+    planning.store(source, LONG[:count])
+    planning.store(source, LONG[:16], "CPU")  # shows that the tier keeps single blocks
+    planning.store(source, LONG[:count], "CPU")
+
+
+@pytest.mark.parametrize("policy", ["prefix", LEAST_DELAY])
+def test_a_busy_holder_s_prefix_is_pulled_by_an_idle_replica(policy: str) -> None:
+    """It need not be computed again, and the holder need not be waited for; where nobody is busy,
+    the holder it is."""
+    planning = Planning(policy, Mirror(clock=lambda: 0.0))
+    in_memory(planning, R0, 3200)
+    fleet = [replica("r0", p2p=PEERS), replica("r1", p2p=PEERS)]
+    prompts = planning.prompts(LONG)
+    assert planning.rank(prompts, *fleet, tokens=4000)[0].candidate.replica_id == "r0"
+    planning.load.started("r0", 6000, 6000)
+    chosen = planning.rank(prompts, *fleet, tokens=4000)[0].candidate
+    assert (chosen.replica_id, chosen.pull_from) == ("r1", "r0")
+    assert (chosen.gpu_cached_tokens, chosen.cached_tokens) == (0, 3200)
+    assert chosen.by_tier == (("PEER", 3200),)
+    assert uncached_tokens(4000, chosen) == 800
+
+
+def test_only_what_the_other_s_memory_holds_can_be_pulled() -> None:
+    """Its GPU is out of reach: events say what lies where."""
+    planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+    in_memory(planning, R0, 1600)
+    planning.store(R0, LONG[:3200])
+    fleet = [replica("r0", p2p=PEERS), replica("r1", p2p=PEERS)]
+    found = {
+        each.candidate.replica_id: each.candidate
+        for each in planning.rank(planning.prompts(LONG), *fleet, tokens=4000)
+    }
+    assert (found["r0"].cached_tokens, found["r0"].pull_from) == (3200, None)
+    assert (found["r1"].cached_tokens, found["r1"].pull_from) == (1600, "r0")
+
+
+def test_what_one_holds_oneself_is_not_pulled() -> None:
+    """A pull brings the rest, if that is worth asking for."""
+    planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+    in_memory(planning, R0, 3200)
+    planning.store(SourceId("r1"), LONG[:1600])
+    planning.store(SourceId("r2"), LONG[: 3200 - LEAST_PULL + 16])
+    fleet = [replica(name, p2p=PEERS) for name in ("r0", "r1", "r2")]
+    ranking = planning.rank(planning.prompts(LONG), *fleet, tokens=4000)
+    by_tier = {each.candidate.replica_id: each.candidate.by_tier for each in ranking}
+    assert by_tier == {"r0": (), "r1": (("PEER", 1600),), "r2": ()}
+
+
+@pytest.mark.parametrize("hindrance", ["no tier there", "no tier here", "suspect", "sick", "batch"])
+def test_nothing_is_pulled_where_it_would_not_be_there(hindrance: str) -> None:
+    """Both need the tier, the events must be trusted, and the holder must answer."""
+    planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+    in_memory(planning, R0, 3200)
+    holder = replica("r0", p2p=None if hindrance == "no tier there" else PEERS)
+    other = replica("r1", p2p=None if hindrance == "no tier here" else PEERS)
+    if hindrance == "suspect":
+        planning.suspects.add(R0)
+    elif hindrance == "sick":
+        holder.record.check_failed("down")
+    prompts = planning.prompts(LONG, *[OTHER_IDS] * (hindrance == "batch"))
+    request = RouteRequest(model="m", prompt_tokens=4000)
+    ranking, _ = planning.planner.rank(request, planning.index, prompts, [holder, other])
+    assert [each.candidate.pull_from for each in ranking] == [None] * len(ranking)
+
+
+def test_a_full_replica_s_memory_can_still_be_read() -> None:
+    """It is for want of room there that the prompt goes elsewhere."""
+    planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))
+    in_memory(planning, R0, 3200)
+    holder, other = replica("r0", p2p=PEERS), replica("r1", p2p=PEERS)
+    holder.draining = True
+    request = RouteRequest(model="m", prompt_tokens=4000)
+    ranking, excluded = planning.planner.rank(
+        request, planning.index, planning.prompts(LONG), [holder, other]
+    )
+    assert [(each.candidate.replica_id, each.candidate.pull_from) for each in ranking] == [
+        ("r1", "r0")
+    ]
+    assert [each.replica_id for each in excluded] == ["r0"]

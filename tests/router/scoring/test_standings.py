@@ -271,7 +271,7 @@ def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
         standings.put_estimate(i + 1, 16, 0.5)
         standings.put_eviction(i + 1, 3.0, 0.25)
     for i in (0, count - 2):
-        assert standings.tiers_of(i) == tiers
+        assert standings.lower_of(i).by_tier == tiers
         assert standings.candidate(i) == Candidate(
             replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers
         )
