@@ -36,6 +36,8 @@ class Routed(NamedTuple):
     account: Account
     hints: Hints = NO_HINTS
     """What the engine is told to keep."""
+    pull_from: str | None = None
+    """The replica from whose memory it pulls what it lacks."""
 
 
 class Router(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.simulation.time_model import AcceleratorTime
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.model_config import TransformerConfig
+from offload.tiers import TierConfig
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,22 @@ def layout_names() -> list[str]:
 
 TRANSFER_TOKENS_PER_S = 200_000.0
 """The rate of loads from a lower tier: 128 KiB per token over PCIe at 25 GB/s."""
+PULL_TOKENS_PER_S = 80_000.0
+"""The same from another replica's memory, over a network at 10 GB/s."""
 
 
 def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
     """The same replica with a tier in memory that holds *gpu_shares* times as many blocks as the
-    GPU."""
+    GPU, and reads those of others."""
     model = config.model()
     token_bytes = model.block_bytes * len(model.layer_groups()) / model.block_size
     time_model = replace(
-        config.time_model, transfer_bytes_per_s=token_bytes * TRANSFER_TOKENS_PER_S
+        config.time_model,
+        transfer_bytes_per_s=token_bytes * TRANSFER_TOKENS_PER_S,
+        pull_bytes_per_s=token_bytes * PULL_TOKENS_PER_S,
     )
-    return replace(config, cpu_blocks=int(config.num_blocks * gpu_shares), time_model=time_model)
+    memory = int(config.num_blocks * gpu_shares)
+    return replace(config, cpu_blocks=memory, tiers=(TierConfig("p2p"),), time_model=time_model)
 
 
 def replica_config(layout: str, cache_tokens: int) -> ReplicaConfig:

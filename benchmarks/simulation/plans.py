@@ -88,6 +88,34 @@ class Questions:
         return Session((popular(random, self._documents),), (turn,))
 
 
+class HotPrefixes:
+    """Questions behind one of a number of long prefixes: manuals, code bases, sets of examples. One
+    at a time is what most of them are about, as with news or a new release; then it is another."""
+
+    def __init__(
+        self,
+        prefixes: int = 40,
+        hot_share: float = 0.6,
+        questions_each: int = 150,
+        prefix_tokens: Bounds = (12_000, 24_000),
+        question_tokens: Bounds = (100, 1000),
+        answer_tokens: Bounds = (16, 128),
+    ) -> None:
+        texts, random = Texts(), Random("texts of hot prefixes")
+        self._prefixes = [texts.text(random.randint(*prefix_tokens)) for _ in range(prefixes)]
+        self._hot_share, self._questions_each = hot_share, questions_each
+        self._question, self._answer = question_tokens, answer_tokens
+        self._asked = 0
+
+    def session(self, random: Random) -> Session:
+        """See `Plan`."""
+        self._asked += 1
+        hot = self._prefixes[self._asked // self._questions_each % len(self._prefixes)]
+        prefix = hot if random.random() < self._hot_share else popular(random, self._prefixes)
+        turn = Turn(random.randint(*self._question), random.randint(*self._answer), 0.0)
+        return Session((prefix,), (turn,))
+
+
 class Agents:
     """Loops of a model and its tools, as recorded with coding agents: a median of 33 turns behind
     one of a few long tool prompts, contexts up to 80,000 tokens, and every seventh turn a pause in

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.simulation.decoding import make_quiet, quiet_steps, take_quiet_steps
 from benchmarks.simulation.layouts import ReplicaConfig
@@ -15,12 +15,17 @@ from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
 from kvevents.stream import StreamStatistics
+from offload.base import LookupResult, OffloadKey, RequestContext
 from offload.engine.core.build import build_engine
 from offload.engine.core.requests import EngineRequest, StepOutput
 from offload.engine.core.time_model import VirtualClock
+from offload.request import PeerBlocks, PeerSource
 
 MOST_IDLE_STEPS = 100
 """Steps in a row that take no time: more than a few mean that nothing will ever fit."""
+
+MOST_KEYS = 1 << 16
+"""That a peer is asked for at once."""
 
 TakeBatch = Callable[[str, EventBatch], None]
 TakeOutputs = Callable[[Sequence[StepOutput], float], None]
@@ -113,14 +118,28 @@ class SimulatedReplica:
         self._idle_steps = 0
         self._stroke: _Stroke | None = None
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request now; a step under way ends first."""
+    def add(self, request: EngineRequest, peer: SimulatedReplica | None = None) -> None:
+        """Queue a request now; a step under way ends first.
+
+        Args:
+            request: The request.
+            peer: From whose memory it may pull.
+        """
+        if peer is not None:
+            keys = self.engine.scheduler.block_keys(request, MOST_KEYS)
+            request = replace(request, at_peer=peer.held(keys))
         self.engine.add_request(request)
         if self._stroke is not None:
             self._cut(self._stroke)
         elif not self._is_stepping:
             self._is_stepping = True
             self._step()
+
+    def held(self, keys: Sequence[OffloadKey]) -> PeerBlocks:
+        """Which blocks its memory holds now."""
+        memory, asking = self.engine.tiers[0].tier.manager, RequestContext("")
+        found = {key for key in keys if memory.lookup(key, asking) is LookupResult.HIT}
+        return PeerBlocks(PeerSource(self.replica_id, 1), frozenset(found))
 
     def _step(self) -> None:
         steps = 0 if self._single_steps else quiet_steps(self.engine)

@@ -3,13 +3,15 @@ policy, ranking."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 
 from benchmarks.simulation.blind import BLIND_INDEXES
 from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
+from router.config import PeerTierConfig
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, choose_index
 from router.mirror import Mirror
@@ -29,6 +31,7 @@ POLICIES = (
     LEAST_DELAY,
     f"{LEAST_DELAY}, learned",
     f"{LEAST_DELAY}, told",
+    f"{LEAST_DELAY}, pulling",
     "prefix",
     *BLIND_INDEXES,
     "session",
@@ -37,7 +40,8 @@ POLICIES = (
     "random",
 )
 """The router's own; those over a blind index are `prefix`. Engines are told what to keep where the
-fleet has seen prompts part (learned), and at the ends of messages besides (told)."""
+fleet has seen prompts part (learned), and at the ends of messages besides (told), or to pull what
+another's memory holds (pulling)."""
 
 
 class SimulatedRouter:
@@ -51,15 +55,18 @@ class SimulatedRouter:
         weights: Weights | None = None,
         seed: int = 0,
         cache_blocks: int | None = None,
+        joins_s: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._clock = clock
         self._cache_blocks = cache_blocks
+        self._joins_s = joins_s
         policy, _, told = policy.partition(", ")
-        self._steering = Steering() if told else None
+        self._steering = Steering() if told in ("learned", "told") else None
         self._knows_ends = told == "told"
         self.index = BLIND_INDEXES.get(policy, _index)()
         self.load = LoadTracker()
-        self._replicas = [_healthy(replica_id) for replica_id in replica_ids]
+        peers = told == "pulling"
+        self._replicas = [_healthy(replica_id, peers) for replica_id in replica_ids]
         misjudgment = Misjudgment("prefix" if policy in BLIND_INDEXES else policy)
         settings = PolicySettings(misjudgment.weights(weights or Weights()), random=Random(seed))
         chosen = misjudgment.around(make_policy(misjudgment.policy, settings))
@@ -94,7 +101,8 @@ class SimulatedRouter:
         """Decide where a request goes; its share of the load counts from now on."""
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
-        ranking, _ = self._planner.rank(request, self.index, prompts, self._replicas)
+        joined = [each for each in self._replicas if self._joins_s.get(each.id, 0) <= self._clock()]
+        ranking, _ = self._planner.rank(request, self.index, prompts, joined)
         chosen = ranking[0].candidate
         count, source = len(token_ids), SourceId(chosen.replica_id)
         uncached = uncached_tokens(count, chosen)
@@ -109,6 +117,7 @@ class SimulatedRouter:
             expected,
             in_flight,
             hints,
+            chosen.pull_from,
         )
 
     def _hints(
@@ -125,7 +134,9 @@ def _index() -> PrefixIndex:
     return choose_index().create(secret=b"simulation")
 
 
-def _healthy(replica_id: str) -> Replica:
+def _healthy(replica_id: str, has_peers: bool) -> Replica:
     record = HealthRecord(1, 1)
     record.check_passed()
-    return Replica(RouterReplicaConfig(url="http://127.0.0.1:8000", id=replica_id), record, 0.0)
+    p2p = PeerTierConfig(port=7777) if has_peers else None
+    config = RouterReplicaConfig(url="http://127.0.0.1:8000", id=replica_id, p2p=p2p)
+    return Replica(config, record, 0.0)

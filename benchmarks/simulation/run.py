@@ -43,6 +43,10 @@ class Setting:
     turns."""
     single_steps: bool = False
     """Take every step on its own; see `SimulatedReplica`."""
+    late: int = 0
+    """How many of the replicas join later, and empty."""
+    late_share: float = 0.0
+    """When: a share of the time."""
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Simulation:
     def __init__(self, setting: Setting, workload: Workload) -> None:
         self.timeline = Timeline()
         self._workload = workload
+        self._late_s = setting.late_share * workload.ends_s
         self._scrape_interval_s = setting.scrape_interval_s
         names = [f"replica-{index:03}" for index in range(setting.replicas)]
         self.routers = [self._router(setting, names, index) for index in range(setting.routers)]
@@ -102,6 +107,7 @@ class Simulation:
             setting.weights,
             seed,
             setting.replica.num_blocks,
+            dict.fromkeys(names[len(names) - setting.late :], self._late_s),
         )
 
     def _replica(self, name: str, setting: Setting) -> SimulatedReplica:
@@ -145,6 +151,7 @@ class Simulation:
         keep, keep_end = routed.hints
         told = {"kvroute": {"keep": list(keep), "keep_end": keep_end}}
         uncached = len(tokens) - routed.expected_tokens
+        peer = None if routed.pull_from is None else self.replicas[routed.pull_from]
         self.replicas[routed.replica_id].add(
             EngineRequest(
                 arrival.request_id,
@@ -152,7 +159,8 @@ class Simulation:
                 sampling,
                 kv_transfer_params=told,
                 priority=round(uncached + AGEING_TOKENS_PER_S * self.timeline.now_s),
-            )
+            ),
+            peer,
         )
 
     def _take_outputs(self, outputs: Sequence[StepOutput], step_s: float) -> None:

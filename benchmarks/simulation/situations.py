@@ -17,6 +17,7 @@ from benchmarks.simulation.plans import (
     Agents,
     Chats,
     ChatsBesideScans,
+    HotPrefixes,
     OneSystemPrompt,
     Pause,
     Questions,
@@ -42,6 +43,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "chats, slow": partial(Chats, Pause(60.0, 1.0)),
     "documents": Questions,
     "documents, many": partial(Questions, documents=960),
+    "hot prefixes": HotPrefixes,
     "agents": Agents,
     "mixed": partial(ChatsBesideScans, Pause(30.0)),
     "one prompt": OneSystemPrompt,
@@ -72,6 +74,8 @@ class Situation:
     """Its size in multiples of the GPU's; 0: none."""
     routers: int = 1
     requests: int = COUNTED
+    late: int = 0
+    """How many of the replicas join where counting begins, and empty."""
 
     def replica(self) -> ReplicaConfig:
         """Each of its replicas."""
@@ -112,6 +116,8 @@ class Situation:
             event_delay_s=self.event_delay_s,
             seed=seed,
             routers=self.routers,
+            late=self.late,
+            late_share=WARM_UP,
         )
 
     def _per_s(self, prompt_tokens: float) -> float:
@@ -131,6 +137,7 @@ class Situation:
 _CHATS = Situation("chats", 80_000, 1.2, requests=2500)
 _SLOW = Situation("chats, slow", 80_000, 0.6, requests=2600)
 _DOCUMENTS = Situation("documents", 100_000, 1.0)
+_HOT = Situation("hot prefixes", 300_000, 3.0, memory_tier=3.0)
 _AGENTS = Situation("agents", 300_000, 2.5, requests=3400)
 _MIXED = Situation("mixed", 60_000, 0.8, requests=2900)
 _TRACE = Situation(TRACE, 300_000, 0.6, requests=3000)
@@ -186,6 +193,9 @@ SITUATIONS: dict[str, Situation] = {
         _DOCUMENTS, workload="documents, many", replicas=64, requests=12_000
     ),
     "chats, memory tier": replace(_CHATS, memory_tier=3.0),
+    "hot prefixes": _HOT,
+    "hot prefixes, new replicas": replace(_HOT, late=4),
+    "documents, memory tier": replace(_DOCUMENTS, rate=1.8, memory_tier=3.0),
     "chats, two routers": replace(_CHATS, routers=2),
 }
 
