@@ -11,11 +11,11 @@ import zmq
 from kvevents.endpoints import Socket
 from offload.base import OffloadKey
 from offload.errors import TransferError
-from offload.peer.wire import MOST_FETCHED, Ask, Fetch, encode, unpack_bits
+from offload.peer.wire import MOST_FETCHED, PeerFetch, PeerQuestion, encode, unpack_bits
 from offload.request import PeerBlocks, PeerSource
 
 
-class Peers:
+class PeerClient:
     """Other engines with equal weights. Every call has a socket of its own, so it may be used from
     any thread.
 
@@ -23,21 +23,21 @@ class Peers:
     routed past a dead engine.
     """
 
-    ANSWER_S = 0.25
-    """For a question, which holds up a request."""
     FETCH_S = 5.0
     """For `MOST_FETCHED` blocks."""
     SILENT_S = 5.0
     """For how long a silent peer is not asked."""
     MOST_SILENT = 1024
-    """Peers of which that is remembered."""
+    """PeerClient of which that is remembered."""
 
-    def __init__(self, identity: bytes, block_bytes: int) -> None:
+    def __init__(self, identity: bytes, block_bytes: int, answer_s: float) -> None:
         """
         Args:
             identity: Of weights and pages.
             block_bytes: Of the largest block: no frame of a reply may be longer.
+            answer_s: How long to wait for an answer to a question, which holds up a request.
         """
+        self._answer_s = answer_s
         self._identity = identity
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
@@ -53,7 +53,9 @@ class Peers:
         if not keys or self.is_silent(source):
             return PeerBlocks(source, frozenset())
         try:
-            (bits,) = self._exchange(source, Ask(self._identity, list(keys)), self.ANSWER_S, 1)
+            (bits,) = self._exchange(
+                source, PeerQuestion(self._identity, list(keys)), self._answer_s, 1
+            )
         except TransferError:
             self._note_silence(source)
             return PeerBlocks(source, frozenset())
@@ -65,19 +67,25 @@ class Peers:
     def fetch(self, source: PeerSource, keys: Sequence[OffloadKey]) -> list[bytes]:
         """The bytes of blocks, in their order.
 
+        Args:
+            source: The peer.
+            keys: Any number; they are fetched `MOST_FETCHED` at a time.
+
         Raises:
             TransferError: The peer does not answer, or has one of them no longer.
         """
         found: list[bytes] = []
         for first in range(0, len(keys), MOST_FETCHED):
             some: list[bytes] = [*keys[first : first + MOST_FETCHED]]
-            found += self._exchange(source, Fetch(self._identity, some), self.FETCH_S, len(some))
+            found += self._exchange(
+                source, PeerFetch(self._identity, some), self.FETCH_S, len(some)
+            )
         if not all(found):
             raise TransferError("peer tier: a block was evicted since its peer was asked")
         return found
 
     def _exchange(
-        self, source: PeerSource, request: Ask | Fetch, within_s: float, frames: int
+        self, source: PeerSource, request: PeerQuestion | PeerFetch, within_s: float, frames: int
     ) -> list[bytes]:
         socket: Socket
         with zmq.Context.instance().socket(zmq.DEALER) as socket:

@@ -36,7 +36,7 @@ class PeerTierCounts:
 
 
 class PeerManager(OffloadingManager):
-    """Peers' tiers in memory, as one tier from which is only read.
+    """PeerClient' tiers in memory, as one tier from which is only read.
 
     It takes nothing. A peer may have evicted a block since it was asked: then the copy fails, and
     the request, which begins again, finds nothing at its peer any more.

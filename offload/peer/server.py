@@ -11,7 +11,7 @@ import zmq
 from kvevents.endpoints import Socket
 from offload.base import OffloadKey
 from offload.errors import CacheConfigError, TransferError
-from offload.peer.wire import MAX_REQUEST_BYTES, Ask, Request, decode, pack_bits
+from offload.peer.wire import MAX_REQUEST_BYTES, PeerQuestion, Request, decode, pack_bits
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,6 @@ class PeerServer:
     def _answer(self, request: Request) -> list[bytes]:
         keys = [OffloadKey(key) for key in request.keys]
         is_ours = request.identity == self._identity
-        if isinstance(request, Ask):
+        if isinstance(request, PeerQuestion):
             return [pack_bits([is_ours and self._memory.holds(key) for key in keys])]
         return [(is_ours and self._memory.read(key)) or b"" for key in keys]

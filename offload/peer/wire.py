@@ -22,21 +22,21 @@ MOST_FETCHED = 256
 MAX_REQUEST_BYTES = 8 << 20
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PeerQuestion(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Which of these blocks can be loaded?"""
 
     identity: bytes
     keys: list[bytes]
 
 
-class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PeerFetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """The bytes of these blocks."""
 
     identity: bytes
     keys: list[bytes]
 
 
-Request: TypeAlias = Ask | Fetch
+Request: TypeAlias = PeerQuestion | PeerFetch
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -51,7 +51,7 @@ def decode(payload: bytes) -> Request:
         request = _decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise TransferError(f"peer tier: a request that cannot be read: {error}") from None
-    most = MOST_ASKED if isinstance(request, Ask) else MOST_FETCHED
+    most = MOST_ASKED if isinstance(request, PeerQuestion) else MOST_FETCHED
     if len(request.keys) > most:
         raise TransferError(f"peer tier: {len(request.keys)} keys in a request of at most {most}")
     return request
@@ -66,6 +66,11 @@ def pack_bits(bits: Sequence[bool]) -> bytes:
 
 
 def unpack_bits(packed: bytes, count: int) -> list[bool]:
-    """The first *count* of packed bits; those that are missing are not set."""
+    """The first *count* of packed bits; those that are missing are not set.
+
+    Args:
+        packed: From `pack_bits`, of whatever length.
+        count: How many are wanted.
+    """
     whole = packed.ljust(-(-count // 8), b"\0")
     return [bool(whole[index // 8] >> index % 8 & 1) for index in range(count)]

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from offload.base import Direction, OffloadingWorker, PeerLoadSpec, TransferJob, TransferResult
 from offload.errors import TransferError
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
 from offload.transfer.queue import TransferStatistics
@@ -24,7 +24,7 @@ class PeerTransferWorker(OffloadingWorker):
     """Brings blocks from peers; a job fails where its peer has one of them no longer."""
 
     def __init__(
-        self, cache: CanonicalKVCache, peers: Peers, options: TransferOptions | None = None
+        self, cache: CanonicalKVCache, peers: PeerClient, options: TransferOptions | None = None
     ) -> None:
         """
         Args:
@@ -70,7 +70,7 @@ class PeerTransferWorker(OffloadingWorker):
 class _PeerSide(LowerSide):
     """The blocks of one job."""
 
-    def __init__(self, peers: Peers, blocks: PeerLoadSpec) -> None:
+    def __init__(self, peers: PeerClient, blocks: PeerLoadSpec) -> None:
         self._peers = peers
         self._blocks = blocks
 

@@ -11,7 +11,7 @@ from kvevents.layout import KVCacheGroup
 from offload.base import OffloadingManager, OffloadingWorker
 from offload.connector.tier import Tier
 from offload.fs.store import BlockFiles
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def peer_worker(self, peers: Peers) -> OffloadingWorker:
+    def peer_worker(self, peers: PeerClient) -> OffloadingWorker:
         """What copies from other engines' memories."""
         ...
 

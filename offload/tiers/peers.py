@@ -12,7 +12,7 @@ from typing_extensions import override
 from offload.base import OffloadingManager, OffloadingWorker, OffloadKey, unpack_offload_key
 from offload.cpu.manager import CPUOffloadingManager
 from offload.errors import CacheConfigError
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
 from offload.peer.server import PeerServer
 from offload.reuse_filter import ReuseFilter
@@ -27,6 +27,8 @@ class PeerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The address at which others read this engine's tier in memory."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
     """Its port, 0 for any; without one, this engine pulls from others, and they do not from it."""
+    answer_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.25
+    """How long to wait for a peer to say what it holds; then the prompt is computed."""
 
 
 class PeerTierSpec(OffloadingSpec):
@@ -46,7 +48,7 @@ class PeerTierSpec(OffloadingSpec):
         self._host = host
         known = f"{host.identity} {list(host.page_bytes)}"
         identity = sha256(known.encode()).digest()
-        self.peers = Peers(identity, max(host.page_bytes))
+        self.peers = PeerClient(identity, max(host.page_bytes), self._options.answer_s)
         """Asks others what they hold."""
         self.server: PeerServer | None = None
         """Answers others; None without a port."""

@@ -210,6 +210,7 @@ def _hit(candidate: Candidate) -> HitView:
         gpu_cached_tokens=candidate.gpu_cached_tokens,
         cached_tokens=candidate.cached_tokens,
         by_tier=dict(candidate.by_tier),
+        pull_from=candidate.pull_from,
         suspect=candidate.suspect,
         approximate=candidate.is_approximate,
     )

@@ -72,7 +72,10 @@ class HitView(View, frozen=True, kw_only=True):
     cached_tokens: int
     """With what lower tiers would bring back."""
     by_tier: dict[str, int] = {}
-    """What each lower tier, by its name in events, or shared store adds to the GPU's."""
+    """What each lower tier, by its name in events, or shared store adds to the GPU's; `PEER` is
+    another replica's memory."""
+    pull_from: str | None = None
+    """The replica from whose memory that is pulled."""
     suspect: bool
     """Events of the replica were lost, so the hit is doubtful and counts in part."""
     approximate: bool = False

@@ -17,7 +17,14 @@ from router.routing.models import Model
 from router.routing.planner import source_of
 from router.scoring import Candidate, Ranked, empty_reason
 from router.steering import NO_HINTS, STEP, Hints, Said
-from router.tokenize import Endpoint, PromptSpec, TokenizedPrompt, with_hints, with_model
+from router.tokenize import (
+    Endpoint,
+    PromptSpec,
+    TokenizedPrompt,
+    with_hints,
+    with_model,
+    with_source,
+)
 from router.upstream import Header
 
 ANY_MODEL = "any"
@@ -245,6 +252,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             body = self.rename(body, name)
         if hints is not NO_HINTS:
             body = self._with_hints(body, replica, hints)
+        source = self.replicas.get(candidate.pull_from or "")
+        if source is not None and source.peer_address is not None and not source.removed:
+            body = with_source(body, *source.peer_address)
         changed = None if body is self.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed)
 

@@ -20,8 +20,6 @@ from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import (
-    ANY_RANK,
-    UNREAD_RANK,
     RankChoice,
     RoutePlanner,
     prepare,
@@ -29,6 +27,7 @@ from router.routing.planner import (
 from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.scoring import RouteRequest
 from router.tokenize import (
+    PULLING,
     ChatPrompt,
     Endpoint,
     LargeWork,
@@ -344,9 +343,9 @@ class Dispatcher:
     ) -> Decision:
         spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
         request = RouteRequest(model=model.name, prompt_tokens=count, session=asked.session)
-        choice = UNREAD_RANK if spec.endpoint in RANK_IGNORED else ANY_RANK
-        if asked.dp_rank is not None:
-            choice = RankChoice(choice.is_read, asked.dp_rank)
+        choice = RankChoice(
+            spec.endpoint not in RANK_IGNORED, asked.dp_rank, spec.endpoint in PULLING
+        )
         ranking, excluded = self._planner.rank(
             request, model.index, prompts, replicas.values(), choice, asked.tenant
         )

@@ -73,6 +73,8 @@ class RankChoice(NamedTuple):
     reuse counts."""
     asked: int | None = None
     """The rank that the client asks for, where clients may."""
+    may_pull: bool = True
+    """Whether the engine reads from which peer it is to pull."""
 
 
 ANY_RANK = RankChoice()
@@ -176,7 +178,8 @@ class RoutePlanner:
         """
         found = self._find(index, prompts, request.prompt_tokens)
         replicas = list(replicas)
-        prefix = self._to_pull(index, prompts, replicas, found) if len(prompts) == 1 else None
+        may_pull = choice.may_pull and len(prompts) == 1
+        prefix = self._to_pull(index, prompts, replicas, found) if may_pull else None
         return self._rank(request, found, replicas, choice, tenant, prefix)
 
     def rank_by_load(

@@ -222,6 +222,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
             return ["the prompt's length is unknown"]
         lower = self.cached_tokens - self.gpu_cached_tokens
         where = ", ".join(f"{tokens:,} {name}" for name, tokens in self.by_tier)
+        where += f" of {self.pull_from}" if self.pull_from else ""
         offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
         known = "estimated to be cached" if self.is_approximate else "cached"
         parts = [f"{self.gpu_cached_tokens:,} of {prompt_tokens:,} tokens {known}{offloaded}"]

@@ -28,6 +28,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.tokenize.body.json_fields import check_int64
+from router.tokenize.body.pulling import PULLING, with_source
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.retention import HintForm, with_hints
 from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
@@ -67,6 +68,7 @@ from router.tokenize.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
     "NO_ENDS",
+    "PULLING",
     "ChatPrompt",
     "ChatSettings",
     "Coverage",
@@ -109,5 +111,6 @@ __all__ = [
     "strip_report_mode",
     "with_hints",
     "with_model",
+    "with_source",
     "with_tenant_salt",
 ]

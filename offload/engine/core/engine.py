@@ -89,8 +89,8 @@ class Engine:
         self.scheduler.add(request)
 
     def ask_peer(self, request: EngineRequest) -> EngineRequest:
-        """The request with what the peer that it names holds of it. Waits for the peer, a quarter
-        of a second at most; may be called from any thread.
+        """The request with what the peer that it names holds of it. Waits for the peer's
+        answer; may be called from any thread.
 
         Raises:
             EngineRequestError: `remote_kv_source` is of another form.

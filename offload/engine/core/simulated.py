@@ -16,7 +16,7 @@ from offload.engine.core.batch import ModelRunner, SequenceChunk
 from offload.engine.core.time_model import Clock, TimeModel
 from offload.errors import TransferError
 from offload.fs.store import BlockFiles, StoredFile, file_bytes
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 
 _FIRST_PRINTABLE, _PRINTABLE = 32, 95
 _BYTE_TOKENS = 256
@@ -196,7 +196,7 @@ class SimulatedBackend:
 
     def peer_worker(
         self,
-        peers: Peers,  # noqa: ARG002 (the protocol's)
+        peers: PeerClient,  # noqa: ARG002 (the protocol's)
     ) -> OffloadingWorker:
         """Return a worker that takes the time of a pull, and fetches nothing."""
         return SimulatedTransferWorker(self._time_model.pull_s, self._clock, self._block_bytes)

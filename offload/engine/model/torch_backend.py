@@ -16,7 +16,7 @@ from offload.engine.core.model_config import TransformerConfig
 from offload.engine.model.torch_runner import TorchRunner
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 from offload.peer.worker import PeerTransferWorker
 
 
@@ -51,7 +51,7 @@ class TorchBackend:
         """Call *make* with the model's pages."""
         return make(self._pages)
 
-    def peer_worker(self, peers: Peers) -> OffloadingWorker:
+    def peer_worker(self, peers: PeerClient) -> OffloadingWorker:
         """See `TransferBackend.peer_worker`."""
         return PeerTransferWorker(self._pages, peers)
 

@@ -8,6 +8,7 @@ The files; each imports only what is listed above it:
     anthropic_request.py   body of /v1/messages
     splicing.py            fields of a body replaced or taken out; all other bytes stay
     rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
-    retention.py           puts in what an engine is to keep, and takes a client's own out
+    pulling.py             puts in from which peer an engine is to pull
+    retention.py           puts in what an engine is to keep; takes a client's own out, and peers
     requests.py            any body -> what to tokenise
 """

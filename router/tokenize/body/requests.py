@@ -28,7 +28,8 @@ from router.tokenize.body.json_fields import (
     required,
 )
 from router.tokenize.body.openai_request import parse_chat, parse_responses
-from router.tokenize.body.retention import TRANSFER_FIELD, strip_hints
+from router.tokenize.body.pulling import TRANSFER_FIELD
+from router.tokenize.body.retention import strip_hints
 from router.tokenize.body.rewriting import (
     ARGUMENTS_FIELD,
     SALT_FIELD,

@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
+from router.tokenize.body.pulling import SOURCE, TRANSFER_FIELD
 from router.tokenize.body.rewriting import ARGUMENTS_FIELD, EXTRA_FIELD, SAMPLING_FIELD
 from router.tokenize.body.splicing import with_changed, with_members, without_members
 from router.tokenize.prompts import Endpoint
 
-TRANSFER_FIELD = "kv_transfer_params"
-_PLAIN = b"kvroute"
+_PLAIN = b"kvroute", SOURCE.encode()
 _ESCAPE = b"\\u00"
-"""Of the letters of that name in a string."""
+"""Of the letters of a name in a string."""
 
 
 class HintForm(Enum):
@@ -67,15 +67,17 @@ def with_hints(
 
 
 def strip_hints(body: bytes) -> bytes:
-    """Return the body without hints; the same object if it has none.
+    """Return the body without hints, and without a peer to pull from; the same object if it has
+    neither.
 
     Args:
         body: A JSON object that was parsed before.
     """
-    if _PLAIN not in body and _ESCAPE not in body:
+    if not any(name in body for name in (*_PLAIN, _ESCAPE)):
         return body
     for form, names in _NAMES.items():
         body = without_members(body, form.value, names)
+    body = without_members(body, TRANSFER_FIELD, (SOURCE,))
     vllm = _NAMES[HintForm.VLLM]
     return with_changed(
         body,

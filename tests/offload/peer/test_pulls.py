@@ -20,7 +20,7 @@ from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
 from offload.engine.core.requests import EngineRequest, SamplingParams
 from offload.errors import CacheConfigError, EngineRequestError
-from offload.peer.client import Peers
+from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
 from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
@@ -105,16 +105,15 @@ Start = Callable[..., Peer]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """How soon an engine answers on a busy machine is no matter here."""
-    monkeypatch.setattr(Peers, "ANSWER_S", 60.0)
-    monkeypatch.setattr(Peers, "FETCH_S", 60.0)
+    monkeypatch.setattr(PeerClient, "FETCH_S", 60.0)
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def started(serves: bool = True, **changes: Any) -> Peer:
-            options: dict[str, Any] = {"port": 0} if serves else {}
+        def started(serves: bool = True, answer_s: float = 60, **changes: Any) -> Peer:
+            options = {"answer_s": answer_s} | ({"port": 0} if serves else {})
             config = replace(CONFIG, tiers=(TierConfig("p2p", options),), **changes)
             published = Collected()
             engine = build_engine(config, publisher=published)
@@ -183,7 +182,7 @@ def test_a_peer_that_died_since_costs_one_recompute(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy gives up in its own time; the engine computes others meanwhile."""
-    monkeypatch.setattr(Peers, "FETCH_S", 0.05)
+    monkeypatch.setattr(PeerClient, "FETCH_S", 0.05)
     holder, puller = start(), start(False)
     expected, _ = holder.serve("a", PROMPT)
     request = puller.ask("b", PROMPT, holder.address)
@@ -196,15 +195,14 @@ def test_a_silent_peer_is_not_asked_for_a_while(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request must not wait for each that is routed past a dead engine."""
-    puller, gone = start(False), start()
+    puller, gone = start(False, answer_s=0.01), start()
     nobody = gone.address
     gone.engine.close()
-    monkeypatch.setattr(Peers, "ANSWER_S", 0.01)
-    monkeypatch.setattr(Peers, "SILENT_S", 3600.0)
+    monkeypatch.setattr(PeerClient, "SILENT_S", 3600.0)
     assert puller.serve("a", PROMPT, nobody)[1] == 0
     assert puller.spec.peers.is_silent(PeerSource("127.0.0.1", nobody["remote_port"]))
-    monkeypatch.setattr(Peers, "ANSWER_S", 3600.0)
-    assert puller.serve("b", [1, *PROMPT], nobody)[1] == 0, "it would wait for an hour"
+    monkeypatch.setattr(PeerClient, "_exchange", None)
+    assert puller.serve("b", [1, *PROMPT], nobody)[1] == 0, "to ask would fail"
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"block_size": 8}, {"vocab_size": 600}])

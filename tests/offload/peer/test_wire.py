@@ -10,8 +10,8 @@ from offload.errors import TransferError
 from offload.peer.wire import (
     MOST_ASKED,
     MOST_FETCHED,
-    Ask,
-    Fetch,
+    PeerFetch,
+    PeerQuestion,
     decode,
     encode,
     pack_bits,
@@ -32,7 +32,7 @@ def test_what_an_answer_leaves_out_is_not_held() -> None:
 
 def test_a_request_comes_back_as_it_was() -> None:
     """Of both kinds."""
-    for request in (Ask(b"weights", [b"a", b"b"]), Fetch(b"weights", [b"c"])):
+    for request in (PeerQuestion(b"weights", [b"a", b"b"]), PeerFetch(b"weights", [b"c"])):
         assert decode(encode(request)) == request
 
 
@@ -41,11 +41,11 @@ def test_a_request_comes_back_as_it_was() -> None:
     [
         b"",
         b"\xc1",
-        encode(["Ask", b"weights"]),
-        encode(["Drop", b"weights", []]),
-        encode(["Ask", b"weights", [1]]),
-        encode(Ask(b"weights", [b""] * (MOST_ASKED + 1))),
-        encode(Fetch(b"weights", [b""] * (MOST_FETCHED + 1))),
+        encode(["ask", b"weights"]),
+        encode(["drop", b"weights", []]),
+        encode(["ask", b"weights", [1]]),
+        encode(PeerQuestion(b"weights", [b""] * (MOST_ASKED + 1))),
+        encode(PeerFetch(b"weights", [b""] * (MOST_FETCHED + 1))),
     ],
 )
 def test_what_is_no_request_is_refused(payload: bytes) -> None:

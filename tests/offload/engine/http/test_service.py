@@ -120,9 +120,7 @@ async def test_a_request_is_asked_about_at_the_peer_that_it_names() -> None:
     holder.add_request(request("a", 100, 1))
     while holder.has_work:
         holder.step()
-    engine, runner = scripted_engine(cpu_blocks=100, tiers=(TierConfig("p2p"),))
-    assert engine.peers is not None
-    engine.peers.ANSWER_S = 60.0
+    engine, runner = scripted_engine(cpu_blocks=100, tiers=(TierConfig("p2p", {"answer_s": 60}),))
     service = EngineService(engine)
     try:
         asked = {"remote_kv_source": {"kv_request_id": "a", **named}}
