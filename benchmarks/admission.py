@@ -51,7 +51,7 @@ LAYOUTS = {
     "gptoss": PatternConfig(sliding_window=128, pattern=(_W, _F)),
     "gemma": PatternConfig(sliding_window=512, pattern=(_W, _W, _W, _W, _W, _F)),
 }
-BLOCKS = {"swa, swa, full": 700, "full": 420, "mamba hybrid": 600, "gptoss": 560, "gemma": 1400}
+BLOCKS = {"swa, swa, full": 700, "full": 420, "mamba hybrid": 600, "gptoss": 560, "gemma": 2000}
 """Of a starved cache, which evicts all the time."""
 AMPLE = 8
 """An ample one has so many times as many."""

@@ -31,6 +31,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
         "--documents",
         "6",
     ),
+    ("benchmarks.admission", "--seeds", "0"),
     ("benchmarks.real_engine_quality", "--repetitions", "2", "--rounds", "1"),
     ("benchmarks.growth", "--requests", "50000"),
     ("benchmarks.soak", "--minutes", "3", "--replicas", "8", "--rate", "30"),

@@ -131,6 +131,9 @@ class HashedPrompt(Protocol):
         tokens, adapter, salt and extra keys.
         """
 
+    def forget_keys(self, step: int) -> None:
+        """Free the memory that the keys of a step take; asked for again, they are made again."""
+
 
 # --- what an index returns ------------------------------------------------------------------------
 

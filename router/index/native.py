@@ -173,6 +173,10 @@ class NativePrompt(PromptKeys):
             keys = self._core_keys[step] = self._core.prefix_keys(self.hashed, step)
         return keys
 
+    @override
+    def forget_keys(self, step: int) -> None:
+        self._core_keys.pop(step, None)
+
     def core_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
     ) -> _EngineHashes:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.index import SourceId
-from router.mirror.in_prefill import STEP
+from router.mirror.layout import STEP
 from router.mirror.mirror import Mirror
 from router.mirror.ownership import Ownership, Use
 from router.mirror.traffic import FadingRatio

@@ -12,78 +12,9 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvevents.events import GPU
-from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index import HashedPrompt, PrefixIndex, SourceId, SourceStatistics
+from router.index import HashedPrompt
+from router.mirror.layout import STEP, UNKNOWN, Layout
 from router.mirror.prefix_tree import PrefixTree, equal_keys
-
-STEP = 64
-"""Tokens between two keys of a prefix; the same for all prompts of a model."""
-DENSE = 0.97
-"""Of the tokens that full attention stored, the share from which on windows are kept densely."""
-
-
-class Layout(NamedTuple):
-    """What matters of a cache's layout."""
-
-    hit_tokens: int
-    """Hits are multiples of it."""
-    is_sparse: bool
-    """Of a prompt, windows or states are kept only at some lengths, its boundaries."""
-    tail_tokens: int
-    """Before a boundary, what is kept of the group that keeps least: 0 of a state."""
-    eagle: bool
-    """Whether some group must have a block more of a hit than is reused."""
-    has_gaps: bool
-    """A prompt may be reusable as a whole and not in part: windows move on."""
-    blocks_per_key: float
-    """That `STEP` tokens take in all groups when they are computed."""
-    full_blocks_per_key: float
-    """Of these, those that a request needs until its end."""
-
-    def boundaries_of(self, prompt_tokens: int) -> tuple[int, ...]:
-        """Lengths at which an engine keeps windows and states of a prompt whatever it found."""
-        step = self.hit_tokens
-        if not self.eagle:
-            return ((prompt_tokens - 1) // step * step,)
-        # Its last block is computed again, so the one before is kept as well.
-        ends = ((prompt_tokens - 1) // step * step, prompt_tokens // step * step)
-        return tuple(sorted({max(end - step, 0) for end in ends}))
-
-    def longest_hit(self, boundaries: Sequence[int], most_tokens: int) -> int:
-        """How much can be reused of a prompt that was computed with some boundaries.
-
-        Where the tails of two boundaries meet, a hit may end anywhere between them, and where one
-        reaches the start, anywhere before it. With tails of 64 and the boundaries 48, 208 and 256:
-
-            0     48                           208    256
-            |xxxxxx|.............|xxxxxxxxxxxxxxx|xxxxxx|      hits end at 0 to 48 and 208 to 256
-
-        Args:
-            boundaries: Ascending.
-            most_tokens: That are shared with it, a multiple of `hit_tokens`.
-        """
-        if not self.is_sparse:
-            return most_tokens
-        found = first = last = 0
-        for boundary in boundaries:
-            if boundary - self.tail_tokens > last:
-                first = boundary
-            last = boundary
-            if first <= most_tokens:
-                found = min(last, most_tokens)
-        return found
-
-
-UNKNOWN = Layout(
-    hit_tokens=1,
-    is_sparse=False,
-    tail_tokens=0,
-    eagle=False,
-    has_gaps=False,
-    blocks_per_key=0.0,
-    full_blocks_per_key=0.0,
-)
 
 
 class Prompt(Protocol):
@@ -202,61 +133,6 @@ class InPrefill(Generic[_Prompt, _Holder]):
 
 
 _NOTHING = Coming(0, 0)
-
-
-_KEPT_AT_ENDS = GroupKind.SLIDING_WINDOW, GroupKind.MAMBA
-
-
-def layout_of(index: PrefixIndex, source: SourceId) -> Layout:
-    """What an index has learned of a cache's layout.
-
-    Args:
-        index: The model's.
-        source: The cache.
-    """
-    cache = index.source_statistics(source)
-    layout = None if cache is None else cache.layout
-    if cache is None or layout is None:
-        return UNKNOWN
-    groups = [group for group in layout.groups if group.kind is not GroupKind.NOT_CACHED]
-    tails = [group for group in groups if group.kind in _KEPT_AT_ENDS]
-    has_states = any(group.kind is GroupKind.MAMBA for group in tails)
-    return Layout(
-        hit_tokens=layout.scheduler_block_size,
-        is_sparse=has_states or (bool(tails) and not _is_dense(cache, layout)),
-        tail_tokens=min((_tail_tokens(group) for group in tails), default=0),
-        eagle=bool(layout.eagle),
-        has_gaps=any(group.kind is not GroupKind.FULL for group in groups),
-        blocks_per_key=sum(STEP / group.block_size for group in groups),
-        full_blocks_per_key=sum(
-            STEP / group.block_size for group in groups if group.kind is GroupKind.FULL
-        ),
-    )
-
-
-def _tail_tokens(group: KVCacheGroup) -> int:
-    """What is kept of a group before a boundary, without what EAGLE needs behind it."""
-    if group.kind is GroupKind.MAMBA:
-        return 0
-    return group.window_blocks() * group.block_size
-
-
-def _is_dense(cache: SourceStatistics, layout: KVCacheLayout) -> bool:
-    """Whether the engine keeps windows wherever a hit may end, by what it has stored so far: as
-    much of each window as of full attention."""
-    stored = dict(cache.removed)
-    for (group, tier), blocks in cache.blocks.items():
-        if tier == GPU:
-            stored[group] = stored.get(group, 0) + blocks
-    full: list[int] = []
-    windows: list[float] = []
-    for index, spec in enumerate(layout.groups):
-        tokens = stored.get(index, 0) * spec.block_size
-        if spec.kind is GroupKind.FULL:
-            full.append(tokens)
-        elif spec.kind is GroupKind.SLIDING_WINDOW:
-            windows.append(tokens / min(1.0, _tail_tokens(spec) / layout.scheduler_block_size))
-    return bool(full and windows) and min(windows) >= DENSE * max(full) > 0
 
 
 def are_equal(keys: Sequence[int], tokens: int, other: Prompt) -> bool:

@@ -4,8 +4,8 @@ blocks will be evicted, and what that says to a policy.
 An engine evicts what was least recently used, by the end of the request that used it last. So the
 order is known here. How far the eviction has come is not: it is read from the index, by asking
 whether the oldest request's own part of its prompt could still be reused. That is done when a
-request begins to respond or ends, never for a decision, and only if the cache has removed something
-since.
+request begins to respond or ends, and for the cache that was chosen, never for a decision; and only
+if the cache has removed something since.
 """
 
 from __future__ import annotations
@@ -14,23 +14,18 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+from kvevents.layout import GroupKind
 from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
-from router.mirror.in_prefill import (
-    STEP,
-    UNKNOWN,
-    Coming,
-    InPrefill,
-    Layout,
-    coming_of,
-    layout_of,
-)
+from router.mirror.eviction import EvictionOrder, Forecast
+from router.mirror.in_prefill import Coming, InPrefill, coming_of
+from router.mirror.layout import STEP, UNKNOWN, Layout, layout_of
 from router.mirror.loading import ByTier, LoadPrices
-from router.mirror.ownership import Ownership, Use
+from router.mirror.ownership import Ownership, Taken, Use
 from router.mirror.traffic import FadingRate, FadingRatio, ModelTraffic
 
 WORTH_TELLING = 256
@@ -120,8 +115,14 @@ class _Cache:
     """When the oldest request was looked at last."""
     had_content: bool = False
     """It holds what was there before the first request."""
+    order: EvictionOrder = field(default_factory=EvictionOrder)
+    """Of what requests have given back."""
+    decoding: int = 0
+    """Requests in decode."""
     decoding_tokens: int = 0
-    """Of the prompts of requests in decode."""
+    """Of their prompts."""
+    recomputed_tokens: int = 0
+    """Of these, those that full attention had already."""
     outlook: _Outlook | None = None
     """The last one that was given; None: something has happened since."""
     outlook_until: float = 0.0
@@ -136,7 +137,7 @@ class Visit:
     __slots__ = (
         "_cache",
         "_mirror",
-        "expected_tokens",
+        "found",
         "is_decoding",
         "kept",
         "keys",
@@ -163,6 +164,7 @@ class Visit:
         tokens: int,
         uncached_tokens: int,
         loads: ByTier,
+        found: Coming,
         now: float,
     ) -> None:
         self._mirror: Mirror | None = mirror
@@ -179,22 +181,39 @@ class Visit:
         """As the first one in prefill, the most of its tokens that may count as computed."""
         self.prompt = prompts[0] if len(prompts) == 1 else None
         self.keys: Sequence[int] = () if self.prompt is None else self.prompt.prefix_keys(STEP)
+        self.found = found
+        """Of the prompt, what will be cached when the engine admits it."""
         self.kept: Sequence[int] = ()
         """Lengths of its prompt at which the engine will keep windows and states, besides those at
         its end."""
         self.is_decoding = False
-        self.expected_tokens = 0
-        """Of the prompt, those that will be cached when the engine admits it."""
         self.known_until = math.inf
         """When its prompt no longer counts as being computed."""
         self.told: Prefilling | None = None
         """What others are told of it."""
         self.uses = []
         for prompt in prompts:
-            use, _ = cache.content.begin(prompt.prefix_keys(STEP))
+            use, taken = cache.content.begin(prompt.prefix_keys(STEP))
             use.prompt = prompt
+            self.note_taken(use, taken)
             self.uses.append(use)
         self.reuse = [model.began(use.keys, now) for use in self.uses]
+
+    @property
+    def expected_tokens(self) -> int:
+        """Of the prompt, those that will be cached when the engine admits it."""
+        return self.found.tokens
+
+    def note_taken(self, use: Use, taken: Sequence[Taken]) -> None:
+        """One of its prompts took over keys from others, some of which it computes again.
+
+        Args:
+            use: The prompt's.
+            taken: From the start of the prompt.
+        """
+        is_known = self.prompt is not None
+        hit_keys = -(-self.found.tokens // STEP) if is_known else len(use.keys)
+        self._cache.order.take(taken, hit_keys, self._cache.layout.held_blocks_per_key)
 
     def first_token(self) -> None:
         """Its prefill is done."""
@@ -305,9 +324,11 @@ class Mirror:
         cache.arrivals.add(1.0, now)
         cache.outlook = None
         traffic = self._model(model)
-        visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, loads, now)
-        visit.expected_tokens = found.tokens
+        visit = Visit(
+            self, traffic, cache, prompts, prompt_tokens, uncached_tokens, loads, found, now
+        )
         visit.kept = _kept(cache.layout, found, keep)
+        _hold(cache, visit)
         self._last_number += 1
         visit.number = self._last_number
         self._enter_prefill(visit, cache, now)
@@ -333,7 +354,8 @@ class Mirror:
                 cache.prices.loaded(visit.loads, cost)
         self._leave_prefill(visit, cache, now)
         visit.is_decoding = True
-        cache.decoding_tokens += visit.tokens
+        _count_decoding(cache, visit, 1)
+        _leave(cache, visit, visit.kept, 0)
         self._look_at_oldest(cache)
 
     def end(self, visit: Visit, cache: _Cache, model: ModelTraffic, was_served: bool) -> None:
@@ -348,10 +370,10 @@ class Mirror:
         now = self._clock()
         self._leave_prefill(visit, cache, now)
         if visit.is_decoding:
-            cache.decoding_tokens -= visit.tokens
+            _count_decoding(cache, visit, -1)
         for use in visit.uses:
             if was_served:
-                cache.content.end(use, now)
+                self._give_back(cache, visit, use, now)
             else:
                 cache.content.drop(use)
         for use in visit.reuse:
@@ -557,45 +579,38 @@ class Mirror:
             prompt_tokens: Its length.
             now: What is there now.
         """
-        keys = prompt.prefix_keys(STEP)
-        if cache.layout is UNKNOWN:
-            self._look_at_layout(cache)
+        keys, layout = prompt.prefix_keys(STEP), cache.layout
+        if layout is UNKNOWN:
+            layout = self._look_at_layout(cache)
         if not keys or not cache.prefilling:
             return now
-        tokens = self._kept(cache, keys, now.tokens) if now.tokens else 0
-        run, ahead, layout = now.run, 0.0, cache.layout
+        self._forget_evicted(cache)
+        evicted, evicted_before = self._foresee_evictions(cache)
+        tokens, run = _left_of(cache, prompt, now, evicted) if now.run else now
         for visit in reversed(cache.prefilling):
-            ahead += visit.uncached_tokens / STEP * layout.blocks_per_key
             # A window that has moved on within a prompt is the first to go.
-            is_kept = not layout.has_gaps or ahead < self._evictable(cache)
+            is_kept = not layout.has_gaps or evicted - evicted_before[visit] < _evictable(cache)
             if is_kept and visit.keys and visit.keys[0] == keys[0]:
                 found = coming_of(prompt, prompt_tokens, visit, layout)
                 tokens, run = max(tokens, found.tokens), max(run, found.run)
         return Coming(tokens, max(run, tokens))
 
-    def _evictable(self, cache: _Cache) -> float:
-        """Blocks that no running request needs, about: those in full attention are needed."""
-        running = cache.decoding_tokens / STEP * cache.layout.full_blocks_per_key
-        return (cache.capacity_blocks or cache.most_blocks) - running
-
-    def _kept(self, cache: _Cache, keys: Sequence[int], hit_tokens: int) -> int:
-        """How much of a hit is left when those in prefill have been given their blocks."""
-        held, content = cache.index.blocks_held(cache.source), cache.content
-        capacity = cache.capacity_blocks or cache.most_blocks
-        now = self._clock()
-        ahead = sum(visit.uncached_tokens for visit in cache.prefilling)
-        computed = self._progress(cache, now)
-        needed = (ahead - computed) / STEP * cache.layout.blocks_per_key - max(capacity - held, 0)
-        if needed <= 0 or not content or not held:
-            return hit_tokens
-        needed_keys = needed * len(content) / held
-        for start, end, use in content.segments(keys[: -(-hit_tokens // STEP)]):
-            left_of_it = len(use.keys) - content.among_oldest(use, needed_keys)
-            if left_of_it < end:
-                unit = cache.layout.hit_tokens
-                at = start if cache.layout.has_gaps else max(left_of_it, start)
-                return at * STEP // unit * unit
-        return hit_tokens
+    def _foresee_evictions(self, cache: _Cache) -> tuple[float, dict[Visit, float]]:
+        """How many blocks will have been evicted when the next request is admitted, and when each
+        of those in prefill has been computed; where windows are kept densely, when it is begun."""
+        forecast, found, may_have_begun = Forecast(cache.layout, _free_blocks(cache)), {}, True
+        for visit in cache.prefilling:
+            done = visit.found.tokens
+            if may_have_begun and visit.prompt is not None:
+                run = _full_run(cache, visit.prompt)
+                may_have_begun = run > visit.found.run
+                done = max(run, done) if may_have_begun else done
+            boundaries = sorted({*visit.kept, *cache.layout.boundaries_of(visit.tokens)})
+            kept = cache.layout.tail_blocks(boundaries, visit.found.tokens)
+            before = forecast.evicted
+            forecast.compute(visit.tokens - done, sum(blocks for _, blocks in kept))
+            found[visit] = forecast.evicted if cache.layout.is_sparse else before
+        return forecast.evicted, found
 
     def statistics(self) -> MirrorStatistics:
         """Sizes."""
@@ -672,40 +687,174 @@ class Mirror:
         oldest = cache.content.oldest()
         return 0.0 if oldest is None or oldest.ended_at is None else now - oldest.ended_at
 
-    def _look_at_layout(self, cache: _Cache) -> None:
+    def _give_back(self, cache: _Cache, visit: Visit, use: Use, now: float) -> None:
+        """One of a visit's prompts is used no more: what it holds can be evicted."""
+        layout, before = cache.layout, max(visit.kept, default=0)
+        ends = layout.boundaries_of(visit.tokens)
+        use.rest = visit.tokens / STEP - len(use.keys) if visit.prompt is not None else 0.0
+        if layout.windows_first:
+            _leave(cache, visit, ends, before)
+        visit.note_taken(use, cache.content.end(use, now))
+        cache.order.end(use, layout.held_blocks_per_key)
+        if not layout.windows_first:
+            _leave(cache, visit, ends, before)
+        if visit.prompt is not None and layout.hit_tokens != STEP:
+            visit.prompt.forget_keys(layout.hit_tokens)  # it is kept for long, and they are many
+
+    def _look_at_layout(self, cache: _Cache) -> Layout:
         cache.layout = layout_of(cache.index, cache.source)
         self._is_sparse |= cache.layout.is_sparse
+        return cache.layout
 
     def _look_at_oldest(self, cache: _Cache) -> None:
-        """Forget what has been evicted since the last look."""
-        index, source = cache.index, cache.source
+        """Learn what has happened since the last look."""
         cache.outlook = None
         cache.looks += 1
         # Soon after the start, and now and then: what it keeps shows only in what it has stored.
         if cache.looks % 256 == 0 or cache.looks & (cache.looks - 1) == 0:
             self._look_at_layout(cache)
-        cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
-        removals = index.removals(source)
+        cache.most_blocks = max(cache.most_blocks, cache.index.blocks_held(cache.source))
+        self._forget_evicted(cache)
+
+    def _forget_evicted(self, cache: _Cache) -> None:
+        """Forget what has been evicted since the last look."""
+        removals = cache.index.removals(cache.source)
         if removals == cache.removals:
             return
         if removals < cache.removals:  # it was cleared, and may have been another process's
             cache.content.clear()
+            cache.order.clear()
             cache.had_content = False
         cache.removals = removals
-        while (oldest := cache.content.oldest()) is not None:
-            if oldest.prompt is not None:
-                hit = index.match_source(oldest.prompt, source)
-                if hit.gpu_cached_tokens > oldest.owned_from * STEP:
-                    break
-                _note_refill(cache, oldest, hit)
-            cache.content.drop(oldest)
+        while (oldest := cache.content.oldest()) is not None and not _is_left(cache, oldest):
+            self._drop(cache, oldest)
             cache.had_content = False
+        cache.order.fit(cache.capacity_blocks or cache.most_blocks)
+
+    def _drop(self, cache: _Cache, oldest: Use) -> None:
+        cache.order.gone(oldest)
+        cache.content.drop(oldest)
 
     def _fit(self, cache: _Cache) -> None:
         """Hold this cache to its share of the memory."""
         most = self._max_keys // len(self._caches) if self._caches else 0
         while cache.content.size > most and (oldest := cache.content.oldest()) is not None:
-            cache.content.drop(oldest)
+            self._drop(cache, oldest)
+
+
+# --- what a cache holds, and how long -------------------------------------------------------------
+
+
+def _left_of(cache: _Cache, prompt: HashedPrompt, now: Coming, evicted_blocks: float) -> Coming:
+    """What is left of what a cache has of a prompt when it has evicted so many blocks."""
+    if evicted_blocks <= 0:
+        return now
+    layout, keys = cache.layout, prompt.prefix_keys(STEP)
+    unit, run = layout.hit_tokens, now.run
+    evicted = cache.order.first(evicted_blocks, layout.held_blocks_per_key)
+    for start, end, use in cache.content.segments(keys[: -(-run // STEP)]):
+        gone = evicted.keys.get(use.number, 0.0)
+        left = int((len(use.keys) + use.rest - gone) * STEP)
+        if gone and left < min(end * STEP, run):
+            is_all_lost = layout.has_gaps and not layout.is_sparse
+            run = (start * STEP if is_all_lost else max(left, start * STEP)) // unit * unit
+            break
+    tokens = min(now.tokens, run)
+    if layout.is_sparse:
+        tokens = _whole_boundary(cache, prompt, tokens, now.tokens <= run, evicted.boundaries)
+    return Coming(tokens, run)
+
+
+def _whole_boundary(
+    cache: _Cache, prompt: HashedPrompt, most_tokens: int, is_one: bool, evicted: Set[int]
+) -> int:
+    """The longest length of a prompt at which windows and states are whole after an eviction.
+
+    Args:
+        cache: Where.
+        prompt: The prompt.
+        most_tokens: No longer one.
+        is_one: Whether a hit ends there now.
+        evicted: Boundaries that are lost, and with them what they share with later ones.
+    """
+    unit = cache.layout.hit_tokens
+    keys, tail = prompt.prefix_keys(unit), max(cache.layout.longest_tail // unit, 1)
+    for count in range(most_tokens // unit, 0, -1):
+        is_one = is_one or keys[count - 1] in cache.order
+        if is_one and evicted.isdisjoint(keys[max(count - tail, 0) : count]):
+            return count * unit
+        is_one = False
+    return 0
+
+
+def _free_blocks(cache: _Cache) -> float:
+    """Blocks that hold nothing, about: a request's last block in each group is not full."""
+    capacity = cache.capacity_blocks
+    if capacity is None:
+        if not cache.index.removals(cache.source):
+            return math.inf
+        capacity = cache.most_blocks
+    held, layout = cache.index.blocks_held(cache.source), cache.layout
+    copies = cache.order.copied_keys * layout.held_blocks_per_key
+    copies += cache.recomputed_tokens / STEP * layout.full_blocks_per_key
+    return max(capacity - held - copies - cache.decoding * layout.groups, 0.0)
+
+
+def _evictable(cache: _Cache) -> float:
+    """Blocks that no running request needs, about: those in full attention are needed."""
+    running = cache.decoding_tokens / STEP * cache.layout.full_blocks_per_key
+    return (cache.capacity_blocks or cache.most_blocks) - running
+
+
+def _full_run(cache: _Cache, prompt: HashedPrompt) -> int:
+    """How much of a prompt is there in full attention; of a cache without, the hit."""
+    found = cache.index.match_source(prompt, cache.source).gpu_cached_tokens
+    if not cache.layout.is_sparse:
+        return found
+    hits = cache.index.explain(prompt, cache.source)
+    full = [hit.tokens for hit in hits if hit.kind == GroupKind.FULL.value]
+    return min(full, default=found)
+
+
+def _is_left(cache: _Cache, oldest: Use) -> bool:
+    """Whether something is left of what a request owns; learn what became of what is not."""
+    if oldest.prompt is None:
+        return False
+    run = _full_run(cache, oldest.prompt)
+    if run >= (oldest.owned_from + 1) * STEP:  # what lies before its first own key is shared
+        if run < len(oldest.keys) * STEP:
+            oldest.rest = run / STEP - len(oldest.keys)
+            cache.order.weigh(oldest, cache.layout.held_blocks_per_key)
+        return True
+    _note_refill(cache, oldest, cache.index.match_source(oldest.prompt, cache.source))
+    return False
+
+
+def _count_decoding(cache: _Cache, visit: Visit, sign: int) -> None:
+    """A request begins to decode, or ends."""
+    cache.decoding += sign
+    cache.decoding_tokens += sign * visit.tokens
+    cache.recomputed_tokens += sign * (visit.found.run - visit.found.tokens)
+
+
+def _hold(cache: _Cache, visit: Visit) -> None:
+    """A request uses the windows and states at the end of its hit."""
+    layout = cache.layout
+    if layout.is_sparse and visit.prompt is not None:
+        keys, end = visit.prompt.prefix_keys(layout.hit_tokens), visit.found.tokens
+        first = max(end - max(layout.longest_tail, layout.hit_tokens), 0)
+        for key in keys[first // layout.hit_tokens : end // layout.hit_tokens]:
+            cache.order.hold(key)
+
+
+def _leave(cache: _Cache, visit: Visit, boundaries: Sequence[int], before: int) -> None:
+    """A request has moved on from what is kept before *boundaries* and not before *before*."""
+    layout = cache.layout
+    if layout.is_sparse and visit.prompt is not None:
+        keys = visit.prompt.prefix_keys(layout.hit_tokens)
+        for end, blocks in layout.tail_blocks(boundaries, before):
+            if 0 < end // layout.hit_tokens <= len(keys):
+                cache.order.leave(keys[end // layout.hit_tokens - 1], blocks)
 
 
 def _kept(layout: Layout, found: Coming, keep: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ only where prompts part for the first time, and what is new.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -40,6 +39,8 @@ class Use(msgspec.Struct, eq=False):
     """None while it runs."""
     prompt: HashedPrompt | None = None
     """For look-ups, where somebody needs it."""
+    rest: float = 0.0
+    """What it leaves behind the last of them, in keys; less than 0: so many are gone."""
 
     @property
     def owned(self) -> int:
@@ -72,8 +73,6 @@ class Ownership:
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}
         self._ended: dict[int, Use] = {}
-        self._ended_keys = 0
-        """That these own."""
         self._size = 0
         self._numbers = 0
 
@@ -96,21 +95,21 @@ class Ownership:
         use = Use(self._numbers, keys)
         return use, self._take(use)
 
-    def end(self, use: Use, now: float) -> None:
-        """A request has ended: it is the last that used its keys. Call once.
+    def end(self, use: Use, now: float) -> list[Taken]:
+        """A request has ended: it is the last that used its keys. Call once. Return whose keys it
+        took back, from the start.
 
         Args:
             use: From `begin`.
             now: Seconds.
         """
         if not use.keys:
-            return
-        if use.owned_from:
-            self._take(use)
+            return []
+        taken = self._take(use) if use.owned_from else []
         use.ended_at = now
         self._ended[use.number] = use
-        self._ended_keys += use.owned
         self._size += len(use.keys) + USE_KEYS
+        return taken
 
     def drop(self, use: Use) -> None:
         """Forget a request and what it owns; its keys are nobody's then."""
@@ -119,7 +118,6 @@ class Ownership:
             if (run := runs.get(key)) is not None and run.use is use:
                 del runs[key]
         if self._ended.pop(use.number, None) is not None:
-            self._ended_keys -= use.owned
             self._size -= len(use.keys) + USE_KEYS
         use.owned_from = len(use.keys)
 
@@ -135,7 +133,6 @@ class Ownership:
             self.drop(use)
             return dropped
         kept = len(use.keys) - count
-        self._ended_keys -= count
         self._size -= count
         dropped, use.keys = use.keys[kept:], use.keys[:kept]
         for key in dropped:
@@ -168,32 +165,6 @@ class Ownership:
         """Forget all requests that have ended."""
         for use in list(self._ended.values()):
             self.drop(use)
-
-    def among_oldest(self, use: Use, count: float) -> int:
-        """How many of a request's keys are among the *count* that were used longest ago: all of
-        whoever ended first, and of the last of them those at the end.
-
-        Args:
-            use: The request; of one that runs it is none.
-            count: Of the keys of requests that have ended.
-        """
-        if use.number not in self._ended:
-            return 0
-        return max(min(use.owned, math.ceil(count - self._owned_before(use, count))), 0)
-
-    def _owned_before(self, use: Use, most: float) -> int:
-        """How many keys the requests own that ended before *use* did; counted up to *most*."""
-        # From both ends, since what many share was used a moment ago.
-        older = newer = 0
-        ended = self._ended.values()
-        for first, last in zip(ended, reversed(ended), strict=True):
-            if first is use or older >= most:
-                break
-            if last is use:
-                return self._ended_keys - newer - use.owned
-            older += len(first.keys) - first.owned_from
-            newer += len(last.keys) - last.owned_from
-        return older
 
     def leading(self, keys: Sequence[int]) -> int:
         """How many leading keys of a prompt somebody owns."""
@@ -243,11 +214,9 @@ class Ownership:
             if taken and taken[-1].use is before:
                 count += taken.pop().keys
             taken.append(Taken(before, count))
-            if before.number in self._ended:
-                self._ended_keys -= max(at - before.owned_from, 0)
-                if at == len(before.keys):
-                    del self._ended[before.number]
-                    self._size -= len(before.keys) + USE_KEYS
+            if before.number in self._ended and at == len(before.keys):
+                del self._ended[before.number]
+                self._size -= len(before.keys) + USE_KEYS
             before.owned_from = max(before.owned_from, at)
         use.owned_from = 0
         return taken

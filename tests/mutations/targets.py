@@ -72,6 +72,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/mirror/traffic.py": ("tests/router/mirror",),
     "router/mirror/approximate.py": ("tests/router/mirror",),
     "router/mirror/in_prefill.py": ("tests/router/mirror",),
+    "router/mirror/layout.py": ("tests/router/mirror",),
+    "router/mirror/eviction.py": ("tests/router/mirror",),
     "router/scoring/standings.py": ("tests/router/scoring",),
     "router/routing/replica_tokenizers.py": (
         "tests/router/routing",

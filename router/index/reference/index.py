@@ -255,6 +255,10 @@ class PromptKeys(HashedPrompt):
             self._prefix_keys[step] = self._picked(step) or self.keys(step)
         return self._prefix_keys[step]
 
+    @override
+    def forget_keys(self, step: int) -> None:
+        self._prefix_keys.pop(step, None)
+
     def _picked(self, step: int) -> list[int] | None:
         """Every n-th of finer keys that were computed before; None if there are no such keys."""
         for finer, lookahead in self._keys:

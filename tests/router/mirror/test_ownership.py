@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -112,12 +111,6 @@ def test_ownership_is_that_of_the_last_user_of_every_key(steps: list[tuple[str, 
             assert set(use.keys[use.owned_from :]) == plain.owned(use)
         assert len(ownership) == len(plain.last)
         assert all(ownership.leading(path) == plain.leading(path) for path in PATHS)
-        for count in (0.0, 1.0, 2.5, 6.0, 1000.0):
-            left = math.ceil(count)
-            for use in owning:
-                assert ownership.among_oldest(use, count) == min(left, use.owned)
-                left -= min(left, use.owned)
-            assert not any(ownership.among_oldest(use, count) for use in running)
 
 
 def test_only_what_ended_after_a_time_was_used_since() -> None:
