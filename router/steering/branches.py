@@ -4,6 +4,9 @@ A key stands for a prefix of so many steps of tokens. What followed a key first 
 something else follows, prompts part there, and a third one will ask for just that prefix. A prompt
 that begins with the whole of an earlier one is its session's next turn: nothing parts there.
 
+Keys say in which step prompts part. What the second one has there is kept, so that the third one
+shows after how many tokens.
+
     first   system | document | question 1             nothing is known yet
     second  system | document | question 2             they part behind the document
     third   system | document | question 2 | answer | question 3       goes on: no branch
@@ -11,8 +14,9 @@ that begins with the whole of an earlier one is its session's next turn: nothing
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 from zlib import crc32
 
@@ -23,13 +27,16 @@ class Seen(NamedTuple):
     """What the prompts before say of a new one."""
 
     branches: list[int]
-    """Lengths in tokens at which prompts part, the longest first."""
+    """Lengths in tokens at which prompts part, the longest first; in whole steps until it is known
+    better."""
     is_continued: bool
     """Whether it goes on where an earlier prompt ended."""
     known_tokens: int
     """Of its prefix, those that others have had, in whole steps."""
     new_branch: int
     """Where it is the first to part from others, in tokens; 0: nowhere."""
+    exact_branch: int = 0
+    """Where it is the first to show after how many tokens prompts part; 0: nowhere."""
 
 
 class _Tail(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +44,15 @@ class _Tail(msgspec.Struct, frozen=True, gc=False):
 
     tokens: int
     digest: int
+
+
+class _Branch(msgspec.Struct, gc=False):
+    """A key behind which prompts part."""
+
+    ahead: array[int]
+    """What the second prompt has in the next step."""
+    shared: int | None = None
+    """How many of these tokens all have had that came since; None: none came."""
 
 
 class BranchPoints:
@@ -53,8 +69,8 @@ class BranchPoints:
         self._step = step
         self._following: dict[int, int | _Tail | None] = {}
         """By key: the next key of whoever came first, or how its prompt ended."""
-        self._branches: dict[int, None] = {}
-        """Keys at which prompts part, the one that was asked for last at the end."""
+        self._branches: dict[int, _Branch] = {}
+        """By key behind which prompts part, the one that was asked for last at the end."""
 
     def __len__(self) -> int:
         return len(self._following)
@@ -67,7 +83,7 @@ class BranchPoints:
             token_ids: The prompt's.
         """
         following, known = self._following, self._known(keys)
-        is_continued, new_branch = False, 0
+        is_continued, new_branch, exact_branch = False, 0, 0
         if known:
             last = keys[known - 1]
             before = following[last]
@@ -76,12 +92,12 @@ class BranchPoints:
             if is_continued:
                 following[last] = now
             elif before is not None and now is not None and before != now:
-                new_branch = 0 if last in self._branches else known * self._step
-                self._branches[last] = None
+                new_branch, exact_branch = self._part(last, known * self._step, token_ids)
         for index in range(known, len(keys)):
             is_last = index + 1 == len(keys)
             following[keys[index]] = self._tail(token_ids) if is_last else keys[index + 1]
-        return Seen(self._found(keys), is_continued, known * self._step, new_branch)
+        branches = self._found(keys, token_ids)
+        return Seen(branches, is_continued, known * self._step, new_branch, exact_branch)
 
     def _known(self, keys: Sequence[int]) -> int:
         """How many leading keys were seen before."""
@@ -109,13 +125,34 @@ class BranchPoints:
         is_longer = len(token_ids) > start + before.tokens
         return is_longer and _digest(theirs) == before.digest
 
-    def _found(self, keys: Sequence[int]) -> list[int]:
-        branches = self._branches
-        found = [index for index, key in enumerate(keys, 1) if key in branches]
-        for index in found:
-            del branches[keys[index - 1]]
-            branches[keys[index - 1]] = None
-        return [index * self._step for index in reversed(found)]
+    def _part(self, key: int, start: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """A prompt parts from others in the step behind a key: where that is new, and where it is
+        known exactly for the first time; 0: it is not."""
+        ahead = self._ahead(start, token_ids)
+        branch = self._branches.get(key)
+        if branch is None:
+            self._branches[key] = _Branch(ahead)
+            return start, 0
+        pairs = zip(branch.ahead, ahead, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        is_first = branch.shared is None
+        branch.shared = shared if branch.shared is None else min(shared, branch.shared)
+        return 0, start + shared if is_first else 0
+
+    def _ahead(self, start: int, token_ids: Sequence[int]) -> array[int]:
+        return array("I", token_ids[start : start + self._step])
+
+    def _found(self, keys: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        found = [index for index, key in enumerate(keys, 1) if key in self._branches]
+        return [self._length(index, keys[index - 1], token_ids) for index in reversed(found)]
+
+    def _length(self, index: int, key: int, token_ids: Sequence[int]) -> int:
+        """Of a branch that a prompt goes through, in tokens; it is used."""
+        branch = self._branches.pop(key)
+        self._branches[key] = branch
+        start, shared = index * self._step, branch.shared or 0
+        is_same = self._ahead(start, token_ids)[:shared] == branch.ahead[:shared]
+        return start + shared if is_same else start
 
     def forget(self, count: int) -> None:
         """Forget the *count* keys that were seen first, and the branches beyond their share."""

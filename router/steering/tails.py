@@ -14,17 +14,32 @@ from collections import deque
 from router.mirror import FadingRatio
 
 _SAMPLES = 256
+_ENOUGH = 16
+"""Exact lengths, from which on the others, which are up to a step too long, do not count."""
 LEAST_SHARE = 0.05
 """Of new prompts: where fewer part from a later one, nothing is expected of them."""
 MOST_GUESSES = 2
+
+
+class _Lengths:
+    """The latest of them."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self.ascending: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        self._latest.append(tokens)
+        insort(self.ascending, tokens)
+        if len(self._latest) > _SAMPLES:
+            self.ascending.remove(self._latest.popleft())
 
 
 class Tails:
     """Lengths in tokens of what prompts had behind the point where a later one left them."""
 
     def __init__(self) -> None:
-        self._latest: deque[int] = deque()
-        self._sorted: list[int] = []
+        self._rough, self._exact = _Lengths(), _Lengths()
         self._parted = FadingRatio(0.0, 4.0, _SAMPLES)
         """Of new prompts, those that a later one left somewhere."""
 
@@ -33,12 +48,14 @@ class Tails:
         self._parted.add(0.0, 1.0)
 
     def parted(self, tail_tokens: int) -> None:
-        """A prompt left an earlier one for the first time there, *tail_tokens* before its end."""
+        """A prompt left an earlier one for the first time there, *tail_tokens* before its end, or
+        up to a step less."""
         self._parted.add(1.0, 0.0)
-        self._latest.append(tail_tokens)
-        insort(self._sorted, tail_tokens)
-        if len(self._latest) > _SAMPLES:
-            self._sorted.remove(self._latest.popleft())
+        self._rough.add(tail_tokens)
+
+    def exactly(self, tail_tokens: int) -> None:
+        """A prompt showed where others are left: *tail_tokens* before its end."""
+        self._exact.add(tail_tokens)
 
     def guesses(self, prompt_tokens: int, known_tokens: int) -> list[int]:
         """The boundaries that save most, by what was seen so far, in tokens.
@@ -52,22 +69,25 @@ class Tails:
         """
         if self._parted.value < LEAST_SHARE:
             return []
+        is_exact = len(self._exact.ascending) >= _ENOUGH
+        tails = (self._exact if is_exact else self._rough).ascending
         found: list[int] = []
         for _ in range(MOST_GUESSES):
             best = max(
-                ((self._saved(prompt_tokens, [*found, tail]), tail) for tail in self._sorted[::8]),
+                ((_saved(tails, prompt_tokens, [*found, tail]), tail) for tail in tails[::-8]),
                 default=(0.0, 0),
             )
-            if best[0] <= self._saved(prompt_tokens, found) * 1.05:
+            if best[0] <= _saved(tails, prompt_tokens, found) * 1.05:
                 break
             found.append(best[1])
         return [prompt_tokens - d for d in found if prompt_tokens - d > known_tokens]
 
-    def _saved(self, prompt_tokens: int, distances: list[int]) -> float:
-        """Tokens that such boundaries save, summed over all tails."""
-        saved, below = 0.0, 0
-        for distance in sorted(distances):
-            upto = bisect_right(self._sorted, distance)
-            saved += (upto - below) * max(prompt_tokens - distance, 0)
-            below = upto
-        return saved
+
+def _saved(tails: list[int], prompt_tokens: int, distances: list[int]) -> float:
+    """Tokens that such boundaries save, summed over all tails, which ascend."""
+    saved, below = 0.0, 0
+    for distance in sorted(distances):
+        upto = bisect_right(tails, distance)
+        saved += (upto - below) * max(prompt_tokens - distance, 0)
+        below = upto
+    return saved

@@ -90,6 +90,8 @@ class Tenant:
         """Where a new prompt will part from later ones, where nothing tells of messages."""
         if seen.new_branch:
             self._tails.parted(prompt_tokens - seen.new_branch)
+        if seen.exact_branch:
+            self._tails.exactly(prompt_tokens - seen.exact_branch)
         if seen.is_continued or prompt_tokens - seen.known_tokens < STEP:
             return []
         if seen.known_tokens < prompt_tokens // 2:

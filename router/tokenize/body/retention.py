@@ -35,7 +35,9 @@ class HintForm(Enum):
 
 _ENDPOINTS = {
     HintForm.KVROUTE: frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT)),
-    HintForm.VLLM: frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES)),
+    HintForm.VLLM: frozenset(
+        (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES)
+    ),
 }
 """The paths at which an engine reads the field."""
 _NAMES = {

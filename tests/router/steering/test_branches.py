@@ -29,7 +29,10 @@ def test_prompts_part_behind_what_they_share() -> None:
     second = see(points, [*document, 2, 2, 2])
     assert (second.branches, second.new_branch, second.known_tokens) == ([8], 8, 8)
     third = see(points, [*document, 3])
-    assert (third.branches, third.new_branch) == ([8], 0)
+    assert (third.branches, third.new_branch, third.exact_branch) == ([10], 0, 10), "to the token"
+    other = see(points, [*document[:9], 4, 4])
+    assert other.branches == [9], "all of them have had so much"
+    assert see(points, [*document[:8], 5, 5]).branches == [8]
 
 
 def test_a_short_question_parts_as_well() -> None:
@@ -69,17 +72,16 @@ def test_what_was_seen_first_is_forgotten_first() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), max_size=12))
 def test_branches_are_where_two_prompts_differ(prompts: list[list[int]]) -> None:
-    """Against comparing with every earlier prompt: each branch is a prefix that two prompts share
-    in whole steps, and that they do not share a step further."""
+    """Against comparing with every earlier prompt: each branch is a prefix that two prompts share,
+    and they do not share the step that it ends in, or that follows it."""
     points = BranchPoints(STEP)
     earlier: list[list[int]] = []
     for prompt in prompts:
         seen = see(points, prompt)
         earlier.append(prompt)
         for branch in seen.branches:
-            assert branch % STEP == 0
             following = {
-                tuple(other[branch : branch + STEP])
+                tuple(other[branch : branch // STEP * STEP + STEP])
                 for other in earlier
                 if other[:branch] == prompt[:branch]
             }

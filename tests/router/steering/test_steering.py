@@ -40,7 +40,7 @@ def test_a_boundary_is_named_where_the_fleet_has_seen_prompts_part() -> None:
     steering, document = Steering(), text(1000)
     hints(steering, document + text(100))
     hints(steering, document + text(100))
-    assert 960 in hints(steering, document + text(100)).keep
+    assert 1000 in hints(steering, document + text(100)).keep
 
 
 def test_the_end_of_a_message_is_named_before_anything_parted() -> None:
@@ -106,6 +106,17 @@ def test_no_request_names_more_than_an_engine_takes() -> None:
     assert list(found.keep) == sorted(found.keep)
 
 
+def test_exact_lengths_count_alone_once_there_are_enough() -> None:
+    """The others are up to a step too long, and each boundary would lie before the right one."""
+    tails = Tails()
+    for number in range(40):
+        tails.new()
+        tails.parted(100)
+        if number % 2:
+            tails.exactly(40)
+    assert tails.guesses(2000, 0) == [1960]
+
+
 def test_guesses_save_most_of_what_was_seen() -> None:
     """A boundary that is too late serves nobody, one that is too early serves less."""
     tails = Tails()
@@ -143,7 +154,7 @@ def test_what_one_tenant_sends_makes_no_other_forget() -> None:
     for _ in range(200):
         hints(steering, text(3000), tenant="flood")
     assert steering.statistics().keys <= 1000
-    assert 960 in hints(steering, document + text(100), tenant="a").keep
+    assert 1000 in hints(steering, document + text(100), tenant="a").keep
 
 
 def test_tenants_are_bounded() -> None:
