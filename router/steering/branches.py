@@ -133,6 +133,8 @@ class BranchPoints:
         if branch is None:
             self._branches[key] = _Branch(ahead)
             return start, 0
+        if ahead == branch.ahead:
+            return 0, 0  # the second prompt again
         pairs = zip(branch.ahead, ahead, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_first = branch.shared is None

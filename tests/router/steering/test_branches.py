@@ -56,6 +56,8 @@ def test_an_equal_prompt_is_no_branch() -> None:
     points = BranchPoints(STEP)
     for _ in range(3):
         assert see(points, [1, 2, 3, 4, 5, 6, 7, 8, 9]).branches == []
+    for _ in range(3):
+        assert see(points, [1, 2, 3, 4, 5, 6, 7, 8, 10]).branches == [8]
 
 
 def test_what_was_seen_first_is_forgotten_first() -> None:
