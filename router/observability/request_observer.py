@@ -187,7 +187,7 @@ class RequestObserver(ProxyObserver):
         source = self._source = decision.certain_source_of(candidate)
         uncached, dp_rank, visit = uncached_tokens(tokens, candidate), None, None
         if source is not None:
-            dp_rank, visit = candidate.dp_rank, self._visit(source, candidate)
+            dp_rank, visit = candidate.dp_rank, self._visit(source, candidate, attempt.keep)
         if self._in_flight is None:
             started = of_all.load.started
             self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
@@ -284,7 +284,7 @@ class RequestObserver(ProxyObserver):
         reported = self.usage.usage().completion_tokens
         return self._events if reported is None else reported
 
-    def _visit(self, source: SourceId, candidate: Candidate) -> Visit | None:
+    def _visit(self, source: SourceId, candidate: Candidate, keep: tuple[int, ...]) -> Visit | None:
         """Let the planner know that the request is sent to a cache."""
         decision = self._decision
         self._of_all.planner.remember(decision.prompts, source)
@@ -297,6 +297,7 @@ class RequestObserver(ProxyObserver):
             source,
             decision.prompt_tokens,
             candidate,
+            keep,
         )
 
     def _label(self) -> str:

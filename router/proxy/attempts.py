@@ -30,6 +30,9 @@ class Attempt(msgspec.Struct, frozen=True):
     """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
     body: bytes | None = None
     """What to send there in place of the request's body, where it differs."""
+    keep: tuple[int, ...] = ()
+    """Lengths of the prompt at which the engine is told to keep windows and states, for the
+    observer."""
 
 
 class Failure(Enum):

@@ -250,13 +250,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         if name is not None:
             reported = (*reported, (b"x-kv-model", name.encode()))
             body = self.rename(body, name)
-        if hints is not NO_HINTS:
-            body = self._with_hints(body, replica, hints)
+        hinted = body if hints is NO_HINTS else self._with_hints(body, replica, hints)
+        body, keep = hinted, hints.keep if hinted is not body else ()
         source = self.replicas.get(candidate.pull_from or "")
         if source is not None and source.peer_address is not None and not source.removed:
             body = with_source(body, *source.peer_address)
         changed = None if body is self.body else body
-        return Attempt(replica.id, replica.origin, headers, reported, changed)
+        return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 
     def _with_hints(self, body: bytes, replica: Replica, hints: Hints) -> bytes:
         form = None if self.model is None else self.model.hint_form(replica)

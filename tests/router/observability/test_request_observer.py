@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvevents.events import BlockStored, EventBatch
+from kvevents.layout import KVCacheLayout
+from kvevents.publisher import announce
 from router.config import HealthConfig, ModelConfig, ReplicaConfig
 from router.index import SourceId
 from router.mirror import Mirror
@@ -28,6 +31,7 @@ from router.routing.stored_responses import StoredResponses
 from router.scoring import make_policy
 from router.taps import Taps
 from router.tokenize import Endpoint, LargeWork
+from tests.support.blocks import FULL, window
 
 IDS = list(range(1, 130))
 USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tokens": %d}}}'
@@ -171,6 +175,22 @@ async def test_a_prompt_follows_its_like_while_that_is_in_prefill(observed: Obse
     observer.on_first_byte(attempt, 0.1)
     observed.now += 1.0
     assert set((await observed.recent()).values()) == {0}
+
+
+@pytest.mark.parametrize("observed", ["least_delay"], indirect=True)
+@pytest.mark.parametrize(("keep", "found"), [((64,), 64), ((), 0)])
+async def test_what_an_engine_is_told_to_keep_is_counted_on(
+    observed: Observed, keep: tuple[int, ...], found: int
+) -> None:
+    """Of a window it keeps the end of a prompt by itself, not where others will part from it."""
+    observed.add("r0")
+    decision, observer = await observed.observe()
+    assert decision.model is not None
+    layout = announce(KVCacheLayout.build([FULL, window(64)]))
+    decision.model.index.apply(SourceId("r0"), EventBatch(0.0, (layout,)))
+    (attempt,) = decision.attempts()
+    observer.on_attempt(replace(attempt, keep=keep))
+    assert await observed.recent([*IDS[:70], *range(900, 960)]) == {"r0": found}
 
 
 async def test_a_request_counts_at_the_rank_that_gets_it(observed: Observed) -> None:
