@@ -71,7 +71,14 @@ class Tenant:
     def find(
         self, keys: Sequence[int], token_ids: Sequence[int], ends: MessageEnds, said: Said
     ) -> Found:
-        """Take note of a prompt; see `Steering.hints`."""
+        """Take note of a prompt, and say what to keep of it.
+
+        Args:
+            keys: Of its prefixes, one for each whole step.
+            token_ids: The prompt's.
+            ends: Where it is expected to part from others.
+            said: What the request says of whether it will be gone on with.
+        """
         seen = self.branches.see(keys, token_ids)
         goes_on = self._goes_on[said]
         goes_on.add(float(seen.is_continued), 1.0)

@@ -72,7 +72,7 @@ class TextPrompt:
     truncation: Truncation | None = None
 
 
-class Piece(NamedTuple):
+class ChatPiece(NamedTuple):
     """What one message, or one part of it, says."""
 
     text: str
@@ -102,7 +102,7 @@ class ChatPrompt:
     """Whether system messages in mid-conversation move to the front where the template takes them
     nowhere else (`/v1/messages` does)."""
     truncation: Truncation | None = None
-    pieces: Sequence[Piece] | None = field(default=None, repr=False)
+    pieces: Sequence[ChatPiece] | None = field(default=None, repr=False)
     """What the messages say, where the client's form has parts that *messages* has not."""
 
 

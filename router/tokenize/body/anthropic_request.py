@@ -13,7 +13,7 @@ from router.tokenize.body.openai_request import template_arguments
 from router.tokenize.body.tools import anthropic_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
-from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Piece, Truncation
+from router.tokenize.prompts import ChatPiece, ChatPrompt, OpaquePrompt, Truncation
 
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.
@@ -50,16 +50,16 @@ def parse_messages(
     )
 
 
-def _pieces(contents: Iterable[object]) -> list[Piece] | None:
+def _pieces(contents: Iterable[object]) -> list[ChatPiece] | None:
     """What system prompt and messages say, where the client marks what it caches; the blocks have
     been checked."""
-    pieces: list[Piece] = []
+    pieces: list[ChatPiece] = []
     for content in contents:
         blocks = content if isinstance(content, list) else [{"text": content}]
         for block in blocks:
             said = block.get("text") or block.get("content")
             if isinstance(said, str) and not said.startswith(BILLING_HEADER):
-                pieces.append(Piece(said, bool(block.get("cache_control"))))
+                pieces.append(ChatPiece(said, bool(block.get("cache_control"))))
     return pieces if any(piece.is_named for piece in pieces) else None
 
 

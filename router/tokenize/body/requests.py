@@ -134,17 +134,14 @@ def parse_request(
         fields = _with_sampling(fields)
     model = optional_text(fields, "model", "$")
     prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
+    has_salt, max_chars = "cache_salt" in fields, limits.max_salt_chars
     return PromptSpec(
         endpoint=form,
         model=model,
         prompts=prompts,
         stream="stream" in fields and is_true(fields["stream"]),
         choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
-        cache_salt=(
-            _salt(fields, form, len(prompts), limits.max_salt_chars)
-            if "cache_salt" in fields
-            else None
-        ),
+        cache_salt=_salt(fields, form, len(prompts), max_chars) if has_salt else None,
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.tokenize.local.segments import Segmenter
-from router.tokenize.prompts import NO_ENDS, MessageEnds, Piece, TokenIds
+from router.tokenize.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
 
 MOST_EXPECTED = 8
 """Of a chat: its first messages are those that others have too."""
@@ -44,7 +44,7 @@ class EndFinder:
         self._anchor_ids = anchor_ids
 
     def find(
-        self, text: str, pieces: Sequence[Piece], ids: TokenIds, count: Callable[[str], int]
+        self, text: str, pieces: Sequence[ChatPiece], ids: TokenIds, count: Callable[[str], int]
     ) -> MessageEnds:
         """Return the boundaries between the pieces.
 
@@ -104,7 +104,7 @@ def _tokens_at(
     return positions[number] + max(count(text[start:char]) - 1, 0)
 
 
-def _boundaries(text: str, pieces: Iterable[Piece]) -> Iterator[_Boundary]:
+def _boundaries(text: str, pieces: Iterable[ChatPiece]) -> Iterator[_Boundary]:
     """Where each message but the first begins: the first few, and those that the client named."""
     at, expected, before = 0, 0, None
     for piece in pieces:
@@ -118,9 +118,9 @@ def _boundaries(text: str, pieces: Iterable[Piece]) -> Iterator[_Boundary]:
         at, before = start + len(said), piece
 
 
-def pieces_of(messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
+def pieces_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatPiece]:
     """What the messages of a chat say, in the OpenAI form: each part that is text is one."""
-    pieces: list[Piece] = []
+    pieces: list[ChatPiece] = []
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"text": content}]
@@ -128,7 +128,7 @@ def pieces_of(messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
             said = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(said, str):
                 is_named = isinstance(part, Mapping) and bool(part.get("cache_control"))
-                pieces.append(Piece(said, is_named))
+                pieces.append(ChatPiece(said, is_named))
         if len(pieces) >= _MOST_PIECES:
             break
     return pieces

@@ -167,7 +167,12 @@ class Segmenter:
         ]
 
     def anchor_at(self, text: str, start: int) -> str:
-        """The anchor that stands at one of `starts`."""
+        """The anchor that stands at one of `starts`.
+
+        Args:
+            text: As for `starts`.
+            start: One of what it returned.
+        """
         found = self._matcher.match(text, start)
         assert found is not None
         return found.group()

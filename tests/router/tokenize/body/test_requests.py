@@ -28,7 +28,7 @@ from router.tokenize import (
     read_request,
 )
 from router.tokenize.body.requests import read_model
-from router.tokenize.prompts import Piece
+from router.tokenize.prompts import ChatPiece
 from tests.router.tokenize.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
@@ -729,10 +729,10 @@ def test_the_breakpoints_of_a_client_s_cache_are_read() -> None:
     (prompt,) = _parse(Endpoint.MESSAGES, body).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.pieces == [
-        Piece("Rules.", True),
-        Piece("A document.", False),
-        Piece("Rules.", True),
-        Piece("Yes.", False),
+        ChatPiece("Rules.", True),
+        ChatPiece("A document.", False),
+        ChatPiece("Rules.", True),
+        ChatPiece("Yes.", False),
     ]
     plain = {**body, "system": "Rules.", "messages": [{"role": "user", "content": "Yes?"}]}
     (prompt,) = _parse(Endpoint.MESSAGES, plain).prompts

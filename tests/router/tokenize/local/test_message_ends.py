@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.tokenize import NO_ENDS, ChatPrompt, LocalTokenizer, MessageEnds, Truncation
-from router.tokenize.prompts import Piece, TokenIds
+from router.tokenize.prompts import ChatPiece, TokenIds
 
 TEMPLATES = {
     "qwen": (
@@ -95,7 +95,7 @@ def test_what_the_client_caches_is_told_apart(local_for: Callable[[str], LocalTo
     marked = [{"type": "text", "text": "Rules. " * 50, "cache_control": {"type": "ephemeral"}}]
     _, ends = tokenised(local, chat(marked, "one", "two", "three"))
     assert (len(ends.named), len(ends.expected)) == (1, 2)
-    pieces = [Piece("Rules. " * 50, True), Piece("one", False)]
+    pieces = [ChatPiece("Rules. " * 50, True), ChatPiece("one", False)]
     _, ends = tokenised(local, chat("Rules. " * 50, "one", pieces=pieces))
     assert (len(ends.named), len(ends.expected)) == (1, 0)
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_found_has_no_end(local_for: Callable[[str], LocalTokeniz
     assert tokenised(local, chat("alone"))[1] == NO_ENDS
     cut = Truncation(10, "left", counts_special_tokens=True)
     assert tokenised(local, chat("one " * 20, "two", truncation=cut))[1] == NO_ENDS
-    pieces = [Piece("not there", True), Piece("two", False)]
+    pieces = [ChatPiece("not there", True), ChatPiece("two", False)]
     assert tokenised(local, chat("one " * 20, "two", pieces=pieces))[1] == NO_ENDS
 
 
