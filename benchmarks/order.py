@@ -3,7 +3,8 @@
 vLLM's own scheduler and cache manager, one engine in virtual time, with `--scheduling-policy
 priority`. Requests bring the number that a router with exact knowledge gives them: the tokens that
 the engine lacks when it admits them, by the router's own index and mirror over the engine's own
-events, plus what their arrival is worth. Beside it, in the same run and on the same arrivals:
+events, at most 4,096 of them, plus what their arrival is worth: `aged`. Beside it, in the same run
+and on the same arrivals:
 
     fcfs        as they come: the peer; figures of the others are relative to it
     uncached    without ageing
@@ -33,6 +34,7 @@ from benchmarks.simulation.routing import LEAST_DELAY, SimulatedRouter
 from benchmarks.simulation.time_model import AcceleratorTime
 from kvevents.codec import decode
 from router.config import OverloadConfig
+from router.overload.line import place_of
 from tests.interop.layouts import full, layout
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -234,9 +236,11 @@ def orders(ageing_tokens_per_s: float) -> dict[str, Callable[[Arrival], float] |
     return {
         "fcfs": None,
         "uncached": lambda arrival: arrival.uncached,
-        "aged": lambda arrival: arrival.uncached + ageing_tokens_per_s * arrival.at_s,
+        "aged": lambda arrival: place_of(arrival.uncached, arrival.at_s, ageing_tokens_per_s),
         "length": lambda arrival: len(arrival.tokens),
-        "aged_length": lambda arrival: len(arrival.tokens) + ageing_tokens_per_s * arrival.at_s,
+        "aged_length": lambda arrival: place_of(
+            len(arrival.tokens), arrival.at_s, ageing_tokens_per_s
+        ),
     }
 
 

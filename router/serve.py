@@ -47,6 +47,7 @@ from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
+from router.overload import EngineOrder
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -101,6 +102,7 @@ class RouterApp:
 
     def __init__(self, service: RouterService, member: Member | None = None) -> None:
         self._logs_access = service.config.observability.access_log
+        dispatcher, header = service.dispatcher, service.config.policy.session_header
         paths = ProxiedPaths(service.config.server.extra_paths)
         guard = Guard(
             service.config.server,
@@ -111,12 +113,13 @@ class RouterApp:
         self.gateway = Gateway(
             service.config.server,
             guard,
-            service.config.policy.session_header,
+            header,
             service.admission,
-            service.dispatcher,
+            dispatcher,
             service.proxy,
             service.observers,
             paths,
+            EngineOrder(service.config.overload),
             self._logs_access,
             service.entrance,
             None if service.tracing is None else service.tracing.tracer,
@@ -128,7 +131,7 @@ class RouterApp:
             proxied_paths=paths,
             admission=service.admission,
             readiness=service.readiness,
-            dispatcher=service.dispatcher,
+            dispatcher=dispatcher,
             models=service.models,
             registry=service.registry,
             fleet_changes=_fleet_changes(service, member),
@@ -145,9 +148,7 @@ class RouterApp:
             render_exemplars=_exemplars(service, member),
         )
         self._api = create_api(parts, _lifespan(service, member))
-        self.direct = RouteQuestions(
-            self.gateway, service.dispatcher, service.metrics, service.config.policy.session_header
-        )
+        self.direct = RouteQuestions(self.gateway, dispatcher, service.metrics, header)
         """Serves what does not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

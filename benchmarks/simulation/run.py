@@ -20,6 +20,7 @@ from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.config import OverloadConfig
+from router.overload.line import place_of
 from router.scoring import Weights
 
 AGEING_TOKENS_PER_S = OverloadConfig().ageing_tokens_per_s
@@ -158,7 +159,7 @@ class Simulation:
                 tokens,
                 sampling,
                 kv_transfer_params=told,
-                priority=round(uncached + AGEING_TOKENS_PER_S * self.timeline.now_s),
+                priority=round(place_of(uncached, self.timeline.now_s, AGEING_TOKENS_PER_S)),
             ),
             peer,
         )

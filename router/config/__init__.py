@@ -35,6 +35,7 @@ from router.config.overload import OverloadConfig
 from router.config.replica import (
     EventSourceConfig,
     PeerTierConfig,
+    PriorityOrder,
     ReplicaConfig,
     ReplicaOptions,
     key_bytes,
@@ -77,6 +78,7 @@ __all__ = [
     "Overrides",
     "PeerTierConfig",
     "PolicyConfig",
+    "PriorityOrder",
     "ReplicaConfig",
     "ReplicaOptions",
     "ReplicaTlsConfig",

@@ -85,7 +85,7 @@ class OverloadConfig(Section, frozen=True):
 
     Change it when long requests wait too long behind short ones (raise), or short ones behind long
     ones; a request of n tokens is overtaken only by what comes in the n / `ageing_tokens_per_s`
-    seconds after it."""
+    seconds after it, and one of more than 4,096 tokens for no longer than one of so many."""
 
     @property
     def is_queueing(self) -> bool:

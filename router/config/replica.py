@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SecretStr, ValidationError
 
@@ -61,6 +61,10 @@ class PeerTierConfig(Section, frozen=True):
     """Of the engine's `p2p` tier."""
 
 
+PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
+"""Which of two numbers an engine serves first."""
+
+
 class ReplicaAddress(Section, frozen=True):
     """Where a replica is, and what it is called."""
 
@@ -111,6 +115,13 @@ class ReplicaOptions(Section, frozen=True):
     max_concurrent_requests: Count | None = None
     """Change it when it must never have more requests from this router at a time; when all replicas
     are full, clients get 503."""
+    priority_order: Literal["ask"] | PriorityOrder | None = None
+    """Whether the router tells it in which order to serve what waits there, and which number goes
+    first; null: it does not.
+
+    Change it when the engine orders by priority ([the order in
+    engines](operations.md#the-order-in-engines)): `lower_first` for vLLM, `higher_first` for
+    SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine say it."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Ranks that appear twice."""

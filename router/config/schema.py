@@ -35,7 +35,7 @@ from router.config.document import (
 from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
 from router.config.observability import ObservabilityConfig
 from router.config.overload import OverloadConfig
-from router.config.replica import ReplicaConfig
+from router.config.replica import ReplicaConfig, ReplicaOptions
 from router.config.section import Section
 from router.config.state import StateConfig
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
@@ -757,7 +757,14 @@ class RouterConfig(Section, frozen=True):
         clients apart, or orders them itself."""
         overload = self.overload
         ordered = overload.is_queueing or overload.priority_header is not None
-        return ordered or bool(self.server.client_api_keys)
+        return ordered or bool(self.server.client_api_keys) or self._orders_engines
+
+    @property
+    def _orders_engines(self) -> bool:
+        options: list[ReplicaOptions] = [*self.replicas]
+        options += [each.replica for each in self.discovery.dns]
+        options += [each.replica for each in self.discovery.kubernetes]
+        return any(each.priority_order is not None for each in options)
 
     def _keys_without_ours(self) -> Iterator[tuple[Location, str]]:
         rule = "there must be events.curve_keys for that"

@@ -34,13 +34,13 @@ from router.http.proxied_paths import (
 )
 from router.http.uvicorn_protocol import Exchange
 from router.observability.request_observer import RequestObserver, RequestObservers
-from router.overload import Entrance, KeyUsage, Waiter
+from router.overload import EngineOrder, Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
 from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
 from router.routing.stored_responses import ResponseOwner
-from router.tokenize import RequestBodyError, check_int64
+from router.tokenize import PRIORITY_HEADER, RequestBodyError, check_int64
 from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts
 
@@ -52,8 +52,6 @@ _FORWARDING = (
     *(b"x-forwarded-host", b"x-forwarded-port"),
 )
 MAX_RANK_DIGITS = 5
-PRIORITY_HEADER = b"x-vllm-priority"
-"""vLLM reads the order of requests from it, before it reads `priority` of the body."""
 
 
 class Gateway:
@@ -69,6 +67,7 @@ class Gateway:
         proxy: Proxy,
         observers: RequestObservers,
         paths: ProxiedPaths,
+        engine_order: EngineOrder,
         logs_access: bool = False,
         entrance: Entrance | None = None,
         tracer: Tracer | None = None,
@@ -84,6 +83,7 @@ class Gateway:
             proxy: Sends them there.
             observers: Observes what becomes of them.
             paths: Which paths they have.
+            engine_order: What engines that order by numbers are told.
             logs_access: Whether each gets a line in the log.
             entrance: Where they wait for room at a replica; None: nowhere.
             tracer: Begins the trace of each; None where none is recorded.
@@ -97,6 +97,7 @@ class Gateway:
         self.logs_access = logs_access
         self.tracer = tracer
         self._paths = paths
+        self.engine_order = engine_order
         self._session_header = session_header.encode()
         self.admission = admission
         self.dispatcher = dispatcher
@@ -516,7 +517,9 @@ class Passage:
         if self._usage is not None:
             told = request.response_headers + self._usage.headers()
             request = replace(request, response_headers=told)
-        attempts = decision.attempts(gateway.guard.clients_see_hits)
+        of_key = None if self._key is None else self._key.priority
+        number_of = gateway.engine_order.numbers(self._headers, of_key, observer.waited_s)
+        attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
         relay = gateway.proxy.start(
             attempts if trace is None else trace.plan(attempts),
             request,

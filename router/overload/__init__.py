@@ -3,13 +3,15 @@ no HTTP and no replica.
 
 The files; each imports only what is listed above it:
 
-    limits.py    what the holder of a key may use
-    gate.py      how much one replica may be given
-    line.py      who waits for one model, and who is next
-    room.py      the lines of all models, and their turns
-    entrance.py  a request's key and headers -> its place in a line
+    limits.py        what the holder of a key may use
+    gate.py          how much one replica may be given
+    line.py          who waits for one model, and who is next
+    room.py          the lines of all models, and their turns
+    entrance.py      a request's key and headers -> its place in a line
+    engine_order.py  the same order, as numbers for engines
 """
 
+from router.overload.engine_order import EngineOrder
 from router.overload.entrance import Entrance, line_limits
 from router.overload.gate import (
     AT_LIMIT,
@@ -28,6 +30,7 @@ __all__ = [
     "PASSING",
     "TENANT_BACKING_OFF",
     "Breaker",
+    "EngineOrder",
     "Entrance",
     "GateOptions",
     "KeyCounts",

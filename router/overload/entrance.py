@@ -24,6 +24,40 @@ def line_limits(config: OverloadConfig) -> LineLimits:
     )
 
 
+class PriorityClasses:
+    """The classes, and which one a request has."""
+
+    def __init__(self, config: OverloadConfig) -> None:
+        """
+        Args:
+            config: Their names, the default, and the header that names one.
+        """
+        self._classes = {name: number for number, name in enumerate(config.priorities)}
+        self._default = config.default_priority
+        self._header = _name(config.priority_header)
+
+    def of(self, headers: Mapping[bytes, bytes], of_key: str | None) -> int:
+        """A request's class; 0 goes first.
+
+        Args:
+            headers: The request's, names in lower case.
+            of_key: The highest class of its key.
+        Raises:
+            BadRequest: Its header names no class.
+        """
+        highest = self._classes[of_key or self._default]
+        asked = headers.get(self._header) if self._header else None
+        if not asked:
+            return highest
+        name = asked.decode("latin-1").strip()
+        found = self._classes.get(name)
+        if found is None:
+            assert self._header is not None
+            rule = f"expected one of {', '.join(self._classes)}"
+            raise BadRequest(self._header.decode(), repr(name[:64]), rule)
+        return found if of_key is None else max(found, highest)
+
+
 class Entrance:
     """Where requests come in."""
 
@@ -35,10 +69,8 @@ class Entrance:
         """
         self.room = room
         self._max_wait_s = config.max_wait_s
-        self._classes = {name: number for number, name in enumerate(config.priorities)}
-        self._default = config.default_priority
+        self._classes = PriorityClasses(config)
         self._timeout_header = _name(config.timeout_header)
-        self._priority_header = _name(config.priority_header)
         self._tenant_header = _name(config.tenant_header)
 
     def waiter(
@@ -64,7 +96,7 @@ class Entrance:
             model=model,
             tenant=self.tenant(headers) or holder,
             weight=share,
-            priority=self._class(headers, priority),
+            priority=self._classes.of(headers, priority),
             tokens=0,
             deadline=self.room.clock() + self._patience_s(headers),
         )
@@ -74,19 +106,6 @@ class Entrance:
         if self._tenant_header is None:
             return ""
         return headers.get(self._tenant_header, b"")[:_MAX_TENANT_BYTES].decode("latin-1")
-
-    def _class(self, headers: Mapping[bytes, bytes], of_key: str | None) -> int:
-        highest = self._classes[of_key or self._default]
-        asked = headers.get(self._priority_header) if self._priority_header else None
-        if not asked:
-            return highest
-        name = asked.decode("latin-1").strip()
-        found = self._classes.get(name)
-        if found is None:
-            assert self._priority_header is not None
-            rule = f"expected one of {', '.join(self._classes)}"
-            raise BadRequest(self._priority_header.decode(), repr(name[:64]), rule)
-        return found if of_key is None else max(found, highest)
 
     def _patience_s(self, headers: Mapping[bytes, bytes]) -> float:
         given = headers.get(self._timeout_header) if self._timeout_header else None

@@ -8,10 +8,12 @@ Three orders, one inside the other:
 
 A request's place among those of its tenant is its tokens plus the tokens that its arrival is worth:
 
-    place = tokens + ageing_tokens_per_s * arrived
+    place = min(tokens, 4096) + ageing_tokens_per_s * arrived
 
-All grow older at the same rate, so places never change. At 1,000 tokens a second, one of 8,000
-tokens is overtaken by shorter ones that came up to 8 s later, and by none that came after that.
+All grow older at the same rate, so places never change. At 1,000 tokens a second, one of 3,000
+tokens is overtaken by shorter ones that came up to 3 s later, and by none that came after that; one
+of any length by none that came 4.1 s later. Without that bound the longest wait longer, and the
+mean is no better.
 
 Where the bounds are reached, the last one of whoever has most waiting in the lowest class has to
 go: a tenant that floods the line displaces its own requests, and nobody else's.
@@ -29,6 +31,8 @@ from typing import NamedTuple
 
 from router.errors import RequestError
 
+LONGEST_TOKENS = 4096
+"""What costs more goes with those that cost so much, as they come."""
 _RATE_MEMORY_S = 10.0
 _MIN_STARTS = 5
 """Of fewer, no rate is made: one request that runs for a minute says little."""
@@ -103,6 +107,17 @@ class LineLimits(NamedTuple):
 
 
 _Entry = tuple[float, int, Waiter]
+
+
+def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
+    """Where a request stands among others; the lowest place is next.
+
+    Args:
+        tokens: What it costs.
+        arrived: In seconds.
+        ageing_tokens_per_s: What a second of waiting is worth.
+    """
+    return min(tokens, LONGEST_TOKENS) + ageing_tokens_per_s * arrived
 
 
 class _Heap:
@@ -359,7 +374,7 @@ class Line:
         """
         limits = self._limits
         self._arrive(waiter, now)
-        waiter.place = waiter.tokens + limits.ageing_tokens_per_s * now
+        waiter.place = place_of(waiter.tokens, now, limits.ageing_tokens_per_s)
         waiter.is_waiting = True
         number = next(self._numbers)
         self._classes[waiter.priority].add(waiter, number)
@@ -454,8 +469,8 @@ class Line:
         own = self._classes[waiter.priority]
         higher = sum(each.tokens for each in self._classes[: waiter.priority])
         tenant = own.tenants.get(waiter.tenant)
-        place = math.inf if behind_all else waiter.tokens + self._limits.ageing_tokens_per_s * now
-        before = 0 if tenant is None else tenant.tokens_before(place)
+        place = place_of(waiter.tokens, now, self._limits.ageing_tokens_per_s)
+        before = 0 if tenant is None else tenant.tokens_before(math.inf if behind_all else place)
         is_new = tenant is None or not tenant.waiting
         weights = own.weights + (waiter.weight if is_new else 0.0)
         return (higher + min(own.tokens, before * weights / waiter.weight)) / rate

@@ -32,7 +32,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from router.config import EventSourceConfig
+from router.config import EventSourceConfig, PriorityOrder
 from router.config.values import (
     WILDCARD_HOSTS,
     is_endpoint,
@@ -79,6 +79,16 @@ class _ServerInfo(msgspec.Struct):
     kv_events: _SglangPublisher | None = None
     kv_events_config: str | None = None
     retention_hints: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+    scheduling_policy: Any = None
+    enable_priority_scheduling: Any = False
+    schedule_low_priority_values_first: Any = False
+
+    @property
+    def priority_order(self) -> PriorityOrder | None:
+        if self.enable_priority_scheduling is True:  # SGLang
+            is_low = self.schedule_low_priority_values_first is True
+            return "lower_first" if is_low else "higher_first"
+        return "lower_first" if self.scheduling_policy == "priority" else None
 
 
 class _SglangFlag(msgspec.Struct):
@@ -123,7 +133,7 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
 
 class ServerInfo(NamedTuple):
     """What `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
-    nothing or does not say; kvroute's engine of what it takes."""
+    nothing or does not say; kvroute's engine of what it takes; both of their order."""
 
     sources: tuple[EventSource, ...] = ()
     """By rank."""
@@ -131,6 +141,8 @@ class ServerInfo(NamedTuple):
     """By rank."""
     retention_hints: int = 0
     """Version of the hints that it takes on what to keep; 0: none."""
+    priority_order: PriorityOrder | None = None
+    """Which number goes first, where it orders what waits by the requests' priorities."""
 
 
 def parse_server_info(body: bytes, host: str) -> ServerInfo:
@@ -146,8 +158,9 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     """
     info: _ServerInfo = _decode(SERVER_INFO_PATH, body, _ServerInfo)
     publisher = info.kv_events
+    found = ServerInfo(retention_hints=info.retention_hints, priority_order=info.priority_order)
     if publisher is None or publisher.publisher != "zmq":
-        return ServerInfo(retention_hints=info.retention_hints)
+        return found
     place = f"{SERVER_INFO_PATH} kv_events"
     if not 1 <= publisher.dp_size <= MAX_RANKS:
         raise InvalidReplicaResponse(place, f"dp_size {publisher.dp_size}; 1 to {MAX_RANKS}")
@@ -164,12 +177,9 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     ranks = range(publisher.dp_size)
     sources = tuple(_checked(place, rank, _sglang_entry(publisher, rank), host) for rank in ranks)
     if load_base is None:
-        return ServerInfo(sources, retention_hints=info.retention_hints)
-    return ServerInfo(
-        sources,
-        tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks),
-        info.retention_hints,
-    )
+        return found._replace(sources=sources)
+    topics = tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks)
+    return found._replace(sources=sources, load_topics=topics)
 
 
 def parse_models(body: bytes) -> ServedModels:

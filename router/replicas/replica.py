@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from router.config import ReplicaConfig, key_bytes
+from router.config import PriorityOrder, ReplicaConfig, key_bytes
 from router.index import SourceId
 from router.overload import AT_LIMIT, GateOptions, ReplicaGate
 from router.replicas.discovery import ServerInfo, configured_sources
@@ -147,6 +147,17 @@ class Replica:
     def is_vllm(self) -> bool:
         """Whether it is vLLM, by the owner of its models."""
         return any(entry.get("owned_by") == "vllm" for entry in self.model_entries.values())
+
+    @property
+    def is_sglang(self) -> bool:
+        """Whether it is SGLang, by the owner of its models."""
+        return any(entry.get("owned_by") == "sglang" for entry in self.model_entries.values())
+
+    @property
+    def priority_order(self) -> PriorityOrder | None:
+        """Which number goes first in its engine; None: it is told none."""
+        order = self.config.priority_order
+        return self.server_info.priority_order if order == "ask" else order
 
     def serves(self, model: str) -> bool:
         """Whether it takes requests for this model or adapter."""

@@ -23,6 +23,7 @@ from router.tokenize import (
     TokenizedPrompt,
     with_hints,
     with_model,
+    with_priority,
     with_source,
 )
 from router.upstream import Header
@@ -185,7 +186,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source, hit = self.source_of(candidate), candidate.cached_tokens
         return self.expects(self.prompts, source, self.prompt_tokens, hit)
 
-    def attempts(self, shows_hit: bool = True) -> Iterator[Attempt]:
+    def attempts(
+        self, shows_hit: bool = True, number_of: Callable[[int], int] | None = None
+    ) -> Iterator[Attempt]:
         """Yield where to send the request, and with which headers; best first.
 
         Each is chosen when it is asked for, by how the replicas are at that moment:
@@ -197,16 +200,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             shows_hit: Whether the client is told how much of its prompt is cached.
+            number_of: The number of a request that has so many tokens to compute, for engines that
+                order what waits there; lower goes first. None: they are told none.
         """
         if not self.ranking:
             return
         first = self.ranking[0].candidate
         hints = self._steer(first)
-        yield self._attempt(first, shows_hit, hints)
+        yield self._ordered(self._attempt(first, shows_hit, hints), first, number_of)
         left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
-            yield self._attempt(candidate, shows_hit, hints)
+            yield self._ordered(self._attempt(candidate, shows_hit, hints), candidate, number_of)
 
     def _next(self, left: Sequence[Candidate]) -> Candidate | None:
         last_resort = None
@@ -257,6 +262,28 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             body = with_source(body, *source.peer_address)
         changed = None if body is self.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
+
+    def _ordered(
+        self, attempt: Attempt, candidate: Candidate, number_of: Callable[[int], int] | None
+    ) -> Attempt:
+        """The attempt with the request's number, where the engine orders by it."""
+        replica = self.replicas[candidate.replica_id]
+        order = replica.priority_order
+        if order is None or number_of is None or self.spec is None:
+            return attempt
+        number = number_of(max(self.tokens - self.expected_tokens(candidate), 0))
+        body = self.body if attempt.body is None else attempt.body
+        headers, changed = with_priority(
+            body,
+            self.spec.endpoint,
+            number if order == "lower_first" else -number,
+            reads_header=order == "lower_first" and not replica.is_sglang,
+        )
+        return msgspec.structs.replace(
+            attempt,
+            request_headers=(*attempt.request_headers, *headers),
+            body=attempt.body if changed is body else changed,
+        )
 
     def _with_hints(self, body: bytes, replica: Replica, hints: Hints) -> bytes:
         form = None if self.model is None else self.model.hint_form(replica)

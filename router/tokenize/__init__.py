@@ -28,6 +28,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.tokenize.body.json_fields import check_int64
+from router.tokenize.body.priority import PRIORITY_HEADER, with_priority
 from router.tokenize.body.pulling import PULLING, with_source
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.retention import HintForm, with_hints
@@ -68,6 +69,7 @@ from router.tokenize.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
     "NO_ENDS",
+    "PRIORITY_HEADER",
     "PULLING",
     "ChatPrompt",
     "ChatSettings",
@@ -111,6 +113,7 @@ __all__ = [
     "strip_report_mode",
     "with_hints",
     "with_model",
+    "with_priority",
     "with_source",
     "with_tenant_salt",
 ]

@@ -10,5 +10,6 @@ The files; each imports only what is listed above it:
     rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
     pulling.py             puts in from which peer an engine is to pull
     retention.py           puts in what an engine is to keep; takes a client's own out, and peers
+    priority.py            puts in the number by which an engine orders what waits
     requests.py            any body -> what to tokenise
 """

@@ -28,6 +28,7 @@ from router.tokenize.body.json_fields import (
     required,
 )
 from router.tokenize.body.openai_request import parse_chat, parse_responses
+from router.tokenize.body.priority import PRIORITY_FIELD
 from router.tokenize.body.pulling import TRANSFER_FIELD
 from router.tokenize.body.retention import strip_hints
 from router.tokenize.body.rewriting import (
@@ -63,7 +64,6 @@ _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a li
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PLACE = re.compile(r"\(byte (\d+)\)")
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
-_PRIORITY = "priority"
 _RETENTION = "prompt_cache_retention"
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _WITH_SESSION = frozenset((*_SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
@@ -88,7 +88,7 @@ _FIELD_NAMES = (
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
     *("instructions", "reasoning", "system", "thinking", "output_config"),
-    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", _PRIORITY, _RETENTION),
+    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", PRIORITY_FIELD, _RETENTION),
 )
 
 
@@ -128,8 +128,8 @@ def parse_request(
     limits = limits or PromptLimits()
     fields = _decode(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
-    if _PRIORITY in fields:
-        check_int64(fields[_PRIORITY], f"$.{_PRIORITY}")
+    if PRIORITY_FIELD in fields:
+        check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
     if form is Endpoint.GENERATE:
         fields = _with_sampling(fields)
     model = optional_text(fields, "model", "$")
@@ -148,7 +148,7 @@ def parse_request(
         reads_cache=not _asks_for_prompt_logprobs(fields, form),
         stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
         has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
-        has_priority=_PRIORITY in fields,
+        has_priority=PRIORITY_FIELD in fields,
         has_transfer_params=TRANSFER_FIELD in fields,
         keeps_prompt=fields.get(_RETENTION) is not None,
     )
@@ -585,7 +585,7 @@ def read_request(
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
     if is_sent and drops_priority and spec.has_priority:
-        changed = without_field(changed, _PRIORITY)
+        changed = without_field(changed, PRIORITY_FIELD)
     if is_sent and (spec.has_engine_arguments or spec.has_transfer_params):
         changed = strip_hints(changed)
     if tenant_salt is not None:
@@ -631,8 +631,8 @@ def read_model(
         raise RequestBodyError(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
-    check_int64(read.priority, f"$.{_PRIORITY}")
-    changed = without_field(body, _PRIORITY) if drops_priority else body
+    check_int64(read.priority, f"$.{PRIORITY_FIELD}")
+    changed = without_field(body, PRIORITY_FIELD) if drops_priority else body
     if tenant_salt is not None and salt_names:
         changed = with_tenant_salt(changed, tenant_salt, salt_names)
     return read.model, None if changed is body else changed

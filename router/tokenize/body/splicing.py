@@ -55,6 +55,19 @@ def with_changed(body: bytes, name: str, change: Callable[[bytes], bytes]) -> by
     return b"".join([*pieces, body[at:]]) if pieces else body
 
 
+def with_field(body: bytes, name: str, value: bytes) -> bytes:
+    """Return the body with a field, in place of any that it has of that name.
+
+    Args:
+        body: A JSON object that was parsed before, and is not empty.
+        name: Of the field.
+        value: As JSON.
+    """
+    if next(_members(body, name), None) is not None:
+        return with_changed(body, name, lambda _: value)
+    return _with_first(body, name, value)
+
+
 def without_field(body: bytes, name: str) -> bytes:
     """Return the body without a field, however often it is there; the same object if it is not.
 
@@ -103,8 +116,12 @@ def with_members(body: bytes, name: str, members: bytes) -> bytes:
     """
     if next(_members(body, name), None) is not None:
         return with_changed(body, name, lambda value: _merged(value, members))
+    return _with_first(body, name, members)
+
+
+def _with_first(body: bytes, name: str, value: bytes) -> bytes:
     start = body.find(b"{") + 1
-    return b'%b"%b":%b,%b' % (body[:start], name.encode(), members, body[start:])
+    return b'%b"%b":%b,%b' % (body[:start], name.encode(), value, body[start:])
 
 
 def _merged(value: bytes, members: bytes) -> bytes:

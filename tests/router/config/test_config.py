@@ -59,6 +59,7 @@ replicas:
     api_key: ${REPLICA_KEY}
     speed: 2
     max_concurrent_requests: 64
+    priority_order: lower_first
   - url: https://replica.example:8443/base
 policy:
   name: session
@@ -105,6 +106,7 @@ def test_a_full_file_is_read_value_by_value() -> None:
     assert [model.name for model in config.models] == ["google/gemma-3-27b-it", "bamba"]
     first, second = config.replicas
     assert (first.replica_id, first.speed, first.max_concurrent_requests) == ("r0", 2.0, 64)
+    assert first.priority_order == "lower_first"
     assert first.api_key is not None
     assert first.api_key.get_secret_value() == "sk-replica-3"
     assert [source.dp_rank for source in first.kv_events or ()] == [0, 1]
@@ -126,6 +128,21 @@ def test_what_is_left_out_has_its_default(text: str) -> None:
     assert config == RouterConfig()
     assert config.server.host == "127.0.0.1"
     assert config.policy.name == "least_delay"
+
+
+@pytest.mark.parametrize(
+    ("text", "owns"),
+    [
+        ("{}", False),
+        ("replicas: [{url: http://a:1, priority_order: ask}]", True),
+        ("replicas: [{url: http://a:1}]", False),
+        ("discovery: {dns: [{name: a, port: 1, replica: {priority_order: lower_first}}]}", True),
+        ("overload: {max_in_flight: 4}", True),
+    ],
+)
+def test_where_the_router_orders_requests_clients_do_not(text: str, owns: bool) -> None:
+    """Else each could put itself first."""
+    assert RouterConfig.from_yaml(text, {}).owns_priority is owns
 
 
 def test_a_layout_becomes_hints_for_the_index() -> None:
