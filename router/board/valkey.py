@@ -236,7 +236,11 @@ class ValkeyBoard(Board):
     async def run(self, on_news: Callable[[], None]) -> None:
         tasks = [asyncio.create_task(self._speak()), asyncio.create_task(self._hear(on_news))]
         try:
-            await asyncio.gather(*tasks)
+            # Not `gather`, which waits for tasks that it cancelled: the client may swallow that,
+            # and they would not know yet that it is over.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             self._is_over = True
             for task in tasks:

@@ -169,6 +169,7 @@ async def test_a_request_is_logged_with_prediction_report_and_reason(
             "by_tier": {},
             "suspect": False,
             "approximate": False,
+            "pull_from": None,
         }
         assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (
             81,

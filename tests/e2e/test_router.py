@@ -107,6 +107,7 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
             "by_tier": {},
             "suspect": False,
             "approximate": False,
+            "pull_from": None,
         }
         assert [entry["hit"]["gpu_cached_tokens"] for entry in route["ranking"][1:]] == [0, 0]
 

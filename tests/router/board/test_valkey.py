@@ -309,3 +309,17 @@ async def test_a_user_with_few_rights_is_enough() -> None:
                 lambda: all(each.statistics().failures for each in refused), "others have tried"
             )
             assert not any(each.statistics().is_up for each in refused)
+
+
+async def test_it_ends_at_whatever_moment_it_is_told_to() -> None:
+    """The server's client swallows a cancellation here and there; a router that stops would wait
+    for good."""
+    with contextlib.closing(ValkeyServer(password="right")) as server:
+        for turns in range(80):
+            board = connect(server.url, Credentials(None, "wrong"), "kvroute", b"secret", b"one")
+            running_task = asyncio.create_task(board.run(lambda: None))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            running_task.cancel()
+            done, _ = await asyncio.wait([running_task], timeout=DEADLINE_S)
+            assert done, f"cancelled after {turns} turns of the loop"
