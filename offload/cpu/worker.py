@@ -12,30 +12,23 @@ the slot's end unused:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offload.base import (
-    CPULoadStoreSpec,
-    Direction,
-    OffloadingWorker,
-    TransferJob,
-    TransferResult,
-)
+from offload.base import CPULoadStoreSpec, Direction, TransferJob
 from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, Ids, TransferGeometry, check_ids
-from offload.transfer.queue import TransferStatistics
 from offload.transfer.rows import RowCopier, rows_of
-from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
 from offload.transfer.staging import LowerSide
 
 
-class CPUTransferWorker(OffloadingWorker):
+class CPUTransferWorker(TransferWorker):
     """Moves the CPU tier's blocks.
 
     A job reads or writes its GPU blocks until it has ended: until then they must not be freed, nor
@@ -68,7 +61,7 @@ class CPUTransferWorker(OffloadingWorker):
         # Zeroed, so that the system allocates the pages here and not during the first copies.
         self.slots = torch.zeros(shape, dtype=torch.int8, pin_memory=cache.device.type == "cuda")
         """The tier's memory, `[num_cpu_blocks, slot_bytes]` int8."""
-        self._transfers = Transfers("kv-cpu-tier", geometry, options or TransferOptions())
+        super().__init__(Transfers("kv-cpu-tier", geometry, options or TransferOptions()))
 
     @override
     def submit(self, job: TransferJob) -> None:
@@ -83,18 +76,6 @@ class CPUTransferWorker(OffloadingWorker):
         side = _SlotSide(self.slots, slot_ids, self._transfers.geometry, self._transfers.copier)
         self._transfers.submit(job, plan, side)
 
-    @override
-    def get_finished(self) -> list[TransferResult]:
-        return self._transfers.get_finished()
-
-    @override
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._transfers.wait(job_ids)
-
-    @override
-    def shutdown(self) -> None:
-        self._transfers.shutdown()
-
     def read_block(self, block_id: int, num_bytes: int) -> bytes:
         """The first bytes of a slot, from any thread, whatever is written there meanwhile.
 
@@ -103,10 +84,6 @@ class CPUTransferWorker(OffloadingWorker):
             num_bytes: At most `slot_bytes`.
         """
         return bytes(self.slots.numpy()[block_id, :num_bytes].tobytes())
-
-    def statistics(self) -> TransferStatistics:
-        """Jobs and bytes so far."""
-        return self._transfers.statistics()
 
 
 class _SlotSide(LowerSide):

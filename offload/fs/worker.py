@@ -13,24 +13,21 @@ from typing_extensions import override
 from offload.base import (
     Direction,
     FileLoadStoreSpec,
-    OffloadingWorker,
     OffloadKey,
     TransferJob,
-    TransferResult,
     unpack_offload_key,
 )
 from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.queue import TransferStatistics
-from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
 from offload.transfer.staging import LowerSide
 
 _STAGING_BYTES = 16 << 20
 
 
-class FileTransferWorker(OffloadingWorker):
+class FileTransferWorker(TransferWorker):
     """Moves the disk tier's blocks.
 
     A payload is an offloaded block: its GPU blocks concatenated, each as the group's page. A job
@@ -68,12 +65,9 @@ class FileTransferWorker(OffloadingWorker):
         if io_threads < 1:
             raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
         options = options or TransferOptions()
+        options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
+        super().__init__(Transfers("kv-disk-tier", geometry, options))
         self._store = store
-        self._transfers = Transfers(
-            "kv-disk-tier",
-            geometry,
-            replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES),
-        )
         self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-files")
 
     @override
@@ -115,21 +109,9 @@ class FileTransferWorker(OffloadingWorker):
             )
 
     @override
-    def get_finished(self) -> list[TransferResult]:
-        return self._transfers.get_finished()
-
-    @override
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._transfers.wait(job_ids)
-
-    @override
     def shutdown(self) -> None:
-        self._transfers.shutdown()
+        super().shutdown()
         self._io.shutdown()
-
-    def statistics(self) -> TransferStatistics:
-        """Jobs and bytes so far."""
-        return self._transfers.statistics()
 
 
 class _FileSide(LowerSide):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor
 from typing_extensions import override
 
-from offload.base import Direction, OffloadingWorker, PeerLoadSpec, TransferJob, TransferResult
+from offload.base import Direction, PeerLoadSpec, TransferJob
 from offload.errors import TransferError
 from offload.peer.client import PeerClient
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.queue import TransferStatistics
-from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
 from offload.transfer.staging import LowerSide
 
 _STAGING_BYTES = 16 << 20
 
 
-class PeerTransferWorker(OffloadingWorker):
+class PeerTransferWorker(TransferWorker):
     """Brings blocks from peers; a job fails where its peer has one of them no longer."""
 
     def __init__(
@@ -33,12 +31,9 @@ class PeerTransferWorker(OffloadingWorker):
             options: How to copy; a chunk is 16 MiB if left out.
         """
         options = options or TransferOptions()
+        options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
+        super().__init__(Transfers("kv-peer-tier", TransferGeometry(cache, None), options))
         self._peers = peers
-        self._transfers = Transfers(
-            "kv-peer-tier",
-            TransferGeometry(cache, None),
-            replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES),
-        )
 
     @override
     def submit(self, job: TransferJob) -> None:
@@ -49,22 +44,6 @@ class PeerTransferWorker(OffloadingWorker):
             )
         plan = self._transfers.plan(job, len(job.lower.keys))
         self._transfers.submit(job, plan, _PeerSide(self._peers, job.lower))
-
-    @override
-    def get_finished(self) -> list[TransferResult]:
-        return self._transfers.get_finished()
-
-    @override
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._transfers.wait(job_ids)
-
-    @override
-    def shutdown(self) -> None:
-        self._transfers.shutdown()
-
-    def statistics(self) -> TransferStatistics:
-        """Jobs and bytes so far."""
-        return self._transfers.statistics()
 
 
 class _PeerSide(LowerSide):

@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from offload.base import TransferJob, TransferResult
+from typing_extensions import override
+
+from offload.base import OffloadingWorker, TransferJob, TransferResult
 from offload.transfer.cuda_staging import CudaStager
 from offload.transfer.plan import TransferGeometry, TransferPlan
 from offload.transfer.queue import TransferQueue, TransferStatistics
@@ -106,3 +108,30 @@ class Transfers:
     def statistics(self) -> TransferStatistics:
         """See `TransferQueue.statistics`."""
         return self._queue.statistics()
+
+
+class TransferWorker(OffloadingWorker):
+    """What the workers of all tiers have in common; each has a `submit` of its own."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        """
+        Args:
+            transfers: Cuts jobs into chunks, and runs them.
+        """
+        self._transfers = transfers
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        return self._transfers.get_finished()
+
+    @override
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._transfers.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        self._transfers.shutdown()
+
+    def statistics(self) -> TransferStatistics:
+        """Jobs and bytes so far."""
+        return self._transfers.statistics()
