@@ -7,10 +7,12 @@ import random
 import selectors
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
+from typing_extensions import override
 
 from kvevents.codec import decode, encode
 from kvevents.events import EventBatch
@@ -29,7 +31,25 @@ class Faults:
     """The connection to the subscriber ends, and what is in transit is lost."""
 
 
-class LossyRelay:
+class _Relay(ABC):
+    """Runs on a thread of its own until it is closed."""
+
+    _is_closing = False
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Pass messages on while not `_is_closing`."""
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
+
+
+class LossyRelay(_Relay):
     """SUB on one side, PUB on the other, a thread between that makes mistakes until `heal` is
     called."""
 
@@ -48,9 +68,7 @@ class LossyRelay:
         self._front = CuttingRelay(self._pub.last_endpoint.decode(), seed, 0.0)
         self.endpoint = self._front.endpoint
         self._must_reconnect = False
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._start()
 
     def heal(self) -> None:
         """Make no more mistakes; delayed messages are sent first."""
@@ -60,9 +78,9 @@ class LossyRelay:
         """Close and reopen both connections, as a TCP relay does when the engine restarts."""
         self._must_reconnect = True
 
+    @override
     def close(self) -> None:
-        self._is_closing = True
-        self._thread.join()
+        super().close()
         self._front.close()
 
     def _subscribe(self) -> zmq.Socket[bytes]:
@@ -74,6 +92,7 @@ class LossyRelay:
         sub.connect(self._upstream)
         return sub
 
+    @override
     def _run(self) -> None:
         while not self._is_closing:
             if self._must_reconnect:
@@ -112,7 +131,7 @@ class LossyRelay:
         self._front.cut_all()
 
 
-class CuttingRelay:
+class CuttingRelay(_Relay):
     """Forwards TCP to a `tcp://` endpoint and ends connections in the middle.
 
     Args:
@@ -130,9 +149,8 @@ class CuttingRelay:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._other: dict[socket.socket, socket.socket] = {}
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._is_closing = self._must_cut_all = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._must_cut_all = False
+        self._start()
 
     def cut_all(self) -> None:
         """Close all connections soon."""
@@ -142,10 +160,7 @@ class CuttingRelay:
         """Lead new connections elsewhere, as an address does that is used again."""
         self._port = int(upstream.rpartition(":")[2])
 
-    def close(self) -> None:
-        self._is_closing = True
-        self._thread.join()
-
+    @override
     def _run(self) -> None:
         while not self._is_closing:
             if self._must_cut_all:
@@ -195,7 +210,7 @@ class CuttingRelay:
                 each.close()
 
 
-class CrossingRelay:
+class CrossingRelay(_Relay):
     """Passes on one publisher's live batches, and another's in their place while `is_crossed`; the
     connection to the subscriber stays.
 
@@ -214,13 +229,7 @@ class CrossingRelay:
         self._pub.sndhwm = 0
         self._pub.bind("tcp://127.0.0.1:0")
         self.endpoint = self._pub.last_endpoint.decode()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_closing = True
-        self._thread.join()
+        self._start()
 
     def _subscribe(self, upstream: str) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)
@@ -229,6 +238,7 @@ class CrossingRelay:
         sub.connect(upstream)
         return sub
 
+    @override
     def _run(self) -> None:
         while not self._is_closing:
             for which, sub in enumerate(self._subs):
@@ -240,7 +250,7 @@ class CrossingRelay:
         self._context.destroy(linger=0)
 
 
-class TamperingRelay:
+class TamperingRelay(_Relay):
     """Between a publisher's two sockets and a router. Every batch passes, under its own number;
     while `change` is set it says something else, and the ring says the same later. A snapshot ends
     that and is the truth, unless `tampers_with_snapshots`.
@@ -266,14 +276,9 @@ class TamperingRelay:
         self._router.bind("tcp://127.0.0.1:0")
         self.endpoint = self._pub.last_endpoint.decode()
         self.replay_endpoint = self._router.last_endpoint.decode()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._start()
 
-    def close(self) -> None:
-        self._is_closing = True
-        self._thread.join()
-
+    @override
     def _run(self) -> None:
         while not self._is_closing:
             if self._sub.poll(1):
