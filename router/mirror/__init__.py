@@ -28,7 +28,6 @@ from router.mirror.approximate import (
 from router.mirror.in_prefill import Coming, are_equal
 from router.mirror.layout import STEP
 from router.mirror.mirror import (
-    IDLE,
     WORTH_TELLING,
     CacheOutlook,
     Mirror,
@@ -39,7 +38,6 @@ from router.mirror.mirror import (
 from router.mirror.traffic import FadingRatio
 
 __all__ = [
-    "IDLE",
     "STEP",
     "WORTH_TELLING",
     "ApproximateCache",

@@ -639,14 +639,6 @@ class Mirror:
             cache.had_content = index.blocks_held(source) > 0
         return cache
 
-    def _progress(self, cache: _Cache, now: float) -> float:
-        """How many tokens of the first prompt in prefill are computed."""
-        first = cache.first
-        if first is None:
-            return 0.0
-        done = (now - cache.first_since) * first.model.prefill_tokens_per_s * cache.speed
-        return min(done, first.most_progress)
-
     def _enter_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
         if cache.first is None:
             cache.first, cache.first_since = visit, now
@@ -878,6 +870,3 @@ def _note_refill(cache: _Cache, gone: Use, hit: Hit) -> None:
     # What costs more to load than to compute is as good as lost.
     price = min(cache.prices.mean(hit.by_tier), 1.0)
     cache.refill.add(end - start - kept * (1.0 - price), end - start)
-
-
-IDLE = CacheOutlook()

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -91,9 +91,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
         ),
-        _steering_metrics(
-            {model.name: replace(model.steering.statistics()) for model in parts.models}
-        ),
+        _steering_metrics({model.name: model.steering.statistics() for model in parts.models}),
         tuple(_work_metrics(parts)),
         tuple(_router_metrics(parts)),
         tuple(_queue_metrics(parts)),

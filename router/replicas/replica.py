@@ -143,15 +143,13 @@ class Replica:
         """Whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY
 
-    @property
-    def is_vllm(self) -> bool:
-        """Whether it is vLLM, by the owner of its models."""
-        return any(entry.get("owned_by") == "vllm" for entry in self.model_entries.values())
+    def is_of(self, owner: str) -> bool:
+        """Whether it is an engine of some kind, by the owner of its models.
 
-    @property
-    def is_sglang(self) -> bool:
-        """Whether it is SGLang, by the owner of its models."""
-        return any(entry.get("owned_by") == "sglang" for entry in self.model_entries.values())
+        Args:
+            owner: `vllm` or `sglang`.
+        """
+        return any(entry.get("owned_by") == owner for entry in self.model_entries.values())
 
     @property
     def priority_order(self) -> PriorityOrder | None:

@@ -229,16 +229,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         model, asked = self.model, self.asked
         if model is None or asked is None or len(self.prompts) != 1:
             return NO_HINTS
-        if model.hint_form(self.replicas[first.replica_id]) is None:
+        form = model.hint_form(self.replicas[first.replica_id])
+        if form is None or not form.is_read_at(asked.spec.endpoint):
             return NO_HINTS
         prompt = next(each for each in self.tokenized if each.token_ids)
         keys = self.prompts[0].prefix_keys(STEP)
         announced = model.index.announced(self.source_of(first))
         step = STEP if announced is None else announced.scheduler_block_size or STEP
         model.steering.look_up(keys, first.cached_tokens, step)
-        said = Said.RETENTION if asked.spec.keeps_prompt else Said.NOTHING
-        if said is Said.NOTHING and asked.session is not None:
-            said = Said.SESSION
+        said = Said.NOTHING if asked.session is None else Said.SESSION
+        said = Said.RETENTION if asked.spec.keeps_prompt else said
         return model.steering.hints(keys, prompt.token_ids, prompt.ends, asked.tenant, said)
 
     def _attempt(self, candidate: Candidate, shows_hit: bool, hints: Hints) -> Attempt:
@@ -277,7 +277,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             body,
             self.spec.endpoint,
             number if order == "lower_first" else -number,
-            reads_header=order == "lower_first" and not replica.is_sglang,
+            reads_header=order == "lower_first" and not replica.is_of("sglang"),
         )
         return msgspec.structs.replace(
             attempt,

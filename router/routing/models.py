@@ -78,7 +78,7 @@ class Model:
             announced = self.index.announced(replica.cache)
             if announced is None or not announced.retention_hints:
                 return None
-        return HintForm.VLLM if replica.is_vllm else HintForm.KVROUTE
+        return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
 
     def hints_of(self, replica_id: str) -> LayoutHints:
         """What the configuration says of a replica's cache, and of what it shares with others."""

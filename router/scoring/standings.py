@@ -26,7 +26,6 @@ Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 """Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
 `arrivals_per_s` and `refill`."""
 
-
 IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
 

@@ -20,7 +20,7 @@ PEER = "PEER"
 KEY_TOKENS = 64
 """From one key of a prompt to the next."""
 
-_TIER_TOKENS = {"PEER": 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
+_TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
 
 
 # Slots, since policies read eight weights for every candidate: 6 ns each, where an attribute of a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from router.mirror import STEP
@@ -123,8 +123,7 @@ class Steering:
 
     def statistics(self) -> SteeringStatistics:
         """Counts since the start."""
-        self._counts.keys = self._keys
-        return self._counts
+        return replace(self._counts, keys=self._keys)
 
     def _count(self, hints: Hints, found: Found) -> None:
         counts, named = self._counts, set(hints.keep)

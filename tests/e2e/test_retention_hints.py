@@ -138,6 +138,29 @@ async def test_the_end_of_a_system_prompt_is_kept_before_anything_parted(
     assert metrics.sum("kvroute_boundaries_total", model=model, reason="message_end") > 0
 
 
+async def test_what_an_engine_reads_no_hints_of_is_not_counted_as_told(
+    router: RouterProcess,
+) -> None:
+    """Embeddings are not gone on with, and where prompts part among them matters to nobody."""
+    stub = EngineStub("embedding")
+    stub.paths["/server_info"] = takes_hints
+    async with stub, router.serving(stub):
+
+        async def told() -> float:
+            return (await router.metrics()).sum("kvroute_boundaries_total", model=stub.model)
+
+        deadline = time.monotonic() + DEADLINE_S
+        while not await told():  # it was not asked about itself yet
+            body = {"model": stub.model, "prompt": tokens(200, 1), "max_tokens": 1}
+            assert (await router.post("/v1/completions", body)).status == 200
+            assert time.monotonic() < deadline
+        before = await told()
+        for seed in (2, 3, 4):
+            body = {"model": stub.model, "input": tokens(640, 1) + tokens(100, seed)}
+            assert (await router.post("/v1/embeddings", body)).status == 200
+        assert await told() == before
+
+
 # --- several tenants ------------------------------------------------------------------------------
 
 CHAT = "/v1/chat/completions"

@@ -32,6 +32,14 @@ class HintForm(Enum):
     KVROUTE = TRANSFER_FIELD
     VLLM = ARGUMENTS_FIELD
 
+    def is_read_at(self, endpoint: Endpoint) -> bool:
+        """Whether engines read the field in bodies of some path.
+
+        Args:
+            endpoint: The path.
+        """
+        return endpoint in _ENDPOINTS[self]
+
 
 _ENDPOINTS = {
     HintForm.KVROUTE: frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT)),
@@ -58,7 +66,7 @@ def with_hints(
         keep: Lengths of prefixes in tokens.
         keep_end: Whether the response is kept as well.
     """
-    if endpoint not in _ENDPOINTS[form] or not (keep or keep_end):
+    if not form.is_read_at(endpoint) or not (keep or keep_end):
         return body
     said: Mapping[str, Any]
     if form is HintForm.KVROUTE:
