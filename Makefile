@@ -25,7 +25,7 @@ BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
 # The compiled index; what it is built from decides when it is built again.
 NATIVE := build/native/.built
 CXX ?= g++
-CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
+CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
 .PHONY: demo docs reference lock sbom audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml
 	touch $(RUNNABLE) $@
 
 # Without a compiler or Python's headers there is none, and the reference serves.
-$(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard router/index/core/*.?pp) router/index/core/CMakeLists.txt
+$(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard router/core/*/*.?pp) router/core/CMakeLists.txt
 	@mkdir -p $(@D)
 	@if ! command -v $(CXX) >/dev/null; then \
 	    echo "no C++ compiler ($(CXX)): the index in plain Python serves"; \
@@ -151,7 +151,7 @@ bench-peers: $(INSTALLED) $(NATIVE) $(BENCH_PEERS_INSTALLED)
 
 # What nobody would send, to the compiled index: ten minutes, or ARGS="--seconds 60 --seed 2".
 fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.router.index.core.fuzz $(ARGS)
+	$(BIN)/python -m tests.router.core.index.fuzz $(ARGS)
 
 # For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
 wheels: $(INSTALLED)
@@ -165,4 +165,4 @@ mutants: $(INSTALLED)
 	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) $(BENCH_PEERS) build dist wheelhouse *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) $(BENCH_PEERS) build dist wheelhouse *.egg-info router/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -94,18 +94,18 @@ def test_the_wheel_has_the_live_page_and_the_types(
     """The live page is read from the package at run time, and type checkers look for `py.typed`."""
     static = {name for name in sdist_files if name.startswith("router/static/")}
     assert static
-    types = {f"{package}/py.typed" for package in PACKAGES} | {"router/index/_core.pyi"}
+    types = {f"{package}/py.typed" for package in PACKAGES} | {"router/_core.pyi"}
     assert static | types <= wheel_files
 
 
 def test_the_wheel_has_the_compiled_index_and_not_its_sources(wheel_files: set[str]) -> None:
     """Where there is no compiler it is the one file that is missing."""
     compiled = [name for name in wheel_files if name.endswith(".so")]
-    assert not any(name.startswith("router/index/core") for name in wheel_files)
+    assert not any(name.startswith("router/core") for name in wheel_files)
     if missing := what_the_compiled_index_lacks():
         pytest.skip(missing)
     assert len(compiled) == 1
-    assert compiled[0].startswith("router/index/_core.")
+    assert compiled[0].startswith("router/_core.")
 
 
 def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from router.errors import RouterError
 from router.index.base import PrefixIndex
 from router.index.reference.index import ReferenceIndex
 
-CORE_VERSION = 12
-"""Of the compiled module, as core/binding.cpp names it: what it takes and returns."""
+CORE_VERSION = 13
+"""Of the compiled module, as core/binding/module.cpp names it: what it takes and returns."""
 
 IndexChoice: TypeAlias = Literal["auto", "native", "reference"]
 """`auto`: native where it can be loaded, else the reference."""
@@ -75,7 +75,7 @@ def why_not_native() -> str | None:
 
 def _native() -> IndexImplementation:
     """Raises ImportError where it was not built, or for another Python or an older kvroute."""
-    core = import_module("router.index._core")
+    core = import_module("router._core")
     if core.core_version != CORE_VERSION:
         raise ImportError(
             f"{core.__file__} is a compiled index of version {core.core_version}: it must be "

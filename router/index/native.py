@@ -27,9 +27,9 @@ from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
 from kvevents.messages import WireRun
 from kvevents.sealing import held_key
-from router.index._core import Core, EngineHashes, HitMap, Prompt, StateError
-from router.index._core import block_hashes as _block_hashes
-from router.index._core import pack_token_ids as _pack_token_ids
+from router._core import Core, EngineHashes, HitMap, Prompt, StateError
+from router._core import block_hashes as _block_hashes
+from router._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
     NO_HIT,
     ApplyResult,
@@ -58,7 +58,7 @@ _KINDS = {
     GroupKind.MAMBA: 3,
     GroupKind.NOT_CACHED: 4,
 }
-"""As `GroupKind` of core/layout.hpp counts them."""
+"""As `GroupKind` of core/index/layout.hpp counts them."""
 _DIGEST_BYTES = 32
 _BEFORE_EXTRA_KEYS = (bytes(16), (0,))
 _PICKLED_AFTER = len(b"\x87\x94.")

@@ -89,7 +89,7 @@ def test_check_names_a_directory_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_router_without_its_compiled_index_says_so_once(tmp_path: Path, workers: str) -> None:
     """pip shows nothing of a build without a compiler, and the router is many times slower."""
-    hidden = 'import sys\nsys.modules["router.index._core"] = None\n'  # as where it was not built
+    hidden = 'import sys\nsys.modules["router._core"] = None\n'  # as where it was not built
     (tmp_path / "sitecustomize.py").write_text(hidden)
     with router_process(
         {}, {"PYTHONPATH": str(tmp_path)}, options=("--workers", workers)

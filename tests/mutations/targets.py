@@ -82,19 +82,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # The compiled index, and what stands between it and the rest.
     "router/index/native.py": _CORE,
     **{
-        f"router/index/core/{name}": _CORE
+        f"router/core/{name}": _CORE
         for name in (
-            "binding.cpp",
-            "cohort.hpp",
-            "index.hpp",
-            "layout.hpp",
-            "marks.hpp",
-            "match.hpp",
-            "nodes.hpp",
-            "prompt.hpp",
-            "run.hpp",
-            "source.hpp",
-            "state.hpp",
+            "binding/index.cpp",
+            "index/cohort.hpp",
+            "index/index.hpp",
+            "index/layout.hpp",
+            "index/marks.hpp",
+            "index/match.hpp",
+            "index/nodes.hpp",
+            "index/prompt.hpp",
+            "index/run.hpp",
+            "index/source.hpp",
+            "index/state.hpp",
         )
     },
     # What surrounds a request.

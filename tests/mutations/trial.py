@@ -61,7 +61,7 @@ class Copy:
                 shutil.copy2(root / name, directory / name)
         self._modules = {
             module.relative_to(root): module.read_bytes()
-            for module in (root / "router" / "index").glob("_core*.so")
+            for module in (root / "router").glob("_core*.so")
         }
         """The compiled index, without a mutation; git does not know of it."""
         self._put_modules()
@@ -116,7 +116,7 @@ class Copy:
         """Build the index from the copy's sources; without optimisation, which takes longer than
         the tests."""
         cmake, build = Path(sys.executable).with_name("cmake"), self.directory / "build" / "mutants"
-        source = self.directory / "router" / "index" / "core"
+        source = self.directory / "router" / "core"
         definitions = {
             "CMAKE_BUILD_TYPE": "None",
             "KVROUTE_INPLACE": "ON",

@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-CORE = Path(__file__).parents[2] / "router" / "index" / "core"
+CORE = Path(__file__).parents[2] / "router" / "core"
 
 
 def compiler() -> str | None:

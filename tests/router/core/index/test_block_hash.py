@@ -15,7 +15,7 @@ from router.index import REFERENCE, choose_index
 if choose_index() is REFERENCE:
     pytest.skip("the compiled index is not built", allow_module_level=True)
 native = import_module("router.index.native")
-core = import_module("router.index._core")
+core = import_module("router._core")
 
 SALT = "salt" * 3
 names = st.text(max_size=12) | st.just(SALT)

@@ -4,9 +4,9 @@
 // for a table by itself, or a run of messages.
 
 #include "audit.hpp"
-#include "json_tokens.hpp"
-#include "run.hpp"
-#include "state.hpp"
+#include "index/json_tokens.hpp"
+#include "index/run.hpp"
+#include "index/state.hpp"
 
 using namespace kvroute;
 

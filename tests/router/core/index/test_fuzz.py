@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.index.core.fuzz import build, write_corpus
+from tests.router.core.index.fuzz import build, write_corpus
 from tests.support.native import compiler
 
 SECONDS = "10"

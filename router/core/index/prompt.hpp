@@ -1,7 +1,9 @@
-// A prompt, and its keys at every step that some source may ask for.
+// A prompt, and its keys at every step that some source may ask for. Any thread may ask: keys that
+// were computed once stay where they are.
 #pragma once
 
 #include <map>
+#include <mutex>
 #include <string>
 
 #include "marks.hpp"
@@ -25,9 +27,8 @@ public:
 
     // The residues of the keys at step + lookahead, 2 * step + lookahead, ... tokens.
     const std::vector<u64>& keys(const KeySpace& space, Step step) {
-        auto known = keys_.find(step);
-        return known == keys_.end() ? keys_.emplace(step, computed(space, step)).first->second
-                                    : known->second;
+        std::lock_guard locked(mutex_);
+        return keys_at(space, step);
     }
 
     // The key at the end of block `index`.
@@ -39,6 +40,7 @@ public:
     // Residues at every multiple of `step` tokens: every n-th of some finer ones, if there are any.
     // An entry of extra keys is about one hash block, not about one step of the caller.
     const std::vector<u64>& prefix_keys(const KeySpace& space, u64 step) {
+        std::lock_guard locked(mutex_);
         auto known = prefix_keys_.find(step);
         if (known != prefix_keys_.end()) return known->second;
         for (const auto& [finer, keys] : keys_) {
@@ -48,10 +50,16 @@ public:
             for (u64 i = nth - 1; i < keys.size(); i += nth) picked.push_back(keys[i]);
             return prefix_keys_.emplace(step, std::move(picked)).first->second;
         }
-        return prefix_keys_.emplace(step, keys(space, {step, 0})).first->second;
+        return prefix_keys_.emplace(step, keys_at(space, {step, 0})).first->second;
     }
 
 private:
+    const std::vector<u64>& keys_at(const KeySpace& space, Step step) {
+        auto known = keys_.find(step);
+        return known == keys_.end() ? keys_.emplace(step, computed(space, step)).first->second
+                                    : known->second;
+    }
+
     std::vector<u64> computed(const KeySpace& space, Step step) const {
         const u64 size = tokens_.size();
         if (size < step.tokens + step.lookahead) return {};
@@ -83,6 +91,7 @@ private:
         return marks;
     }
 
+    std::mutex mutex_;  // guards the keys
     std::vector<u32> tokens_;
     std::optional<std::string> lora_;
     std::optional<std::string> salt_;

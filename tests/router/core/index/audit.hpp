@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "match.hpp"
+#include "index/match.hpp"
 
 namespace kvroute {
 

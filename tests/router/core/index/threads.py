@@ -22,7 +22,7 @@ ROUNDS = 40
 
 def load(path: Path) -> Any:
     """The extension module at *path*, under the name that everyone imports."""
-    spec = importlib.util.spec_from_file_location("router.index._core", path)
+    spec = importlib.util.spec_from_file_location("router._core", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

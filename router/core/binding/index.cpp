@@ -1,4 +1,4 @@
-// What Python sees of the compiled index. Everything else in this directory knows nothing of Python.
+// What Python sees of the compiled index.
 //
 // One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let go
 // while a large batch applies or a long prompt is hashed or matched; for anything small that would
@@ -6,18 +6,19 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
-
-#include "inspector.hpp"
-#include "block_hash.hpp"
-#include "json_tokens.hpp"
-#include "match.hpp"
-#include "run.hpp"
-#include "state.hpp"
+#include "binding/index.hpp"
+#include "binding/module.hpp"
+#include "binding/support.hpp"
+#include "index/block_hash.hpp"
+#include "index/inspector.hpp"
+#include "index/json_tokens.hpp"
+#include "index/run.hpp"
+#include "index/state.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -25,6 +26,7 @@
 
 namespace nb = nanobind;
 using namespace kvroute;
+using namespace kvroute::binding;
 
 namespace {
 
@@ -33,96 +35,6 @@ constexpr std::int64_t kAtATime = 1 << 15;  // see `Index::work_off`
 constexpr std::size_t kLargePayload = 1 << 16;
 constexpr std::size_t kLargeRun = 1 << 14;
 constexpr std::size_t kLongPrompt = 1 << 14;
-
-// Lets the interpreter lock go for as long as it lives, if that is worth it.
-class ReleasedIf {
-public:
-    explicit ReleasedIf(bool is_worth_it) : state_(is_worth_it ? PyEval_SaveThread() : nullptr) {}
-    ~ReleasedIf() {
-        if (state_ != nullptr) PyEval_RestoreThread(state_);
-    }
-    ReleasedIf(const ReleasedIf&) = delete;
-    ReleasedIf& operator=(const ReleasedIf&) = delete;
-
-private:
-    PyThreadState* state_;
-};
-
-// Holds the mutex. Whoever has to wait for it lets the interpreter lock go meanwhile.
-class Locked {
-public:
-    explicit Locked(std::mutex& mutex, bool has_interpreter = true) : mutex_(mutex) {
-        if (mutex_.try_lock()) return;
-        if (!has_interpreter) {
-            mutex_.lock();
-            return;
-        }
-        nb::gil_scoped_release released;
-        mutex_.lock();
-    }
-    ~Locked() { mutex_.unlock(); }
-    Locked(const Locked&) = delete;
-    Locked& operator=(const Locked&) = delete;
-
-private:
-    std::mutex& mutex_;
-};
-
-// A contiguous buffer of any kind, for reading.
-class Buffer {
-public:
-    explicit Buffer(nb::handle from, bool is_optional = false) {
-        is_open_ = PyObject_GetBuffer(from.ptr(), &view_, PyBUF_SIMPLE | PyBUF_FORMAT) == 0;
-        if (is_open_) return;
-        if (!is_optional) throw nb::python_error();
-        PyErr_Clear();
-    }
-    ~Buffer() {
-        if (is_open_) PyBuffer_Release(&view_);
-    }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
-    bool is_open() const { return is_open_; }
-    bool holds_numbers() const {
-        return is_open_ && view_.itemsize == 4 && view_.format != nullptr &&
-               std::string_view(view_.format) == "I";
-    }
-    std::span<const u8> bytes() const {
-        return {static_cast<const u8*>(view_.buf), static_cast<std::size_t>(view_.len)};
-    }
-
-private:
-    Py_buffer view_{};
-    bool is_open_ = false;
-};
-
-std::vector<u32> tokens_of(nb::handle from) {
-    std::vector<u32> tokens;
-    if (!PyList_Check(from.ptr()) && !PyTuple_Check(from.ptr())) {
-        const Buffer buffer(from, /*is_optional=*/true);
-        if (buffer.holds_numbers()) {
-            tokens.resize(buffer.bytes().size() / 4);
-            std::memcpy(tokens.data(), buffer.bytes().data(), tokens.size() * 4);
-            return tokens;
-        }
-    }
-    const nb::object items = nb::steal(PySequence_List(from.ptr()));
-    if (!items.is_valid()) throw nb::python_error();
-    const Py_ssize_t count = PyList_Size(items.ptr());
-    tokens.resize(static_cast<std::size_t>(count));
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        const unsigned long long value =
-            PyLong_AsUnsignedLongLong(PyList_GetItem(items.ptr(), i));
-        if (value == ~0ull && PyErr_Occurred()) throw nb::python_error();
-        if (value > 0xFFFFFFFF) {
-            PyErr_SetString(PyExc_OverflowError, "a token id must lie in [0, 2**32)");
-            throw nb::python_error();
-        }
-        tokens[static_cast<std::size_t>(i)] = static_cast<u32>(value);
-    }
-    return tokens;
-}
 
 u64 hash_of(const KeySpace& space, nb::handle block_hash) {
     if (PyBytes_Check(block_hash.ptr())) {
@@ -149,11 +61,6 @@ nb::object make_hit(nb::handle type, const Hit& hit, nb::object by_tier) {
     PyTuple_SetItem(made.ptr(), 1, PyLong_FromUnsignedLong(hit.total));
     PyTuple_SetItem(made.ptr(), 2, by_tier.release().ptr());
     return made;
-}
-
-nb::object text(const std::string& name) {
-    return nb::steal(
-        PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
 }
 
 using NamedShares = std::vector<std::pair<std::string, u64>>;
@@ -287,8 +194,9 @@ std::optional<std::vector<u8>> digests_of(const Prompt& prompt, const std::strin
     return is_done ? std::optional(std::move(digests)) : std::nullopt;
 }
 
-nb::object block_hashes(const Prompt& prompt, const std::string& algorithm, nb::bytes root,
+nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm, nb::bytes root,
                         u64 block_size, u64 lookahead, const std::vector<nb::bytes>& extra_keys) {
+    const Prompt& prompt = *handle.prompt;
     const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
     return digests ? nb::bytes(digests->data(), digests->size()) : nb::object(nb::none());
 }
@@ -301,14 +209,25 @@ public:
     // `no_hit`: an instance of the class of all hits. `result`: the class of what a batch did.
     Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits, nb::object no_hit,
          nb::object result)
-        : types_{nb::borrow(no_hit.type()), no_hit, std::move(result)}, index_({first_secret, second_secret},
-                 Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
-                        limits.at(5), limits.at(6)}),
-          matcher_(index_) {}
+        : types_{nb::borrow(no_hit.type()), no_hit, std::move(result)},
+          shared_(std::make_shared<SharedIndex>(
+              std::array<u64, 2>{first_secret, second_secret},
+              Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
+                     limits.at(5), limits.at(6)})) {}
+
+    // For what else in the core reads it.
+    std::shared_ptr<SharedIndex> shared() const { return shared_; }
+
+    // Names the source wherever a name must outlast its slot.
+    u32 number(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return shared_->number_of(slot);
+    }
 
     u32 add(const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
         Locked locked(mutex_);
-        const u32 slot = index_.add_source();
+        const u32 slot = shared_->add();
         for (const auto& [name, blocks, tokens] : tier_units) {
             index_.source(slot).tier_units.push_back({name, blocks, tokens});
         }
@@ -321,7 +240,7 @@ public:
         Locked locked(mutex_, false);
         check(slot);
         dropped_ += index_.source(slot).entries;
-        index_.drop_source(slot);
+        shared_->drop(slot);
         return work_off();
     }
 
@@ -371,7 +290,7 @@ public:
             check(slot);
             Source& of = index_.source(slot);
             outcome = index_.apply(slot, bytes, done.result, news);
-            if (outcome == Index::Outcome::applied) look_at(of, done);
+            if (outcome == Index::Outcome::applied) look_at(of, slot, done);
         }
         if (outcome == Index::Outcome::odd) return nb::none();
         if (outcome == Index::Outcome::applied) {
@@ -393,7 +312,7 @@ public:
             check(slot);
             Source& of = index_.source(slot);
             is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, done.result);
-            if (is_applied) look_at(of, done);
+            if (is_applied) look_at(of, slot, done);
         }
         return is_applied ? as_tuple(done) : nb::none();
     }
@@ -430,7 +349,7 @@ public:
                     break;
                 }
                 prints.push_back(fingerprint.of(*payload));
-                if (news.empty()) look_at(of, done);
+                if (news.empty()) look_at(of, slot, done);
                 if (!news.empty() || !done.is_plain()) {
                     last = *payload;
                     continue;
@@ -482,9 +401,11 @@ public:
     }
 
     // For `match`; None where Python has to make them.
-    nb::object engine_hashes(const Prompt& prompt, const std::string& algorithm, nb::bytes root,
+    nb::object engine_hashes(const PromptHandle& handle, const std::string& algorithm,
+                             nb::bytes root,
                              u64 block_size, u64 lookahead, bool as_int,
                              const std::vector<nb::bytes>& extra_keys) {
+        const Prompt& prompt = *handle.prompt;
         const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
         if (!digests) return nb::none();
         const std::size_t size = HashFunction::named(algorithm)->size();
@@ -556,7 +477,8 @@ public:
     }
 
     // Hashes a prompt for every source.
-    void hash(Prompt& prompt) {
+    void hash(const PromptHandle& handle) {
+        Prompt& prompt = *handle.prompt;
         ReleasedIf released(prompt.tokens().size() > kLongPrompt);
         std::vector<Prompt::Step> steps;
         {
@@ -566,12 +488,15 @@ public:
         for (Prompt::Step step : steps) prompt.keys(index_.space(), step);
     }
 
-    std::vector<u64> prefix_keys(Prompt& prompt, u64 step) {
+    std::vector<u64> prefix_keys(const PromptHandle& handle, u64 step) {
+        Prompt& prompt = *handle.prompt;
         return prompt.prefix_keys(index_.space(), step);
     }
 
     // `slots`: see `HitMap`.
-    HitMap match(Prompt& prompt, nb::dict slots, const std::vector<ComputedTuple>& computed) {
+    HitMap match(const PromptHandle& handle, nb::dict slots,
+                 const std::vector<ComputedTuple>& computed) {
+        Prompt& prompt = *handle.prompt;
         HitMap found(std::move(slots), types_);
         const std::vector<Computed> by_hash = computed_of(computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
@@ -586,7 +511,9 @@ public:
     }
 
     // The hit of one source.
-    nb::object match_source(Prompt& prompt, u32 slot, const std::vector<ComputedTuple>& computed) {
+    nb::object match_source(const PromptHandle& handle, u32 slot,
+                            const std::vector<ComputedTuple>& computed) {
+        Prompt& prompt = *handle.prompt;
         const std::vector<Computed> by_hash = computed_of(computed);
         Hit hit;
         NamedShares shares;
@@ -603,8 +530,9 @@ public:
         return hit.total ? make_hit(types_.hit, hit, tuple_of(shares)) : types_.no_hit;
     }
 
-    u64 match_tier(Prompt& prompt, u32 slot, const std::string& tier,
+    u64 match_tier(const PromptHandle& handle, u32 slot, const std::string& tier,
                    const std::vector<ComputedTuple>& computed) {
+        Prompt& prompt = *handle.prompt;
         const std::vector<Computed> by_hash = computed_of(computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
@@ -613,8 +541,9 @@ public:
         return matcher_.match_tier(slot, prompt, tier, by_hash.empty() ? nullptr : &by_hash[0]);
     }
 
-    std::vector<u64> group_hits(Prompt& prompt, u32 slot,
+    std::vector<u64> group_hits(const PromptHandle& handle, u32 slot,
                                 const std::vector<ComputedTuple>& computed) {
+        Prompt& prompt = *handle.prompt;
         const std::vector<Computed> by_hash = computed_of(computed);
         Locked locked(mutex_);
         check(slot);
@@ -681,8 +610,9 @@ private:
         }
     };
 
-    void look_at(Source& of, Done& done) {
+    void look_at(Source& of, u32 slot, Done& done) {
         done.slot = of.slot;
+        if (of.slot != slot) shared_->moved(slot, of.slot);
         if (done.result.cleared) dropped_ += done.result.removed;
         done.has_lower_tiers = of.has_lower_tiers();
         done.unplaced = of.unplaced;
@@ -747,10 +677,11 @@ private:
     }
 
     ResultTypes types_;
-    std::mutex mutex_;
-    Index index_;
-    Matcher matcher_;
-    Hits hits_;
+    std::shared_ptr<SharedIndex> shared_;
+    std::mutex& mutex_ = shared_->mutex;
+    Index& index_ = shared_->index;
+    Matcher& matcher_ = shared_->matcher;
+    Hits& hits_ = shared_->hits;
     u64 dropped_ = 0;  // blocks since memory was given back last
 };
 
@@ -767,27 +698,25 @@ nb::object pack_token_ids(nb::handle text) {
 
 }  // namespace
 
-NB_MODULE(_core, module) {
-    module.attr("core_version") = 12;  // as CORE_VERSION of choice.py
-    // An index that lives as long as the interpreter is no leak.
-    nb::set_leak_warnings(false);
-
+void kvroute::binding::bind_index(nb::module_& module) {
     static nb::exception<StateError> state_error(module, "StateError", PyExc_ValueError);
 
-    nb::class_<Prompt>(module, "Prompt")
+    nb::class_<PromptHandle>(module, "Prompt")
         .def(
             "__init__",
-            [](Prompt* self, nb::handle tokens, std::optional<std::string> lora,
+            [](PromptHandle* self, nb::handle tokens, std::optional<std::string> lora,
                std::optional<std::string> salt, nb::bytes extra_keys) {
                 const auto* bytes = static_cast<const u8*>(extra_keys.data());
-                new (self) Prompt(tokens_of(tokens), std::move(lora), std::move(salt),
-                                  std::vector<u8>(bytes, bytes + extra_keys.size()));
+                new (self) PromptHandle{std::make_shared<Prompt>(
+                    tokens_of(tokens), std::move(lora), std::move(salt),
+                    std::vector<u8>(bytes, bytes + extra_keys.size()))};
             },
             nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
             nb::arg("extra_keys"))
-        .def("__len__", [](const Prompt& self) { return self.tokens().size(); })
-        .def("tokens", [](const Prompt& self) {
-            return nb::bytes(self.tokens().data(), self.tokens().size() * sizeof(u32));
+        .def("__len__", [](const PromptHandle& self) { return self.prompt->tokens().size(); })
+        .def("tokens", [](const PromptHandle& self) {
+            const std::vector<u32>& tokens = self.prompt->tokens();
+            return nb::bytes(tokens.data(), tokens.size() * sizeof(u32));
         });
 
     nb::class_<EngineHashes>(module, "EngineHashes");
@@ -806,8 +735,12 @@ NB_MODULE(_core, module) {
         .def("__repr__", [](HitMap& self) { return nb::repr(self.all()); });
     hit_map.attr("__hash__") = nb::none();
 
+    nb::class_<SharedIndex>(module, "SharedIndex");
+
     nb::class_<Core>(module, "Core")
         .def(nb::init<u64, u64, const std::vector<u64>&, nb::object, nb::object>())
+        .def("shared", &Core::shared)
+        .def("number", &Core::number)
         .def("add", &Core::add)
         .def("drop", &Core::drop)
         .def("tidy", &Core::tidy)

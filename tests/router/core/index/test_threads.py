@@ -47,7 +47,7 @@ def test_threads_that_apply_and_match_at_once_do_not_race(tmp_path: Path) -> Non
     if not runtime:
         pytest.skip("the compiler has no ThreadSanitizer")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.router.index.core.threads", str(built(tmp_path))],
+        [sys.executable, "-m", "tests.router.core.index.threads", str(built(tmp_path))],
         env={**os.environ, "LD_PRELOAD": runtime, "TSAN_OPTIONS": "halt_on_error=1"},
         cwd=ROOT,
         capture_output=True,

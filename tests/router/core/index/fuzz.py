@@ -1,6 +1,6 @@
 """Feeds the compiled index with what nobody would send, under AddressSanitizer and UBSan.
 
-`make fuzz`, or `python -m tests.router.index.core.fuzz --seconds 600`. With clang libFuzzer does
+`make fuzz`, or `python -m tests.router.core.index.fuzz --seconds 600`. With clang libFuzzer does
 it; with g++ a small driver of ours does, which also follows the coverage. The first inputs are made
 of recorded streams and wire samples. An input that ends the process is kept.
 """

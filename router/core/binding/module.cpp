@@ -1,0 +1,12 @@
+// The extension module `router._core`. Nothing outside this directory knows of Python.
+
+#include "binding/module.hpp"
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, module) {
+    module.attr("core_version") = 13;  // as CORE_VERSION of router/index/choice.py
+    // An index that lives as long as the interpreter is no leak.
+    nb::set_leak_warnings(false);
+    kvroute::binding::bind_index(module);
+}

@@ -1,0 +1,113 @@
+// What every part of the binding needs: locks beside the interpreter's, buffers, text.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "index/keys.hpp"
+
+namespace kvroute::binding {
+
+namespace nb = nanobind;
+
+// Lets the interpreter lock go for as long as it lives, if that is worth it.
+class ReleasedIf {
+public:
+    explicit ReleasedIf(bool is_worth_it) : state_(is_worth_it ? PyEval_SaveThread() : nullptr) {}
+    ~ReleasedIf() {
+        if (state_ != nullptr) PyEval_RestoreThread(state_);
+    }
+    ReleasedIf(const ReleasedIf&) = delete;
+    ReleasedIf& operator=(const ReleasedIf&) = delete;
+
+private:
+    PyThreadState* state_;
+};
+
+// Holds the mutex. Whoever has to wait for it lets the interpreter lock go meanwhile.
+class Locked {
+public:
+    explicit Locked(std::mutex& mutex, bool has_interpreter = true) : mutex_(mutex) {
+        if (mutex_.try_lock()) return;
+        if (!has_interpreter) {
+            mutex_.lock();
+            return;
+        }
+        nb::gil_scoped_release released;
+        mutex_.lock();
+    }
+    ~Locked() { mutex_.unlock(); }
+    Locked(const Locked&) = delete;
+    Locked& operator=(const Locked&) = delete;
+
+private:
+    std::mutex& mutex_;
+};
+
+// A contiguous buffer of any kind, for reading.
+class Buffer {
+public:
+    explicit Buffer(nb::handle from, bool is_optional = false) {
+        is_open_ = PyObject_GetBuffer(from.ptr(), &view_, PyBUF_SIMPLE | PyBUF_FORMAT) == 0;
+        if (is_open_) return;
+        if (!is_optional) throw nb::python_error();
+        PyErr_Clear();
+    }
+    ~Buffer() {
+        if (is_open_) PyBuffer_Release(&view_);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    bool is_open() const { return is_open_; }
+    bool holds_numbers() const {
+        return is_open_ && view_.itemsize == 4 && view_.format != nullptr &&
+               std::string_view(view_.format) == "I";
+    }
+    std::span<const u8> bytes() const {
+        return {static_cast<const u8*>(view_.buf), static_cast<std::size_t>(view_.len)};
+    }
+
+private:
+    Py_buffer view_{};
+    bool is_open_ = false;
+};
+
+inline std::vector<u32> tokens_of(nb::handle from) {
+    std::vector<u32> tokens;
+    if (!PyList_Check(from.ptr()) && !PyTuple_Check(from.ptr())) {
+        const Buffer buffer(from, /*is_optional=*/true);
+        if (buffer.holds_numbers()) {
+            tokens.resize(buffer.bytes().size() / 4);
+            std::memcpy(tokens.data(), buffer.bytes().data(), tokens.size() * 4);
+            return tokens;
+        }
+    }
+    const nb::object items = nb::steal(PySequence_List(from.ptr()));
+    if (!items.is_valid()) throw nb::python_error();
+    const Py_ssize_t count = PyList_Size(items.ptr());
+    tokens.resize(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const unsigned long long value =
+            PyLong_AsUnsignedLongLong(PyList_GetItem(items.ptr(), i));
+        if (value == ~0ull && PyErr_Occurred()) throw nb::python_error();
+        if (value > 0xFFFFFFFF) {
+            PyErr_SetString(PyExc_OverflowError, "a token id must lie in [0, 2**32)");
+            throw nb::python_error();
+        }
+        tokens[static_cast<std::size_t>(i)] = static_cast<u32>(value);
+    }
+    return tokens;
+}
+
+inline nb::object text(const std::string& name) {
+    return nb::steal(
+        PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
+}
+
+}  // namespace kvroute::binding

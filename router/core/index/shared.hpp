@@ -1,0 +1,58 @@
+// One model's index as every thread of the process shares it: one mutex, so that a match never sees
+// half a batch. Whoever takes the mutex holds it for microseconds; large work is done in slices.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "match.hpp"
+
+namespace kvroute {
+
+// Names a source for as long as it exists. A source's slot changes when a large clear leaves behind
+// what it held.
+using SourceNumber = u32;
+
+class SharedIndex {
+public:
+    SharedIndex(std::array<u64, 2> secrets, const Limits& limits)
+        : index(secrets, limits), matcher(index) {}
+
+    std::mutex mutex;  // guards all that follows
+    Index index;
+    Matcher matcher;
+    Hits hits;  // of the match at hand: its memory is used again
+
+    SourceNumber number_of(u32 slot) const { return numbers_[slot]; }
+    // `kNone`: it was dropped.
+    u32 slot_of(SourceNumber number) const {
+        return number < slots_.size() ? slots_[number] : kNone;
+    }
+
+    u32 add() {
+        const u32 slot = index.add_source();
+        slots_.push_back(slot);
+        put(slot, static_cast<SourceNumber>(slots_.size() - 1));
+        return slot;
+    }
+    void drop(u32 slot) {
+        slots_[numbers_[slot]] = kNone;
+        index.drop_source(slot);
+    }
+    void moved(u32 from, u32 to) {
+        const SourceNumber number = numbers_[from];
+        slots_[number] = to;
+        put(to, number);
+    }
+
+private:
+    void put(u32 slot, SourceNumber number) {
+        if (slot >= numbers_.size()) numbers_.resize(slot + 1, kNone);
+        numbers_[slot] = number;
+    }
+
+    std::vector<u32> slots_;              // by number
+    std::vector<SourceNumber> numbers_;  // by slot
+};
+
+}  // namespace kvroute
