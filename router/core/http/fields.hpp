@@ -1,0 +1,26 @@
+// Fields of a message (RFC 9110 5): names and values as views of the bytes that were parsed.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+namespace kvroute::http {
+
+struct Field {
+    std::string_view name;   // as sent
+    std::string_view value;  // without the white space around it
+};
+
+// Names are compared without case (RFC 9110 5.1). `lower`: in lower case.
+bool same_name(std::string_view any_case, std::string_view lower);
+
+// The value of the first field of that name; empty where there is none.
+std::string_view value_of(const std::vector<Field>& fields, std::string_view lower_name);
+
+// Whether the field is about one connection, and so goes no further than that.
+bool is_hop_by_hop(std::string_view any_case_name);
+
+// Takes the first element off a list (RFC 9110 5.6.1): "a , b" gives "a" and leaves "b".
+std::string_view take_element(std::string_view& list);
+
+}  // namespace kvroute::http
