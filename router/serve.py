@@ -12,11 +12,13 @@ import functools
 import gc
 import logging
 import math
+import os
 import resource
 import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -48,6 +50,7 @@ from router.http.responses import ApiParts
 from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
 from router.overload import EngineOrder
+from router.plane import BehindPlane, DataPlane, PlaneOptions, PlaneProxy
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -63,6 +66,7 @@ from router.routing.admission import Admission
 from router.service import RouterService, SharedWith
 from router.sharing import valkey_board
 from router.tls import Certificate, keep_fresh, listener_certificate
+from router.upstream import PoolLimits
 from router.workers.exposition import joined
 from router.workers.fleet import FleetChanges
 from router.workers.member import Member
@@ -269,8 +273,15 @@ class _GuardedServer(uvicorn.Server):
             self.force_exit = self.signals > 2
         logger.info("shutting down: %d requests under way", self._admission.under_way)
         if self.signals == 2:
-            for connection in self._connections():
-                connection.abort()
+            self._abort()
+
+    def _abort(self) -> None:
+        for connection in self._connections():
+            connection.abort()
+
+    def _cut(self) -> None:
+        for connection in self._connections():
+            connection.cut()
 
     def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
         return tuple(cast(set[GuardedHttpProtocol], self.server_state.connections))
@@ -282,13 +293,31 @@ class _GuardedServer(uvicorn.Server):
             for connection in self._connections():
                 connection.look_after(now)
         if self.signals and now >= self._stop_by:
-            for connection in self._connections():
-                connection.cut()
+            self._cut()
         if self.signals and (now >= self._stop_by or not self._admission.under_way):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+class _ServerBehindPlane(_GuardedServer):
+    """The same behind the data plane, which has the clients' connections."""
+
+    def __init__(
+        self, config: uvicorn.Config, admission: Admission, grace_s: float, plane: DataPlane
+    ) -> None:
+        super().__init__(config, admission, grace_s)
+        self._plane = plane
+
+    def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
+        return ()
+
+    def _abort(self) -> None:
+        self._plane.cut_all()
+
+    def _cut(self) -> None:
+        self._plane.cut_all()
 
 
 class ConfigSource(NamedTuple):
@@ -330,7 +359,11 @@ async def serve(
     if indexes is None and config.index == "auto" and (member is None or member.start.number == 0):
         _warn_without_native()
     grace_s = config.server.timeouts.shutdown_grace_s
-    uvicorn_config = _uvicorn_config(service, config, reserved_from, member)
+    app = RouterApp(service, member)
+    if isinstance(service.proxy, PlaneProxy):
+        await _serve_behind_plane(service, app, service.proxy, reserved_from, source)
+        return
+    uvicorn_config = _uvicorn_config(service, app, reserved_from)
     uvicorn_config.load()
     uvicorn_config.ssl = None if certificate is None else certificate.context
     server = _GuardedServer(uvicorn_config, service.admission, grace_s)
@@ -350,6 +383,94 @@ async def serve(
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
     logger.info("stopped")
+
+
+async def _serve_behind_plane(
+    service: RouterService,
+    app: RouterApp,
+    proxy: PlaneProxy,
+    reserved_from: int,
+    source: ConfigSource | None,
+) -> None:
+    """The same with the compiled data plane before it: that has the clients, and uvicorn only what
+    goes to no replica."""
+    config = service.config
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
+        behind = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+        behind.bind(f"{folder}/control")
+        behind.listen(BACKLOG)
+        behind.setblocking(False)
+        listener = stack.enter_context(contextlib.closing(_listener(config, None)))
+        plane = DataPlane(
+            app.direct,
+            proxy,
+            _plane_options(service, app, reserved_from),
+            f"{folder}/control",
+            functools.partial(_count_refusal, service),
+        )
+        server = _ServerBehindPlane(
+            uvicorn.Config(
+                BehindPlane(app),
+                interface="asgi3",
+                ws="none",
+                proxy_headers=False,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+            ),
+            service.admission,
+            config.server.timeouts.shutdown_grace_s,
+            plane,
+        )
+        host, port = listener.getsockname()[:2]
+
+        async def listens() -> None:
+            plane.start([os.dup(listener.fileno()) for _ in range(config.server.threads)])
+            announce(f"kvroute listens on http://{in_url(host)}:{port}", config)
+
+        server.on_listening = listens
+        service.on_give_up(plane.give_up)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(service.shortages.note_failure_of_loop)
+        _heed(loop, server, None)
+        if server.on_listening is None:
+            server.on_listening = listens
+        exempt_from_collection()
+        async with _reloading(
+            service, source, list(filter(None, [service.peer_certificate])), None
+        ):
+            try:
+                await server.serve(sockets=[behind])
+            finally:
+                await plane.close()
+    logger.info("stopped")
+
+
+def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -> PlaneOptions:
+    server, limits = service.config.server, PoolLimits()
+    return PlaneOptions(
+        head_bytes=server.max_header_bytes,
+        max_body_bytes=server.max_body_bytes,
+        request_s=server.timeouts.client_body_s,
+        client_stall_s=server.timeouts.client_stall_s,
+        keep_alive_s=_KEEP_ALIVE_S,
+        idle_s=limits.idle_s,
+        max_idle=limits.max_idle_per_origin,
+        max_connections=-(-server.max_upstream_connections // server.threads),
+        reserved_from=min(reserved_from, 2**31 - 1),
+        dropped=app.gateway.dropped,
+    )
+
+
+def _count_refusal(service: RouterService, reason: str) -> None:
+    """The core has ended a connection, or came to the last descriptors."""
+    if reason == "reserve":
+        service.shortages.note("open_files")
+    else:
+        service.metrics.bad_requests.labels(reason).inc()
 
 
 def _warn_without_native() -> None:
@@ -482,9 +603,8 @@ def run(
     return 0
 
 
-def _uvicorn_config(
-    service: RouterService, config: RouterConfig, reserved_from: int, member: Member | None
-) -> uvicorn.Config:
+def _uvicorn_config(service: RouterService, app: RouterApp, reserved_from: int) -> uvicorn.Config:
+    config = service.config
     timeouts = config.server.timeouts
     limits = ClientLimits(
         config.server.max_header_bytes, timeouts.client_body_s, timeouts.client_stall_s
@@ -495,7 +615,6 @@ def _uvicorn_config(
         if refusal is OUT_OF_MEMORY:
             service.shortages.note("memory")
 
-    app = RouterApp(service, member)
     protocol = guarded_protocol(limits, count, app.direct)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))

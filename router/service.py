@@ -49,6 +49,7 @@ from router.overload import (
     WaitingRoom,
     line_limits,
 )
+from router.plane import PlaneProxy
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
@@ -180,6 +181,12 @@ class RouterService:
         trusted = self.replica_certificate and self.replica_certificate.context
         return UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
 
+    def _make_proxy(self) -> Proxy | PlaneProxy:
+        settings = _proxy_settings(self.config)
+        if self.config.server.data_plane == "native":
+            return PlaneProxy(settings, self.shortages.note)
+        return Proxy(self._upstream, settings)
+
     def _make_overload(self) -> None:
         """The replicas, each with what it may be given; what the holders of keys may use; and where
         requests wait for room, if they do."""
@@ -274,8 +281,13 @@ class RouterService:
             self._large_work,
             owns_priority=config.owns_priority,
         )
-        self.proxy = Proxy(self._upstream, _proxy_settings(config))
+        self.proxy = self._make_proxy()
         return planner
+
+    def on_give_up(self, call: Callable[[str, float], None]) -> None:
+        """Have *call* end what is under way at a replica that does not respond: by the key of its
+        origin, and the least silence of a stream in seconds."""
+        self._follower.give_up = call
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
         """What the caches of each replica hold and have lost."""
@@ -543,6 +555,8 @@ class _ReplicaFollower(ReplicaListener):
         self._tokenizer_check = tokenizer_check
         self._observers = observers
         self._upstream = upstream
+        self.give_up: Callable[[str, float], None] | None = None
+        """Ends what the compiled data plane has under way at an origin; None: nobody."""
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
 
@@ -569,6 +583,8 @@ class _ReplicaFollower(ReplicaListener):
         """What waits there for a first byte goes elsewhere, streams that are silent end. One that
         still flows is left alone: then it is only the checks that come too late."""
         self._upstream.give_up(replica.origin, "its health checks fail", for_s)
+        if self.give_up is not None:
+            self.give_up(replica.origin.key, for_s)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""

@@ -35,7 +35,7 @@ from router.http.proxied_paths import (
 from router.http.uvicorn_protocol import Exchange
 from router.observability.request_observer import RequestObserver, RequestObservers
 from router.overload import EngineOrder, Entrance, KeyUsage, Waiter
-from router.proxy import Proxy, ProxyRequest, Relay, error_body
+from router.proxy import ProxyRequest, RunningRelay, SendsOn, error_body
 from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
 from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
@@ -64,7 +64,7 @@ class Gateway:
         session_header: str,
         admission: Admission,
         dispatcher: Dispatcher,
-        proxy: Proxy,
+        proxy: SendsOn,
         observers: RequestObservers,
         paths: ProxiedPaths,
         engine_order: EngineOrder,
@@ -93,7 +93,7 @@ class Gateway:
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
-        self._dropped = _dropped_headers(server, guard, dispatcher.owns_priority)
+        self.dropped = _dropped_headers(server, guard, dispatcher.owns_priority)
         self.logs_access = logs_access
         self.tracer = tracer
         self._paths = paths
@@ -270,7 +270,7 @@ class Gateway:
             (own,),
             dialect_of(exchange.path),
             (*self._forwarded(exchange), own, *trace),
-            self._dropped,
+            self.dropped,
             self._patient if is_whole else None,
         )
 
@@ -358,7 +358,7 @@ class Passage:
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Decision] | None = None
-        self._relay: Relay | None = None
+        self._relay: RunningRelay | None = None
         self._line = AccessLine(exchange.scope) if gateway.logs_access else None
 
     # --- what happens to it -----------------------------------------------------------------------

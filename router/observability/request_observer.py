@@ -250,13 +250,32 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_chunk(self, data: bytes) -> None:
-        if self._response_id is not None and (found := self._response_id.feed(data)):
-            self._of_all.responses.learn(found, self._responded or "")
+        self.on_beginning(data)
         usage = self.usage
         usage.feed(data)
         if usage.data_events > self._events and self._in_flight is not None:
             self._in_flight.generated(usage.data_events - self._events)
             self._events = usage.data_events
+
+    @property
+    @override
+    def wants_beginning(self) -> bool:  # type: ignore[override]
+        return self._response_id is not None
+
+    @override
+    def on_beginning(self, data: bytes) -> None:
+        if self._response_id is not None and (found := self._response_id.feed(data)):
+            self._of_all.responses.learn(found, self._responded or "")
+
+    @override
+    def on_events(self, count: int) -> None:
+        self._events += count
+        if self._in_flight is not None:
+            self._in_flight.generated(count)
+
+    @override
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        self.usage.take(is_json, last, first)
 
     @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:

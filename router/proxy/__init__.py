@@ -19,6 +19,8 @@ from router.proxy.types import (
     ProxyRequest,
     ProxySettings,
     Recipient,
+    RunningRelay,
+    SendsOn,
 )
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "Recipient",
     "Relay",
     "RetryLimits",
+    "RunningRelay",
+    "SendsOn",
     "Unretried",
     "error_body",
 ]

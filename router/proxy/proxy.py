@@ -64,7 +64,7 @@ _BREAKS: dict[type[UpstreamError], Failure] = {
     IdleTimeout: Failure.IDLE_TIMEOUT,
     GivenUp: Failure.LOST,
 }
-_NOT_SERVED = {
+NOT_SERVED = {
     None: "no replica could serve the request",
     Unretried.LIMIT: "no replica could serve the request in the attempts it may have",
     Unretried.BUDGET: "its replica failed, and too many requests are being tried again already",
@@ -286,7 +286,7 @@ class Relay:
         if refused is not None:
             self._observer.on_unretried(refused)
         status = 502 if self._tried and not self._unavailable else 503
-        self._refuse(End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available")
+        self._refuse(End.NO_REPLICA, status, NOT_SERVED[refused], "no_replica_available")
 
     def _may_try(self, attempt: Attempt) -> bool:
         return self._retries.start(lambda: self._observer.is_at_ease(attempt))

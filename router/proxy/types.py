@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -105,6 +106,45 @@ class Recipient(Protocol):
         """Close the client's connection at once, whatever is still buffered."""
 
 
+class RunningRelay(Protocol):
+    """A request that was sent on, to be told what its client does."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+    def client_left(self) -> None:
+        """The client has closed its connection."""
+
+    def client_reads(self) -> None:
+        """The client has read most of what waited for it."""
+
+    def cancel(self) -> None:
+        """The router will not finish it."""
+
+
+class SendsOn(Protocol):
+    """Sends requests to replicas, and their responses to the clients."""
+
+    def start(
+        self,
+        plan: Iterable[Attempt],
+        request: ProxyRequest,
+        recipient: Any,
+        observer: ProxyObserver,
+        on_over: Callable[[], object] = ...,
+    ) -> RunningRelay:
+        """Send a request to the first candidate that gives a first byte; see `Proxy.start`.
+
+        Args:
+            plan: Candidates, best first.
+            request: The client's.
+            recipient: Gets the response.
+            observer: Hears what happens.
+            on_over: Called when that has been said.
+        """
+
+
 class ProxyObserver(Protocol):
     """Hears what happens to one request, on the event loop: it must not block.
 
@@ -160,6 +200,25 @@ class ProxyObserver(Protocol):
 
     def on_chunk(self, data: bytes) -> None:
         """A piece of the body, before it is sent on."""
+
+    wants_beginning: bool = False
+    """Whether it wants the beginning of the body, from a proxy that does not show it all of it."""
+
+    def on_events(self, count: int) -> None:
+        """So many more events of a stream have passed. In place of `on_chunk`, where bodies pass
+        without being looked at here."""
+
+    def on_beginning(self, data: bytes) -> None:
+        """A part of the beginning of the body has passed, likewise."""
+
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        """What the body reports, likewise: before `on_end`.
+
+        Args:
+            is_json: Whether it is one JSON body; else it is a stream of events.
+            last: The tail of the body, or the last event with a usage.
+            first: The first such event, where it is another one.
+        """
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         """The request has ended.

@@ -93,6 +93,20 @@ class UsageReader:
         else:
             self._feed_events(data)
 
+    def take(self, is_json: bool, last: bytes, first: bytes) -> None:
+        """Take what somebody else kept of the body.
+
+        Args:
+            is_json: Whether it is one JSON body; else it is a stream of events.
+            last: The tail of the body, or the last event with a usage.
+            first: The first such event, where it is another one.
+        """
+        self._is_json = is_json
+        if is_json:
+            self._rest = bytearray(last)
+        else:
+            self._last, self._first = last, first or last
+
     def usage(self) -> ReportedUsage:
         """The counts reported so far."""
         if self._is_json:

@@ -234,6 +234,23 @@ class _TracingObserver(ProxyObserver):
     def on_chunk(self, data: bytes) -> None:
         self._inner.on_chunk(data)
 
+    @property
+    @override
+    def wants_beginning(self) -> bool:  # type: ignore[override]
+        return self._inner.wants_beginning
+
+    @override
+    def on_beginning(self, data: bytes) -> None:
+        self._inner.on_beginning(data)
+
+    @override
+    def on_events(self, count: int) -> None:
+        self._inner.on_events(count)
+
+    @override
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        self._inner.on_usage(is_json, last, first)
+
     @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         last = self._trace.attempts_made[-1] if self._trace.attempts_made else None

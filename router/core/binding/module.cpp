@@ -9,4 +9,5 @@ NB_MODULE(_core, module) {
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
     kvroute::binding::bind_index(module);
+    kvroute::binding::bind_plane(module);
 }

@@ -1,0 +1,200 @@
+// What Python sees of the data plane: events come as tuples, commands go as plain values.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "binding/module.hpp"
+#include "plane/plane.hpp"
+
+namespace nb = nanobind;
+using namespace kvroute::plane;
+
+namespace {
+
+std::string text_of(nb::handle from) {
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    if (PyBytes_AsStringAndSize(from.ptr(), &data, &size) < 0) throw nb::python_error();
+    return {data, static_cast<std::size_t>(size)};
+}
+
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+std::optional<std::string> optional_text(nb::handle from) {
+    if (from.is_none()) return std::nullopt;
+    return text_of(from);
+}
+
+Fields fields_of(nb::handle from) {
+    Fields found;
+    for (nb::handle each : from) found.emplace_back(text_of(each[0]), text_of(each[1]));
+    return found;
+}
+
+nb::list list_of(const Fields& fields) {
+    nb::list made;
+    for (const auto& [name, value] : fields) {
+        made.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
+    }
+    return made;
+}
+
+nb::str latin(const std::string& text) {
+    return nb::steal<nb::str>(
+        PyUnicode_DecodeLatin1(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
+}
+
+constexpr const char* kEnds[] = {"completed", "client_left", "client_stalled", "replica_died",
+                                 "abandoned"};
+constexpr const char* kFailures[] = {
+    "connect", "connect_timeout", "closed",   "kept_closed", "first_byte_timeout", "malformed",
+    "given_up", "no_files",       "at_limit", "died",        "idle_timeout",       "lost"};
+
+nb::object name_of(const std::optional<Failure>& failure) {
+    if (!failure) return nb::none();
+    return nb::str(kFailures[static_cast<int>(*failure)]);
+}
+
+// The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
+struct AsTuple {
+    ExchangeId id;
+
+    nb::object operator()(const Opened& opened) const {
+        return nb::make_tuple("opened", id, latin(opened.method), bytes_of(opened.target),
+                              opened.minor, opened.keeps_alive, opened.is_of_reserve,
+                              list_of(opened.fields), opened.client, opened.client_port,
+                              bytes_of(opened.body), opened.is_whole);
+    }
+    nb::object operator()(const BodyRead& read) const {
+        return nb::make_tuple("body", id, bytes_of(read.piece), read.is_whole);
+    }
+    nb::object operator()(const Left&) const { return nb::make_tuple("left", id); }
+    nb::object operator()(const Failed& failed) const {
+        return nb::make_tuple("failed", id, name_of(failed.failure), failed.why);
+    }
+    nb::object operator()(const NotNow& not_now) const {
+        return nb::make_tuple("not_now", id, not_now.status,
+                              not_now.retry_after_s ? nb::cast(*not_now.retry_after_s) : nb::none());
+    }
+    nb::object operator()(const FirstByte& first) const {
+        return nb::make_tuple("first_byte", id, first.status, first.seconds);
+    }
+    nb::object operator()(const Progress& progress) const {
+        return nb::make_tuple("progress", id, progress.events);
+    }
+    nb::object operator()(const Beginning& beginning) const {
+        return nb::make_tuple("beginning", id, bytes_of(beginning.bytes));
+    }
+    nb::object operator()(const Ended& ended) const {
+        return nb::make_tuple("ended", id, kEnds[static_cast<int>(ended.end)], ended.status,
+                              ended.seconds, ended.body_bytes, name_of(ended.failure), ended.events,
+                              ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
+    }
+    nb::object operator()(const Refused& refused) const {
+        return nb::make_tuple("refused", id, refused.reason);
+    }
+};
+
+nb::list events_of(Plane& plane) {
+    std::vector<Event> events;
+    {
+        nb::gil_scoped_release released;
+        events = plane.take();
+    }
+    nb::list found;
+    for (const Event& event : events) found.append(std::visit(AsTuple{event.id}, event.what));
+    return found;
+}
+
+Options options_of(nb::dict from) {
+    Options options;
+    options.head_bytes = nb::cast<u64>(from["head_bytes"]);
+    options.max_body_bytes = nb::cast<u64>(from["max_body_bytes"]);
+    options.request_s = nb::cast<double>(from["request_s"]);
+    options.client_stall_s = nb::cast<double>(from["client_stall_s"]);
+    options.keep_alive_s = nb::cast<double>(from["keep_alive_s"]);
+    options.idle_s = nb::cast<double>(from["idle_s"]);
+    options.max_idle = nb::cast<u32>(from["max_idle"]);
+    options.max_connections = nb::cast<u64>(from["max_connections"]);
+    options.reserved_from = nb::cast<int>(from["reserved_from"]);
+    for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
+    for (nb::handle each : from["broken_events"]) options.broken_events.push_back(text_of(each));
+    return options;
+}
+
+// Connections to `host`, an address, and `port`; to a Unix socket where it is a path.
+void forward(Plane& plane, ExchangeId id, std::string origin, const std::string& host, int port,
+             nb::handle authority, nb::handle base_path, nb::handle target, nb::handle replaced,
+             nb::handle added, nb::handle reported, nb::handle body,
+             std::tuple<double, double, double> timeouts, int flags, int dialect) {
+    Forward made;
+    const std::optional<Address> address = Address::parse(host, port);
+    if (!address) throw nb::value_error("not an address");
+    made.origin = std::move(origin);
+    made.address = *address;
+    made.authority = text_of(authority);
+    made.base_path = text_of(base_path);
+    made.target = optional_text(target);
+    for (nb::handle each : replaced) {
+        made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
+    }
+    made.added = fields_of(added);
+    made.reported = fields_of(reported);
+    made.body = optional_text(body);
+    std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) = timeouts;
+    made.may_reuse = flags & 1;
+    made.is_control = flags & 2;
+    made.wants_id = flags & 4;
+    made.dialect = static_cast<u8>(dialect);
+    plane.send({id, std::move(made)});
+}
+
+void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::handle body) {
+    plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
+}
+
+nb::dict counts_of(const Plane& plane) {
+    const PoolCounts counts = plane.counts();
+    nb::dict made;
+    made["connections"] = counts.connections;
+    made["idle"] = counts.idle;
+    made["active"] = counts.active;
+    made["opened"] = counts.opened;
+    made["reused"] = counts.reused;
+    made["kept_closed"] = counts.kept_closed;
+    made["connect_failures"] = counts.connect_failures;
+    made["timeouts"] = counts.timeouts;
+    made["broken"] = counts.broken;
+    made["closed_early"] = counts.closed_early;
+    made["given_up"] = counts.given_up;
+    made["aborted"] = counts.aborted;
+    return made;
+}
+
+}  // namespace
+
+void kvroute::binding::bind_plane(nb::module_& module) {
+    nb::class_<Plane>(module, "Plane")
+        .def("__init__",
+             [](Plane* self, nb::dict options, const std::vector<int>& listeners) {
+                 new (self) Plane(options_of(options), listeners);
+             })
+        .def("fileno", &Plane::descriptor)
+        .def("take", &events_of)
+        .def("forward", &forward, nb::arg("id"), nb::arg("origin"), nb::arg("host"),
+             nb::arg("port"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
+             nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),
+             nb::arg("timeouts"), nb::arg("flags"), nb::arg("dialect"))
+        .def("respond", &respond)
+        .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })
+        .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })
+        .def("cut", [](Plane& self, ExchangeId id) { self.send({id, Cut{}}); })
+        .def("give_up", &Plane::give_up)
+        .def("cut_all", &Plane::cut_all)
+        .def("close_idle", &Plane::close_idle)
+        .def("stop", &Plane::stop, nb::call_guard<nb::gil_scoped_release>())
+        .def("counts", &counts_of)
+        .def("clients", &Plane::clients);
+}

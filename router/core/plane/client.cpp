@@ -1,0 +1,752 @@
+#include "plane/client.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+
+#include "http/write.hpp"
+#include "plane/thread.hpp"
+
+namespace kvroute::plane {
+namespace {
+
+using sv = std::string_view;
+
+constexpr std::size_t kSlow = 64 * 1024;        // of a response that waits for its client
+constexpr std::size_t kReadsAgain = 16 * 1024;
+constexpr std::size_t kMostWaiting = 64 * 1024;  // behind the request being served
+constexpr std::size_t kPiece = 64 * 1024;        // of a body, from which on it is told
+constexpr std::size_t kMostBeginning = 16 * 1024;
+constexpr double kProgressEvery_s = 0.25;
+constexpr double kSlack_s = 5.0;
+constexpr double kReserved_s = 2.0;
+// After a client's FIN: the reset that one probe brings about must have come by the next.
+constexpr std::array<double, 3> kProbeAfter_s = {0.0, 0.05, 0.25};
+constexpr sv kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
+constexpr sv kOurPrefix = "x-kv-";
+constexpr sv kControlClient = "x-kvroute-client";
+
+bool has_content(sv method) { return method == "POST" || method == "PUT" || method == "PATCH"; }
+
+bool is_without_body(int status) { return status == 204 || status == 304; }
+
+std::string lower(sv name) {
+    std::string made(name);
+    for (char& each : made) {
+        if (each >= 'A' && each <= 'Z') each |= 0x20;
+    }
+    return made;
+}
+
+bool begins_with(sv name, sv lower_prefix) {
+    return name.size() >= lower_prefix.size() &&
+           http::same_name(name.substr(0, lower_prefix.size()), lower_prefix);
+}
+
+// Whether a comma-separated list has an item (RFC 9110 7.6.1: what is about the connection alone).
+bool lists(sv items, sv lower_name) {
+    while (!items.empty()) {
+        if (http::same_name(http::take_element(items), lower_name)) return true;
+    }
+    return false;
+}
+
+// As JSON has it between quotation marks; what is refused is shown as far as it is plain.
+std::string escaped(sv text) {
+    std::string made;
+    for (const char each : text) {
+        if (each == '"' || each == '\\') made += '\\';
+        made += static_cast<u8>(each) < 0x20 || static_cast<u8>(each) > 0x7E ? '?' : each;
+    }
+    return made;
+}
+
+std::optional<u32> retry_after_of(const http::ResponseHead& head) {
+    const sv text = head.find("retry-after");
+    u32 seconds = 0;
+    if (text.empty() || text.size() > 6) return std::nullopt;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
+    if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+    return seconds;
+}
+
+bool is_not_now(int status) {
+    return status == 429 || status == 502 || status == 503 || status == 504;
+}
+
+// Whether an event may be appended to this body: an event stream, not encoded and of open length.
+bool takes_events(const http::ResponseHead& head) {
+    const sv coding = head.find("content-encoding");
+    return begins_with(head.find("content-type"), "text/event-stream") &&
+           head.framing != http::Framing::length &&
+           (coding.empty() || http::same_name(coding, "identity"));
+}
+
+template <typename Head>
+void rebase(Head& head, std::string& text, sv from) {
+    text.assign(from);
+    for (http::Field& field : head.fields) {
+        field.name = sv(text.data() + (field.name.data() - from.data()), field.name.size());
+        field.value = sv(text.data() + (field.value.data() - from.data()), field.value.size());
+    }
+}
+
+}  // namespace
+
+// --- the connection -------------------------------------------------------------------------------
+
+void Client::open(int descriptor, std::string host, int port, bool is_of_reserve, double now) {
+    host_ = std::move(host);
+    port_ = port;
+    is_of_reserve_ = is_of_reserve;
+    receiving_since_ = now;
+    thread_.loop().add(*this, descriptor, EPOLLIN | EPOLLRDHUP);
+}
+
+void Client::on_ready(u32 events) {
+    if (events & (EPOLLERR | EPOLLHUP)) {
+        leave();
+        return;
+    }
+    if (events & EPOLLOUT) flush();
+    if (is_open() && events & (EPOLLIN | EPOLLRDHUP)) read();
+}
+
+void Client::close() {
+    if (!is_open()) return;
+    thread_.loop().close(*this);
+    thread_.closed(place_);
+}
+
+// The client is gone, whatever was under way.
+void Client::leave() {
+    if (!is_open()) return;
+    if (was_forwarded_) {
+        report(End::client_left);
+    } else if (stage_ == Stage::deciding) {
+        thread_.post(exchange_, Left{});
+    }
+    close();
+}
+
+void Client::cut(End end) {
+    if (!is_open()) return;
+    if (was_forwarded_) report(end);
+    // With a reset: a body that ends with its connection would look whole.
+    const linger at_once{1, 0};
+    setsockopt(descriptor_, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+    close();
+}
+
+void Client::update_interest() {
+    if (!is_open()) return;
+    u32 events = out_.size() > sent_ ? EPOLLOUT : 0u;
+    const bool waits = stage_ != Stage::idle && stage_ != Stage::refused && in_.size() >= kMostWaiting;
+    const bool has_piece = stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_;
+    if (!has_left_half_ && !waits && !has_piece) events |= EPOLLIN | EPOLLRDHUP;
+    thread_.loop().change(*this, events);
+}
+
+void Client::look_after(double now) {
+    if (!is_open()) return;
+    const Options& options = thread_.options();
+    const double request_s = is_of_reserve_ ? std::min(options.request_s, kReserved_s) : options.request_s;
+    const double stall_s =
+        is_of_reserve_ ? std::min(options.client_stall_s, kReserved_s) : options.client_stall_s;
+    if (stage_ == Stage::refused) {
+        if (now - refused_at_ > kSlack_s) close();
+        return;
+    }
+    if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
+    if (!is_open()) return;
+    if (out_.size() > sent_ && now - stalled_since_ > stall_s) {
+        if (!was_forwarded_) thread_.post(0, Refused{"response_not_read"});
+        cut(End::client_stalled);
+        return;
+    }
+    if (stage_ == Stage::idle) {
+        const bool is_silent = in_.empty() && has_asked_;
+        if (is_silent && now - idle_since_ > options.keep_alive_s) {
+            close();
+        } else if (!is_silent && now - receiving_since_ > request_s) {
+            thread_.post(0, Refused{"slow_request"});
+            close();
+        }
+    }
+}
+
+// --- reading --------------------------------------------------------------------------------------
+
+void Client::read() {
+    std::string& buffer = thread_.buffer();
+    const ssize_t count = ::recv(descriptor_, buffer.data(), buffer.size(), 0);
+    if (count < 0) {
+        if (errno != EAGAIN && errno != EINTR) leave();
+        return;
+    }
+    if (count == 0) {
+        on_end_of_input();
+        return;
+    }
+    if (stage_ == Stage::refused) return;  // discarded
+    if (in_.empty() && stage_ == Stage::idle) receiving_since_ = thread_.now();
+    in_.append(buffer.data(), static_cast<std::size_t>(count));
+    proceed();
+}
+
+// Takes what has come, as far as the stage allows.
+void Client::proceed() {
+    while (is_open()) {
+        if (stage_ == Stage::idle) {
+            if (in_.empty() || !take_head()) break;
+        } else if (stage_ == Stage::deciding && !is_body_whole_ && is_piece_wanted_) {
+            if (in_.empty()) break;
+            take_body();
+            break;
+        } else {
+            break;
+        }
+    }
+    update_interest();
+}
+
+// True where a whole head has begun an exchange.
+bool Client::take_head() {
+    http::Bounds bounds;
+    bounds.head_bytes = thread_.options().head_bytes;
+    if (parsed_ && !http::is_worth_parsing(in_, std::exchange(parsed_, in_.size()), bounds)) {
+        return false;
+    }
+    std::size_t used = 0;
+    http::Problem problem;
+    switch (http::parse_request(in_, bounds, head_, used, problem)) {
+        case http::Parsed::partial: parsed_ = in_.size(); return false;
+        case http::Parsed::bad: refuse(problem); return false;
+        case http::Parsed::whole: break;
+    }
+    open_exchange(used);
+    return true;
+}
+
+void Client::open_exchange(std::size_t used) {
+    const sv text = sv(in_).substr(0, used);
+    const auto rebased = [&](sv view) {
+        return sv(head_text_.data() + (view.data() - text.data()), view.size());
+    };
+    head_text_.reserve(used);
+    rebase(head_, head_text_, text);
+    head_.method = rebased(head_.method);
+    head_.target = rebased(head_.target);
+    if (!head_.origin_form.empty()) head_.origin_form = rebased(head_.origin_form);
+    parsed_ = 0;
+    in_.erase(0, used);
+    has_asked_ = true;
+    exchange_ = thread_.next_exchange(place_);
+    stage_ = Stage::deciding;
+    keeps_alive_ = head_.keeps_alive && head_.minor == 1 && !head_.upgrades && !is_of_reserve_;
+    is_head_request_ = head_.method == "HEAD";
+    was_forwarded_ = has_begun_ = is_held_ = false;
+    status_ = 0;
+    body_bytes_ = 0;
+    broke_.reset();
+    body_.clear();
+    told_ = told_beginning_ = 0;
+    http::Bounds bounds;
+    bounds.head_bytes = thread_.options().head_bytes;
+    body_reader_.begin(head_.framing, head_.length, bounds);
+    is_body_whole_ = body_reader_.has_ended();
+    is_piece_wanted_ = is_told_ = false;
+    if (!is_body_whole_ && !in_.empty()) {
+        take_body();
+        if (!is_open() || stage_ != Stage::deciding) return;
+    }
+    Opened opened{.method = std::string(head_.method),
+                  .target = std::string(head_.origin_form),
+                  .minor = head_.minor,
+                  .keeps_alive = keeps_alive_,
+                  .is_of_reserve = is_of_reserve_,
+                  .fields = {},
+                  .client = host_,
+                  .client_port = port_,
+                  .body = body_,
+                  .is_whole = is_body_whole_};
+    opened.fields.reserve(head_.fields.size());
+    for (const http::Field& field : head_.fields) {
+        opened.fields.emplace_back(lower(field.name), std::string(field.value));
+    }
+    told_ = body_.size();
+    is_told_ = true;
+    thread_.post(exchange_, std::move(opened));
+}
+
+// Moves what has come of the body to `body_`, and tells of it once it is much or whole.
+void Client::take_body() {
+    sv bytes = in_;
+    while (!bytes.empty() && !is_body_whole_) {
+        const http::BodyReader::Piece piece = body_reader_.next(bytes);
+        if (piece.is_bad) {
+            if (is_told_) thread_.post(exchange_, Left{});
+            refuse(body_reader_.problem());
+            return;
+        }
+        body_ += piece.payload;
+        bytes.remove_prefix(piece.used);
+        is_body_whole_ = piece.is_last;
+        if (piece.used == 0 && !piece.is_last) break;
+    }
+    in_.erase(0, in_.size() - bytes.size());
+    if (is_told_ && (is_body_whole_ || body_.size() - told_ >= kPiece)) tell_body();
+}
+
+void Client::tell_body() {
+    thread_.post(exchange_, BodyRead{body_.substr(told_), is_body_whole_});
+    told_ = body_.size();
+    is_piece_wanted_ = false;
+}
+
+// The client sends no more. One that only stops sending cannot be told at once from one that has
+// closed its socket: both send FIN. But the kernel of the latter resets the connection when something
+// comes, and the next write meets that reset. While the response is silent, probes take the place of
+// what it would write:
+//
+//     not begun         an interim response, which every client must skip (RFC 9110 15.2)
+//     between chunks    a leading zero of the next chunk's length (RFC 9112 7.1)
+//     else              nothing can be sent: who has left is noticed by the next byte of the response
+void Client::on_end_of_input() {
+    if (stage_ == Stage::idle || stage_ == Stage::refused || !is_body_whole_) {
+        leave();
+        return;
+    }
+    has_left_half_ = true;
+    probes_ = 0;
+    probe_at_ = thread_.now();
+    probe();
+    update_interest();
+}
+
+void Client::probe() {
+    ++probes_;
+    if (probes_ < kProbeAfter_s.size()) probe_at_ = thread_.now() + kProbeAfter_s[probes_];
+    if (stage_ == Stage::answered || stage_ == Stage::idle) return;
+    if (!has_begun_) {
+        if (head_.minor == 1) send(kContinue);
+    } else if (framing_ == http::Framing::chunked && !is_head_request_ && out_.size() == sent_) {
+        send("0");
+    }
+}
+
+void Client::refuse(const http::Problem& problem) {
+    refuse(problem.status, problem.code, problem.text());
+}
+
+// Responds with an error and takes nothing more; what else comes is discarded for a moment: if the
+// connection were closed at once, the client would see a reset before it read the response.
+void Client::refuse(int status, const char* code, sv message) {
+    thread_.post(0, Refused{code});
+    stage_ = Stage::refused;
+    exchange_ = 0;
+    refused_at_ = thread_.now();
+    in_.clear();
+    std::string body = "{\"error\": {\"message\": \"" + escaped(message) +
+                       "\", \"type\": \"invalid_request_error\", \"code\": \"" + code + "\"}}";
+    std::string text;
+    http::append_status(text, status);
+    http::append_field(text, "content-type", "application/json");
+    http::append_field(text, "content-length", body.size());
+    http::append_field(text, "connection", "close");
+    text += http::kLineEnd;
+    text += body;
+    send(text);
+    if (is_open()) ::shutdown(descriptor_, SHUT_WR);
+}
+
+// --- commands -------------------------------------------------------------------------------------
+
+void Client::read_body() {
+    if (stage_ != Stage::deciding || is_body_whole_) return;
+    if (head_.expects_continue && head_.minor == 1 && !has_begun_) {
+        head_.expects_continue = false;  // told once
+        send(kContinue);
+        if (!is_open()) return;
+    }
+    is_piece_wanted_ = true;
+    proceed();
+}
+
+void Client::forward(Forward forward) {
+    const bool may = stage_ == Stage::deciding || stage_ == Stage::trying || stage_ == Stage::not_now;
+    if (!may || !is_body_whole_) return;
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    if (!was_forwarded_) started_at_ = clock_now();
+    was_forwarded_ = true;
+    stage_ = Stage::trying;
+    forward_ = std::move(forward);
+    request_.clear();
+    compose_request(request_);
+    const sv body = forward_.body ? sv(*forward_.body) : sv(body_);
+    const u64 number = exchange_;
+    Upstream* started = thread_.pool().start(*this, forward_, request_, body, thread_.now());
+    // It may have failed by now, and the exchange have ended.
+    if (started != nullptr && exchange_ == number && stage_ == Stage::trying) upstream_ = started;
+}
+
+void Client::respond(const Respond& respond) {
+    const bool may = stage_ == Stage::deciding || stage_ == Stage::trying || stage_ == Stage::not_now;
+    if (!may) return;
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    std::string& out = thread_.scratch();
+    out.clear();
+    http::append_status(out, respond.status);
+    bool says_close = false, has_length = false;
+    for (const auto& [name, value] : respond.fields) {
+        http::append_field(out, name, value);
+        says_close |= name == "connection" && lists(value, "close");
+        has_length |= name == "content-length";
+    }
+    if (says_close || !is_body_whole_) keeps_alive_ = false;
+    status_ = respond.status;
+    append_framing(out, has_length || is_without_body(respond.status), respond.body.size(), says_close);
+    has_begun_ = true;
+    if (framing_ == http::Framing::chunked) {
+        append_body(respond.body, true, out);
+    } else if (!is_head_request_ && !is_without_body(respond.status)) {
+        out += respond.body;
+    }
+    body_bytes_ = respond.body.size();
+    // Whoever responds knows that it is over.
+    was_forwarded_ = false;
+    stage_ = Stage::answered;
+    send(out);
+    end_exchange();
+}
+
+void Client::pass_on() {
+    if (stage_ != Stage::not_now) return;
+    stage_ = Stage::relaying;
+    std::string& out = thread_.scratch();
+    out.clear();
+    begin_response(held_head_, out);
+    if (upstream_ != nullptr) upstream_->resume(thread_.now());
+    relay(std::exchange(held_piece_, {}), is_held_last_, out);
+}
+
+// --- the request as it is sent on -----------------------------------------------------------------
+
+bool Client::is_kept_back(sv name, sv connection) const {
+    if (http::is_hop_by_hop(name) || http::same_name(name, "content-length") ||
+        http::same_name(name, "expect")) {
+        return true;
+    }
+    if (http::same_name(name, "host")) return !forward_.authority.empty();
+    if (!connection.empty() && lists(connection, lower(name))) return true;
+    if (forward_.is_control) return http::same_name(name, kControlClient);
+    if (thread_.options().dropped.contains(lower(name))) return true;
+    return std::any_of(forward_.replaced.begin(), forward_.replaced.end(),
+                       [&](const auto& each) { return http::same_name(name, each.first); });
+}
+
+void Client::compose_request(std::string& out) const {
+    const sv method = is_head_request_ ? sv("GET") : head_.method;
+    out += method;
+    out += ' ';
+    out += forward_.base_path;
+    out += forward_.target ? sv(*forward_.target) : head_.origin_form;
+    out += " HTTP/1.1\r\n";
+    if (!forward_.authority.empty()) http::append_field(out, "host", forward_.authority);
+    const sv connection = head_.find("connection");
+    for (const http::Field& field : head_.fields) {
+        if (!is_kept_back(field.name, connection)) http::append_field(out, field.name, field.value);
+    }
+    for (const auto& [name, value] : forward_.added) http::append_field(out, name, value);
+    for (const auto& [name, value] : forward_.replaced) {
+        if (value) http::append_field(out, name, *value);
+    }
+    const std::size_t size = forward_.body ? forward_.body->size() : body_.size();
+    if (size || has_content(head_.method)) {
+        http::append_field(out, "content-length", size);
+    }
+    out += http::kLineEnd;
+}
+
+// --- the response ---------------------------------------------------------------------------------
+
+void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last) {
+    if (is_last) upstream_ = nullptr;
+    if (is_not_now(head.status) && !forward_.is_control) {
+        stage_ = Stage::not_now;
+        held_head_ = head;
+        held_text_.clear();
+        // One text for all fields: they point into the connection's.
+        std::size_t total = 0;
+        for (const http::Field& field : head.fields) total += field.name.size() + field.value.size();
+        held_text_.reserve(total + head.reason.size());
+        const auto keep = [&](sv view) {
+            held_text_ += view;
+            return sv(held_text_).substr(held_text_.size() - view.size());
+        };
+        held_head_.reason = keep(head.reason);
+        for (http::Field& field : held_head_.fields) {
+            field.name = keep(field.name);
+            field.value = keep(field.value);
+        }
+        held_piece_.assign(piece);
+        is_held_last_ = is_last;
+        if (upstream_ != nullptr) upstream_->pause();
+        thread_.post(exchange_, NotNow{head.status, retry_after_of(head)});
+        return;
+    }
+    stage_ = Stage::relaying;
+    std::string& out = thread_.scratch();
+    out.clear();
+    begin_response(head, out);
+    relay(piece, is_last, out);
+}
+
+void Client::begin_response(const http::ResponseHead& head, std::string& out) {
+    status_ = head.status;
+    has_begun_ = true;
+    if (!forward_.is_control) {
+        thread_.post(exchange_, FirstByte{head.status, thread_.now() - started_at_});
+    }
+    http::append_status(out, head.status, head.reason);
+    const sv connection = head.find("connection");
+    bool has_length = false;
+    for (const http::Field& field : head.fields) {
+        if (http::is_hop_by_hop(field.name)) continue;
+        if (!forward_.is_control && begins_with(field.name, kOurPrefix)) continue;
+        if (!connection.empty() && lists(connection, lower(field.name))) continue;
+        const bool is_length = http::same_name(field.name, "content-length");
+        // A 304 may carry the length of the body it leaves out.
+        if (is_length && is_without_body(head.status)) continue;
+        const bool is_replaced =
+            std::any_of(forward_.reported.begin(), forward_.reported.end(),
+                        [&](const auto& each) { return http::same_name(field.name, each.first); });
+        if (is_replaced) continue;
+        has_length |= is_length;
+        http::append_field(out, field.name, field.value);
+    }
+    for (const auto& [name, value] : forward_.reported) http::append_field(out, name, value);
+    append_framing(out, has_length || is_without_body(head.status), head.length, false);
+    is_event_stream_ = takes_events(head);
+    if (is_event_stream_) lines_.begin();
+    usage_.begin();
+    progress_at_ = thread_.now();
+}
+
+// What ends the head, and how the body will be framed.
+void Client::append_framing(std::string& out, bool has_length, u64 length, bool says_close) {
+    left_ = length;
+    if (has_length || is_head_request_) {
+        framing_ = is_head_request_ ? http::Framing::none : http::Framing::length;
+    } else if (head_.minor == 1) {
+        framing_ = http::Framing::chunked;
+        out += "transfer-encoding: chunked\r\n";
+    } else {
+        // A client of HTTP/1.0 knows no chunks (RFC 9112 6.1): the body ends with the connection.
+        framing_ = http::Framing::until_close;
+        keeps_alive_ = false;
+    }
+    if (!keeps_alive_ && !says_close) out += "connection: close\r\n";
+    out += "\r\n";
+}
+
+void Client::on_piece(sv piece, bool is_last) {
+    if (is_last) upstream_ = nullptr;
+    std::string& out = thread_.scratch();
+    out.clear();
+    relay(piece, is_last, out);
+}
+
+// Passes on a piece behind what `out` holds already.
+void Client::relay(sv piece, bool is_last, std::string& out) {
+    if (!forward_.is_control) {
+        usage_.feed(piece);
+        if (forward_.wants_id && told_beginning_ < kMostBeginning && !piece.empty()) {
+            const sv beginning = piece.substr(0, kMostBeginning - told_beginning_);
+            told_beginning_ += beginning.size();
+            thread_.post(exchange_, Beginning{std::string(beginning)});
+        }
+        if (thread_.now() - progress_at_ >= kProgressEvery_s) {
+            progress_at_ = thread_.now();
+            if (const u64 events = usage_.take_events()) thread_.post(exchange_, Progress{events});
+        }
+    }
+    if (is_event_stream_) {
+        std::string released;
+        lines_.release(piece, is_last, released);
+        append_body(released, is_last, out);
+    } else {
+        append_body(piece, is_last, out);
+    }
+    if (is_last) {
+        // The client gets all of it before the end is known.
+        const u64 number = exchange_;
+        send(out);
+        if (is_open() && exchange_ == number) finish(End::completed);
+        return;
+    }
+    send(out);
+    hold_if_slow();
+}
+
+void Client::append_body(sv piece, bool is_last, std::string& out) {
+    body_bytes_ += piece.size();
+    if (is_head_request_) return;
+    if (framing_ == http::Framing::chunked) {
+        if (!piece.empty()) {
+            http::append_chunk_head(out, piece.size());
+            out += piece;
+            out += http::kChunkEnd;
+        }
+        if (is_last) out += http::kLastChunk;
+        return;
+    }
+    out += piece;
+}
+
+void Client::on_failure(Failure failure, bool was_begun, const char* why) {
+    upstream_ = nullptr;
+    if (was_begun && stage_ == Stage::relaying) {
+        break_off(failure);
+        return;
+    }
+    if (forward_.is_control) {  // nobody else has what was asked for
+        cut(End::abandoned);
+        return;
+    }
+    stage_ = Stage::trying;
+    thread_.post(exchange_, Failed{failure, why});
+}
+
+// The replica died in mid-stream: ends an event stream with an error event, and any other body
+// visibly too early.
+void Client::break_off(Failure failure) {
+    if (is_event_stream_ && lines_.has_finished()) {
+        // It died between its last event and the end of its body: the client has everything.
+        std::string& out = thread_.scratch();
+        out.clear();
+        append_body({}, true, out);
+        send(out);
+        finish(End::completed);
+        return;
+    }
+    broke_ = failure;
+    if (!is_event_stream_ || forward_.is_control) {
+        cut(End::replica_died);
+        return;
+    }
+    std::string& out = thread_.scratch();
+    out.clear();
+    std::string event(lines_.separator());
+    event += thread_.options().broken_events[forward_.dialect];
+    append_body(event, true, out);
+    send(out);
+    finish(End::replica_died);
+}
+
+void Client::hold_if_slow() {
+    if (!is_open() || stage_ != Stage::relaying || upstream_ == nullptr) return;
+    if (!is_held_ && out_.size() - sent_ > kSlow) {
+        is_held_ = true;
+        upstream_->pause();
+    }
+}
+
+// Tells how an exchange that was forwarded has ended.
+void Client::report(End end) {
+    was_forwarded_ = false;
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    if (forward_.is_control) return;
+    Ended ended{.end = end,
+                .status = has_begun_ ? status_ : 0,
+                .seconds = clock_now() - started_at_,
+                .body_bytes = body_bytes_,
+                .failure = broke_,
+                .usage = {},
+                .first_usage = {}};
+    usage_.finish(ended);
+    thread_.post(exchange_, std::move(ended));
+}
+
+// All of the response has been written.
+void Client::finish(End end) {
+    if (!was_forwarded_) return;
+    report(end);
+    stage_ = Stage::answered;
+    end_exchange();
+}
+
+// The response has been written, if not sent: on to the next request, or to the end.
+void Client::end_exchange() {
+    if (!is_open() || stage_ != Stage::answered) return;
+    exchange_ = 0;
+    if (body_.capacity() > kPiece) body_ = std::string();
+    forward_.body.reset();
+    if (out_.size() > sent_) {
+        update_interest();
+        return;  // `flush` comes back
+    }
+    if (!keeps_alive_ || has_left_half_) {
+        close();
+        return;
+    }
+    stage_ = Stage::idle;
+    is_held_ = false;
+    idle_since_ = receiving_since_ = thread_.now();
+    proceed();
+}
+
+// --- writing --------------------------------------------------------------------------------------
+
+void Client::send(sv bytes) {
+    if (!is_open() || bytes.empty()) return;
+    if (out_.size() == sent_) {
+        const ssize_t sent = send_some(descriptor_, bytes);
+        if (sent < 0) {
+            leave();
+            return;
+        }
+        bytes.remove_prefix(static_cast<std::size_t>(sent));
+        if (bytes.empty()) return;
+        out_.clear();
+        sent_ = 0;
+        stalled_since_ = thread_.now();
+    }
+    out_ += bytes;
+    update_interest();
+}
+
+void Client::flush() {
+    const ssize_t sent = send_some(descriptor_, sv(out_).substr(sent_));
+    if (sent < 0) {
+        leave();
+        return;
+    }
+    if (sent > 0) stalled_since_ = thread_.now();
+    sent_ += static_cast<std::size_t>(sent);
+    if (sent_ == out_.size()) {
+        out_.clear();
+        sent_ = 0;
+        if (out_.capacity() > 4 * kSlow) out_ = std::string();
+    } else if (sent_ > kSlow) {
+        out_.erase(0, sent_);
+        sent_ = 0;
+    }
+    if (is_held_ && out_.size() - sent_ < kReadsAgain) {
+        is_held_ = false;
+        if (upstream_ != nullptr) upstream_->resume(thread_.now());
+    }
+    if (stage_ == Stage::answered && out_.empty()) {
+        end_exchange();
+        return;
+    }
+    update_interest();
+}
+
+}  // namespace kvroute::plane

@@ -1,0 +1,143 @@
+// One client's connection, and the exchange that is under way on it.
+//
+//     stage      what it waits for                                  then
+//     idle       the head of a request                              deciding
+//     deciding   a command; more of the body, where it is wanted    trying, answered
+//     trying     the first byte of a replica's response             relaying; not_now; deciding again
+//     not_now    what becomes of a response that says "not now"     relaying, trying, answered
+//     relaying   the rest of it, and that the client reads          answered
+//     answered   that the response has been sent                    idle, or closed
+//     refused    that the client reads why, and leaves              closed
+#pragma once
+
+#include <string>
+
+#include "http/body.hpp"
+#include "http/head.hpp"
+#include "plane/loop.hpp"
+#include "plane/stream.hpp"
+#include "plane/upstream.hpp"
+
+namespace kvroute::plane {
+
+class Thread;
+
+class Client final : public Watched, public Recipient {
+public:
+    Client(Thread& thread, u32 place) : thread_(thread), place_(place) {}
+
+    void open(int descriptor, std::string host, int port, bool is_of_reserve, double now);
+    void on_ready(u32 events) override;
+    // Ends it where it is over its time.
+    void look_after(double now);
+    void close();
+
+    ExchangeId exchange() const { return exchange_; }
+    bool has_asked() const { return has_asked_; }
+    bool is_serving() const { return stage_ != Stage::idle && stage_ != Stage::refused; }
+
+    // Commands. Each is ignored where the stage does not wait for it.
+    void forward(Forward forward);
+    void respond(const Respond& respond);
+    void read_body();
+    void pass_on();
+    // The end of an exchange that is to be cut: abandoned, and the connection closed.
+    void cut(End end);
+
+    void on_response(const http::ResponseHead& head, std::string_view piece, bool is_last) override;
+    void on_piece(std::string_view piece, bool is_last) override;
+    void on_failure(Failure failure, bool was_begun, const char* why) override;
+
+private:
+    enum class Stage : u8 {
+        idle,
+        deciding,
+        trying,
+        not_now,
+        relaying,
+        answered,
+        refused,
+    };
+
+    // Reading
+    void read();
+    void proceed();
+    bool take_head();
+    void open_exchange(std::size_t used);
+    void take_body();
+    void tell_body();
+    void on_end_of_input();
+    void probe();
+    void refuse(const http::Problem& problem);
+    void refuse(int status, const char* code, std::string_view message);
+    // Sending it on
+    void compose_request(std::string& head) const;
+    bool is_kept_back(std::string_view name, std::string_view connection) const;
+    // The response
+    void begin_response(const http::ResponseHead& head, std::string& out);
+    void append_framing(std::string& out, bool has_length, u64 length, bool says_close);
+    void relay(std::string_view piece, bool is_last, std::string& out);
+    void append_body(std::string_view piece, bool is_last, std::string& out);
+    void break_off(Failure failure);
+    void hold_if_slow();
+    void report(End end);
+    void finish(End end);
+    void end_exchange();
+    // Writing
+    void send(std::string_view bytes);
+    void flush();
+    void update_interest();
+    void leave();
+
+    Thread& thread_;
+    u32 place_;
+    std::string host_;
+    int port_ = 0;
+    bool is_of_reserve_ = false;
+    bool has_asked_ = false;      // a head came whole
+    bool has_left_half_ = false;  // it sends no more, and may still read
+    u8 probes_ = 0;
+    double probe_at_ = 0;
+
+    std::string in_;  // what has come and is not taken
+    std::size_t parsed_ = 0;  // of it, when the head was looked at last
+    std::string out_;
+    std::size_t sent_ = 0;  // of `out_`
+    double receiving_since_ = 0, idle_since_ = 0, stalled_since_ = 0, refused_at_ = 0;
+
+    // The exchange
+    Stage stage_ = Stage::idle;
+    ExchangeId exchange_ = 0;
+    std::string head_text_;  // what `head_` points into
+    http::RequestHead head_;
+    http::BodyReader body_reader_;
+    std::string body_;       // as far as it has come
+    std::size_t told_ = 0;   // of it
+    bool is_body_whole_ = false, is_piece_wanted_ = false, is_head_request_ = false;
+    bool is_told_ = false;   // that it has come
+    bool keeps_alive_ = true;
+    bool was_forwarded_ = false;
+    double started_at_ = 0;
+    Forward forward_;
+    std::string request_;    // the head as it is sent on
+    Upstream* upstream_ = nullptr;
+    // Its response
+    int status_ = 0;
+    bool has_begun_ = false;  // something of it was written
+    http::Framing framing_ = http::Framing::none;
+    u64 left_ = 0;            // of a known length
+    u64 body_bytes_ = 0;
+    bool is_held_ = false;    // the replica is not read: the client is slow
+    bool is_event_stream_ = false;
+    EventLines lines_;
+    UsageCapture usage_;
+    std::optional<Failure> broke_;
+    std::size_t told_beginning_ = 0;
+    double progress_at_ = 0;
+    // A response that says "not now", while it is decided what becomes of it.
+    http::ResponseHead held_head_;
+    std::string held_text_, held_piece_;
+    bool is_held_last_ = false;
+};
+
+}  // namespace kvroute::plane

@@ -1,0 +1,106 @@
+#include "plane/loop.hpp"
+
+#include <arpa/inet.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace kvroute::plane {
+namespace {
+
+constexpr int kAtOnce = 512;
+
+ssize_t sent_or_nothing(ssize_t sent) {
+    if (sent >= 0) return sent;
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOTCONN ? 0 : -1;
+}
+
+}  // namespace
+
+Loop::Loop() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+    if (epoll_ < 0) throw std::runtime_error("plane: epoll cannot be had");
+}
+
+Loop::~Loop() { ::close(epoll_); }
+
+void Loop::add(Watched& watched, int descriptor, u32 events) {
+    watched.descriptor_ = descriptor;
+    watched.interest_ = events;
+    epoll_event event{};
+    event.events = events;
+    event.data.ptr = &watched;
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, descriptor, &event);
+}
+
+void Loop::change(Watched& watched, u32 events) {
+    if (watched.interest_ == events || !watched.is_open()) return;
+    watched.interest_ = events;
+    epoll_event event{};
+    event.events = events;
+    event.data.ptr = &watched;
+    epoll_ctl(epoll_, EPOLL_CTL_MOD, watched.descriptor_, &event);
+}
+
+void Loop::close(Watched& watched) {
+    if (!watched.is_open()) return;
+    ::close(watched.descriptor_);  // which takes it out of the set as well
+    watched.descriptor_ = -1;
+    watched.interest_ = 0;
+}
+
+void Loop::run_once(int most_ms) {
+    std::array<epoll_event, kAtOnce> events;
+    const int count = epoll_wait(epoll_, events.data(), kAtOnce, most_ms);
+    for (int i = 0; i < count; ++i) {
+        auto& watched = *static_cast<Watched*>(events[i].data.ptr);
+        if (watched.is_open()) watched.on_ready(events[i].events);
+    }
+}
+
+ssize_t send_some(int descriptor, std::string_view bytes) {
+    return sent_or_nothing(::send(descriptor, bytes.data(), bytes.size(), MSG_NOSIGNAL));
+}
+
+ssize_t send_some(int descriptor, std::string_view first, std::string_view second) {
+    if (second.empty()) return send_some(descriptor, first);
+    iovec parts[2] = {{const_cast<char*>(first.data()), first.size()},
+                      {const_cast<char*>(second.data()), second.size()}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    return sent_or_nothing(::sendmsg(descriptor, &message, MSG_NOSIGNAL));
+}
+
+std::optional<Address> Address::parse(const std::string& host, int port) {
+    Address found;
+    if (!host.empty() && host.front() == '/') {
+        auto& local = reinterpret_cast<sockaddr_un&>(found.storage);
+        if (host.size() >= sizeof local.sun_path) return std::nullopt;
+        local.sun_family = AF_UNIX;
+        std::memcpy(local.sun_path, host.c_str(), host.size() + 1);
+        found.length = sizeof local;
+        return found;
+    }
+    auto& four = reinterpret_cast<sockaddr_in&>(found.storage);
+    if (inet_pton(AF_INET, host.c_str(), &four.sin_addr) == 1) {
+        four.sin_family = AF_INET;
+        four.sin_port = htons(static_cast<std::uint16_t>(port));
+        found.length = sizeof four;
+        return found;
+    }
+    auto& six = reinterpret_cast<sockaddr_in6&>(found.storage);
+    if (inet_pton(AF_INET6, host.c_str(), &six.sin6_addr) == 1) {
+        six.sin6_family = AF_INET6;
+        six.sin6_port = htons(static_cast<std::uint16_t>(port));
+        found.length = sizeof six;
+        return found;
+    }
+    return std::nullopt;
+}
+
+}  // namespace kvroute::plane

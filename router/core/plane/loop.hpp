@@ -1,0 +1,58 @@
+// Sockets that are watched, and the system calls behind them.
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <chrono>
+#include <string_view>
+
+#include "plane/types.hpp"
+
+namespace kvroute::plane {
+
+// Seconds on a monotonic clock.
+inline double clock_now() {
+    using namespace std::chrono;
+    return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+// Something with a descriptor that is watched.
+class Watched {
+public:
+    virtual ~Watched() = default;
+    // `events`: of epoll. Whoever is closed by this is freed after the round.
+    virtual void on_ready(u32 events) = 0;
+
+    int descriptor() const { return descriptor_; }
+    bool is_open() const { return descriptor_ >= 0; }
+
+protected:
+    friend class Loop;
+    int descriptor_ = -1;
+    u32 interest_ = 0;
+};
+
+class Loop {
+public:
+    Loop();
+    ~Loop();
+    Loop(const Loop&) = delete;
+    Loop& operator=(const Loop&) = delete;
+
+    void add(Watched& watched, int descriptor, u32 events);
+    void change(Watched& watched, u32 events);
+    // Closes the descriptor.
+    void close(Watched& watched);
+    // Waits for at most so long; calls everyone who is ready.
+    void run_once(int most_ms);
+
+private:
+    int epoll_ = -1;
+};
+
+// Sends what fits; the number of bytes, or -1 where the connection is broken.
+ssize_t send_some(int descriptor, std::string_view bytes);
+// What fits of two pieces, in one call.
+ssize_t send_some(int descriptor, std::string_view first, std::string_view second);
+
+}  // namespace kvroute::plane

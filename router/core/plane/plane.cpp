@@ -1,0 +1,62 @@
+#include "plane/plane.hpp"
+
+namespace kvroute::plane {
+
+Plane::Plane(Options options, const std::vector<int>& listeners) : options_(std::move(options)) {
+    for (const int listener : listeners) {
+        const u32 number = static_cast<u32>(threads_.size());
+        threads_.push_back(std::make_unique<Thread>(number, options_, outbox_, listener));
+    }
+    for (auto& thread : threads_) thread->start();
+}
+
+Plane::~Plane() { stop(); }
+
+void Plane::send(Command command) {
+    const std::size_t number = command.id >> 56;
+    if (number < threads_.size()) threads_[number]->send(std::move(command));
+}
+
+void Plane::give_up(const std::string& origin, double silent_s) {
+    for (auto& thread : threads_) thread->give_up({origin, silent_s});
+}
+
+void Plane::cut_all() {
+    for (auto& thread : threads_) thread->cut_all();
+}
+
+void Plane::close_idle() {
+    for (auto& thread : threads_) thread->close_idle();
+}
+
+void Plane::stop() {
+    for (auto& thread : threads_) thread->stop();
+}
+
+PoolCounts Plane::counts() const {
+    PoolCounts sum;
+    for (const auto& thread : threads_) {
+        const PoolCounts each = thread->counts();
+        sum.connections += each.connections;
+        sum.idle += each.idle;
+        sum.active += each.active;
+        sum.opened += each.opened;
+        sum.reused += each.reused;
+        sum.kept_closed += each.kept_closed;
+        sum.connect_failures += each.connect_failures;
+        sum.timeouts += each.timeouts;
+        sum.broken += each.broken;
+        sum.closed_early += each.closed_early;
+        sum.given_up += each.given_up;
+        sum.aborted += each.aborted;
+    }
+    return sum;
+}
+
+u64 Plane::clients() const {
+    u64 sum = 0;
+    for (const auto& thread : threads_) sum += thread->clients();
+    return sum;
+}
+
+}  // namespace kvroute::plane

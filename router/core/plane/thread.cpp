@@ -1,0 +1,278 @@
+#include "plane/thread.hpp"
+
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+
+namespace kvroute::plane {
+namespace {
+
+constexpr int kAcceptsAtOnce = 64;
+constexpr double kLookEvery_s = 0.05;
+constexpr int kMadeRoom = 64;  // connections that are closed at once where descriptors are short
+
+void signal(int descriptor) {
+    const u64 one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(descriptor, &one, sizeof one);
+}
+
+void take_signal(int descriptor) {
+    u64 count = 0;
+    [[maybe_unused]] const ssize_t read = ::read(descriptor, &count, sizeof count);
+}
+
+std::pair<std::string, int> shown(const sockaddr_storage& from) {
+    char text[INET6_ADDRSTRLEN] = "";
+    if (from.ss_family == AF_INET) {
+        const auto& four = reinterpret_cast<const sockaddr_in&>(from);
+        inet_ntop(AF_INET, &four.sin_addr, text, sizeof text);
+        return {text, ntohs(four.sin_port)};
+    }
+    if (from.ss_family == AF_INET6) {
+        const auto& six = reinterpret_cast<const sockaddr_in6&>(from);
+        inet_ntop(AF_INET6, &six.sin6_addr, text, sizeof text);
+        return {text, ntohs(six.sin6_port)};
+    }
+    return {"", 0};
+}
+
+}  // namespace
+
+// --- events ---------------------------------------------------------------------------------------
+
+Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+Outbox::~Outbox() { ::close(signal_); }
+
+void Outbox::post(Event event) {
+    bool was_empty;
+    {
+        std::lock_guard locked(mutex_);
+        was_empty = events_.empty();
+        events_.push_back(std::move(event));
+    }
+    if (was_empty) signal(signal_);
+}
+
+std::vector<Event> Outbox::take() {
+    take_signal(signal_);
+    std::lock_guard locked(mutex_);
+    return std::exchange(events_, {});
+}
+
+// --- the thread -----------------------------------------------------------------------------------
+
+Thread::Thread(u32 number, const Options& options, Outbox& outbox, int listener)
+    : number_(number), options_(options), outbox_(outbox), pool_(loop_, options_),
+      listening_(listener), signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    loop_.add(listener_, listening_, EPOLLIN | EPOLLEXCLUSIVE);
+    loop_.add(mailbox_, signal_, EPOLLIN);
+}
+
+Thread::~Thread() {
+    stop();
+    loop_.close(mailbox_);
+}
+
+void Thread::start() {
+    thread_ = std::thread([this] {
+        // Signals are for the main thread.
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_BLOCK, &all, nullptr);
+        run();
+    });
+}
+
+void Thread::run() {
+    now_ = looked_at_ = clock_now();
+    while (!is_stopping_) {
+        const bool is_idle = open_clients_ == 0 && pool_.is_empty();
+        loop_.run_once(is_idle ? 1000 : static_cast<int>(kLookEvery_s * 1000));
+        now_ = clock_now();
+        if (now_ - looked_at_ >= kLookEvery_s) look_after();
+        buried_.clear();
+        pool_.bury();
+    }
+    for (auto& client : clients_) {
+        if (client) client->cut(End::abandoned);
+    }
+    pool_.close();
+    pool_.bury();
+    buried_.clear();
+}
+
+void Thread::look_after() {
+    looked_at_ = now_;
+    pool_.look_after(now_);
+    for (std::size_t place = 0; place < clients_.size(); ++place) {
+        if (clients_[place]) clients_[place]->look_after(now_);
+    }
+    std::lock_guard locked(mutex_);
+    counts_ = pool_.counts();
+}
+
+void Thread::accept() {
+    now_ = clock_now();
+    for (int i = 0; i < kAcceptsAtOnce; ++i) {
+        sockaddr_storage from{};
+        socklen_t length = sizeof from;
+        const int descriptor = ::accept4(listening_, reinterpret_cast<sockaddr*>(&from), &length,
+                                         SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (descriptor < 0) {
+            if (errno == EMFILE || errno == ENFILE) make_room();
+            return;
+        }
+        const int one = 1;
+        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        const bool is_of_reserve = descriptor >= options_.reserved_from;
+        if (is_of_reserve) {
+            post(0, Refused{"reserve"});
+            make_room();
+        }
+        u32 place = 0;
+        auto [host, port] = shown(from);
+        client_at_free_place(place).open(descriptor, std::move(host), port, is_of_reserve, now_);
+    }
+}
+
+Client& Thread::client_at_free_place(u32& place) {
+    if (free_places_.empty()) {
+        place = static_cast<u32>(clients_.size());
+        clients_.emplace_back();
+    } else {
+        place = free_places_.back();
+        free_places_.pop_back();
+    }
+    clients_[place] = std::make_unique<Client>(*this, place);
+    ++open_clients_;
+    return *clients_[place];
+}
+
+// Closes connections that have brought no request: nobody can keep probes out by connecting and
+// saying nothing.
+void Thread::make_room() {
+    int left = kMadeRoom;
+    for (auto& client : clients_) {
+        if (left == 0) break;
+        if (client && client->is_open() && !client->has_asked()) {
+            client->close();
+            --left;
+        }
+    }
+}
+
+void Thread::closed(u32 place) {
+    buried_.push_back(std::move(clients_[place]));
+    free_places_.push_back(place);
+    --open_clients_;
+}
+
+ExchangeId Thread::next_exchange(u32 place) {
+    ++exchanges_;
+    return u64{number_} << 56 | u64{place & 0xFFFFFF} << 32 | exchanges_;
+}
+
+// --- mail -----------------------------------------------------------------------------------------
+
+void Thread::wake() { signal(signal_); }
+
+void Thread::send(Command command) {
+    bool was_empty;
+    {
+        std::lock_guard locked(mutex_);
+        was_empty = mail_.commands.empty();
+        mail_.commands.push_back(std::move(command));
+    }
+    if (was_empty) wake();
+}
+
+void Thread::give_up(GiveUp what) {
+    {
+        std::lock_guard locked(mutex_);
+        mail_.give_ups.push_back(std::move(what));
+    }
+    wake();
+}
+
+void Thread::cut_all() {
+    {
+        std::lock_guard locked(mutex_);
+        mail_.cuts_all = true;
+    }
+    wake();
+}
+
+void Thread::close_idle() {
+    {
+        std::lock_guard locked(mutex_);
+        mail_.closes_idle = true;
+    }
+    wake();
+}
+
+void Thread::stop() {
+    {
+        std::lock_guard locked(mutex_);
+        mail_.stops = true;
+    }
+    wake();
+    if (thread_.joinable()) thread_.join();
+}
+
+PoolCounts Thread::counts() const {
+    std::lock_guard locked(mutex_);
+    return counts_;
+}
+
+void Thread::read_mail() {
+    take_signal(signal_);
+    now_ = clock_now();
+    Mail mail;
+    {
+        std::lock_guard locked(mutex_);
+        mail = std::exchange(mail_, {});
+    }
+    for (Command& command : mail.commands) obey(command);
+    for (const GiveUp& each : mail.give_ups) pool_.give_up(each.origin, now_, each.silent_s);
+    for (std::size_t place = 0; place < clients_.size(); ++place) {
+        Client* client = clients_[place].get();
+        if (client == nullptr || !client->is_open()) continue;
+        if (mail.cuts_all && client->is_serving()) {
+            client->cut(End::abandoned);
+        } else if (mail.closes_idle && !client->is_serving()) {
+            client->close();
+        }
+    }
+    is_stopping_ |= mail.stops;
+}
+
+void Thread::obey(Command& command) {
+    const u32 place = command.id >> 32 & 0xFFFFFF;
+    Client* client = place < clients_.size() ? clients_[place].get() : nullptr;
+    if (client == nullptr || client->exchange() != command.id) {
+        // The client left before the command came; whoever forwards waits to hear of an end.
+        if (std::holds_alternative<Forward>(command.order)) {
+            Ended ended;
+            ended.end = End::client_left;
+            post(command.id, std::move(ended));
+        }
+        return;
+    }
+    if (auto* forward = std::get_if<Forward>(&command.order)) {
+        client->forward(std::move(*forward));
+    } else if (auto* respond = std::get_if<Respond>(&command.order)) {
+        client->respond(*respond);
+    } else if (std::holds_alternative<ReadBody>(command.order)) {
+        client->read_body();
+    } else if (std::holds_alternative<PassOn>(command.order)) {
+        client->pass_on();
+    } else {
+        client->cut(End::abandoned);
+    }
+}
+
+}  // namespace kvroute::plane

@@ -1,0 +1,119 @@
+// One thread of the plane: its clients, its connections to replicas, and the mail from whoever decides.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "plane/client.hpp"
+#include "plane/loop.hpp"
+#include "plane/upstream.hpp"
+
+namespace kvroute::plane {
+
+// Events of all threads, for one reader. The descriptor is readable while there are any.
+class Outbox {
+public:
+    Outbox();
+    ~Outbox();
+    void post(Event event);
+    std::vector<Event> take();
+    int descriptor() const { return signal_; }
+
+private:
+    std::mutex mutex_;
+    std::vector<Event> events_;
+    int signal_ = -1;
+};
+
+struct GiveUp {
+    std::string origin;
+    double silent_s = 0;
+};
+
+class Thread {
+public:
+    Thread(u32 number, const Options& options, Outbox& outbox, int listener);
+    ~Thread();
+
+    void start();
+    // From any thread.
+    void send(Command command);
+    void give_up(GiveUp what);
+    void cut_all();
+    void close_idle();
+    void stop();  // and wait for it
+    PoolCounts counts() const;
+    u64 clients() const { return open_clients_.load(std::memory_order_relaxed); }
+
+    // For clients.
+    const Options& options() const { return options_; }
+    Loop& loop() { return loop_; }
+    Pool& pool() { return pool_; }
+    double now() const { return now_; }
+    void post(ExchangeId id, decltype(Event::what) what) { outbox_.post({id, std::move(what)}); }
+    ExchangeId next_exchange(u32 place);
+    void closed(u32 place);
+    std::string& buffer() { return buffer_; }
+    std::string& scratch() { return scratch_; }
+
+private:
+    class Listener final : public Watched {
+    public:
+        explicit Listener(Thread& thread) : thread_(thread) {}
+        void on_ready(u32) override { thread_.accept(); }
+
+    private:
+        Thread& thread_;
+    };
+    class Mailbox final : public Watched {
+    public:
+        explicit Mailbox(Thread& thread) : thread_(thread) {}
+        void on_ready(u32) override { thread_.read_mail(); }
+
+    private:
+        Thread& thread_;
+    };
+    struct Mail {
+        std::vector<Command> commands;
+        std::vector<GiveUp> give_ups;
+        bool cuts_all = false, closes_idle = false, stops = false;
+    };
+
+    void run();
+    void accept();
+    void read_mail();
+    void obey(Command& command);
+    void look_after();
+    void make_room();
+    void wake();
+    Client& client_at_free_place(u32& place);
+
+    u32 number_;
+    const Options& options_;
+    Outbox& outbox_;
+    Loop loop_;
+    Pool pool_;
+    Listener listener_{*this};
+    Mailbox mailbox_{*this};
+    int listening_ = -1;
+    int signal_ = -1;
+    double now_ = 0, looked_at_ = 0;
+    u32 exchanges_ = 0;
+    std::vector<std::unique_ptr<Client>> clients_;  // by place; null: free
+    std::vector<u32> free_places_;
+    std::vector<std::unique_ptr<Client>> buried_;
+    std::atomic<u64> open_clients_{0};
+    std::string buffer_ = std::string(64 * 1024, '\0');
+    std::string scratch_;
+    bool is_stopping_ = false;
+
+    mutable std::mutex mutex_;  // guards the next two
+    Mail mail_;
+    PoolCounts counts_;
+    std::thread thread_;
+};
+
+}  // namespace kvroute::plane

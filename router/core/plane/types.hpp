@@ -1,0 +1,174 @@
+// What passes between the plane's threads and whoever decides: events up, commands down. Every
+// command and every event is about one exchange, a request of a client's connection with its
+// response.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace kvroute::plane {
+
+using u8 = std::uint8_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+// Thread, place of the connection and number of the exchange there: never the same twice.
+using ExchangeId = u64;
+
+using Fields = std::vector<std::pair<std::string, std::string>>;
+
+struct Timeouts {
+    double connect_s = 5.0;
+    double first_byte_s = 300.0;  // from the request to the first byte of the body, or its end
+    double idle_s = 60.0;         // between two parts of the body, while the client takes them
+};
+
+struct Address {
+    sockaddr_storage storage{};
+    socklen_t length = 0;
+
+    // An IPv4 or IPv6 address, or the path of a Unix socket (which begins with a slash).
+    static std::optional<Address> parse(const std::string& host, int port);
+};
+
+// --- down: what is to be done ---------------------------------------------------------------------
+
+// One attempt: where the request goes, and what is changed on its way there and back.
+struct Forward {
+    std::string origin;  // connections are kept by it
+    Address address;
+    std::string authority;    // of the Host header; empty: the client's own goes on
+    std::string base_path;    // before the target
+    std::optional<std::string> target;  // in place of the client's
+    std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // or left out
+    Fields added;             // behind the client's
+    Fields reported;          // in the response, in place of the replica's
+    std::optional<std::string> body;  // in place of the client's
+    Timeouts timeouts;
+    bool may_reuse = true;       // a connection that was kept
+    bool is_control = false;     // the server behind: sees the client's headers as they came
+    bool wants_id = false;       // the beginning of the body is told
+    u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
+};
+// A response of the router's own.
+struct Respond {
+    int status = 200;
+    Fields fields;
+    std::string body;
+};
+// More of the body is wanted.
+struct ReadBody {};
+// The response of a replica that says "not now" is the client's after all.
+struct PassOn {};
+// Close the client's connection, whatever is under way.
+struct Cut {};
+
+using Order = std::variant<Forward, Respond, ReadBody, PassOn, Cut>;
+struct Command {
+    ExchangeId id = 0;
+    Order order;
+};
+
+// --- up: what has happened ------------------------------------------------------------------------
+
+// How an exchange that was forwarded has ended.
+enum class End : u8 { completed, client_left, client_stalled, replica_died, abandoned };
+// How an attempt failed before its first byte; the last three after it.
+enum class Failure : u8 {
+    connect,
+    connect_timeout,
+    closed,
+    kept_closed,
+    first_byte_timeout,
+    malformed,
+    given_up,
+    no_files,
+    at_limit,
+    died,
+    idle_timeout,
+    lost,
+};
+
+// A request has come; with as much of its body as there is. Nothing more is read before `ReadBody`.
+struct Opened {
+    std::string method, target;
+    int minor = 1;
+    bool keeps_alive = true, is_of_reserve = false;
+    Fields fields;  // names in lower case
+    std::string client;
+    int client_port = 0;
+    std::string body;
+    bool is_whole = true;
+};
+struct BodyRead {
+    std::string piece;
+    bool is_whole = false;
+};
+// The client left before anything was forwarded.
+struct Left {};
+struct Failed {
+    Failure failure = Failure::connect;
+    std::string why;
+};
+// The replica responds 429, 502, 503 or 504: `PassOn`, `Forward` or `Respond` says what becomes of it.
+struct NotNow {
+    int status = 503;
+    std::optional<u32> retry_after_s;
+};
+struct FirstByte {
+    int status = 200;
+    double seconds = 0;
+};
+struct Progress {
+    u64 events = 0;  // of an event stream since the last
+};
+struct Beginning {
+    std::string bytes;
+};
+struct Ended {
+    End end = End::completed;
+    int status = 0;  // 0: nothing was sent
+    double seconds = 0;
+    u64 body_bytes = 0;
+    std::optional<Failure> failure;  // after the first byte
+    u64 events = 0;                  // since the last `Progress`
+    bool is_json = false;
+    std::string usage;        // the tail of a JSON body, or the last event that has a usage
+    std::string first_usage;  // the first such event, where it is another one
+};
+// A connection was ended for what came on it, or for what did not.
+struct Refused {
+    std::string reason;
+};
+
+struct Event {
+    ExchangeId id = 0;
+    std::variant<Opened, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
+                 Refused>
+        what;
+};
+
+// --- what does not change -------------------------------------------------------------------------
+
+struct Options {
+    u64 head_bytes = 65'536;
+    u64 max_body_bytes = 64 << 20;
+    double request_s = 60.0;       // for a head to arrive
+    double client_stall_s = 60.0;  // for which a client may read nothing of what waits for it
+    double keep_alive_s = 75.0;
+    double idle_s = 4.0;           // for which a connection to a replica is kept unused
+    u32 max_idle = 256;            // of each origin, in each thread
+    u64 max_connections = 0;       // to replicas, of a thread; 0: no bound
+    int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
+    std::unordered_set<std::string> dropped;  // a client's fields that are not for replicas
+    std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
+};
+
+}  // namespace kvroute::plane

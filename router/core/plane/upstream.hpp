@@ -1,0 +1,131 @@
+// Connections to replicas: each carries one exchange at a time, and is kept for the next one.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "http/body.hpp"
+#include "http/head.hpp"
+#include "plane/loop.hpp"
+#include "plane/types.hpp"
+
+namespace kvroute::plane {
+
+class Pool;
+
+// Who a response is for. Every call may end the exchange.
+class Recipient {
+public:
+    virtual ~Recipient() = default;
+    // The status, the fields and the first byte of the body, or its end, are here: `piece`.
+    virtual void on_response(const http::ResponseHead& head, std::string_view piece,
+                             bool is_last) = 0;
+    virtual void on_piece(std::string_view piece, bool is_last) = 0;
+    // `was_begun`: `on_response` was called.
+    virtual void on_failure(Failure failure, bool was_begun, const char* why) = 0;
+};
+
+class Upstream final : public Watched {
+public:
+    Upstream(Pool& pool, std::string origin) : pool_(pool), origin_(std::move(origin)) {}
+
+    const std::string& origin() const { return origin_; }
+    bool was_kept() const { return was_kept_; }
+    bool is_idle() const { return recipient_ == nullptr; }
+
+    // Sends a request; `head` and `body` stay where they are until the response has begun.
+    void begin(Recipient& recipient, std::string_view head, std::string_view body,
+               const Timeouts& timeouts, double now);
+    // Reads nothing until `resume`: the client is slow.
+    void pause();
+    void resume(double now);
+    // The recipient wants no more; the connection is closed.
+    void abandon();
+    void on_ready(u32 events) override;
+    // Fails if it is over its time; true if it did.
+    bool look_at(double now);
+    // See `Pool::give_up`.
+    void give_up(double now, double silent_s);
+
+private:
+    friend class Pool;
+    enum class Phase : u8 { connecting, sending, awaiting_head, in_body, idle };
+
+    void write();
+    void read();
+    void take(std::string_view bytes);
+    bool take_head(std::string_view& bytes);
+    void take_body(std::string_view bytes);
+    void fail(Failure failure, const char* why);
+    void end(bool may_keep);
+    u32 interest() const;
+    double phase_limit_s() const;
+
+    Pool& pool_;
+    std::string origin_;
+    Recipient* recipient_ = nullptr;
+    Phase phase_ = Phase::idle;
+    bool was_kept_ = false;    // it had an exchange before this one
+    bool has_received_ = false;
+    bool was_begun_ = false;
+    bool is_paused_ = false;
+    bool is_shut_ = false;     // nothing more comes
+    std::string_view head_to_send_, body_to_send_;
+    std::string received_;     // of a head that is not whole
+    http::ResponseHead head_;
+    std::string head_text_;    // what `head_` points into
+    http::BodyReader body_;
+    Timeouts timeouts_;
+    double deadline_ = 0;
+    double heard_at_ = 0;
+    double idle_since_ = 0;
+};
+
+struct PoolCounts {
+    u64 connections = 0, idle = 0, active = 0;
+    u64 opened = 0, reused = 0, kept_closed = 0, connect_failures = 0, timeouts = 0, broken = 0;
+    u64 closed_early = 0, given_up = 0, aborted = 0;
+};
+
+// All connections of one thread.
+class Pool {
+public:
+    Pool(Loop& loop, const Options& options) : loop_(loop), options_(options) {}
+
+    // Null: the recipient was told of the failure.
+    Upstream* start(Recipient& recipient, const Forward& forward, std::string_view head,
+                    std::string_view body, double now);
+    void look_after(double now);
+    // Ends the exchanges with a server that is known not to respond: all that wait for their first
+    // byte, and those that have been silent in mid-body for `silent_s`.
+    void give_up(const std::string& origin, double now, double silent_s);
+    void close();
+    // Frees connections that were closed in this round.
+    void bury() { buried_.clear(); }
+    bool is_empty() const { return all_.empty(); }
+    const PoolCounts& counts() const { return counts_; }
+
+    Loop& loop() { return loop_; }
+    std::string& buffer() { return buffer_; }
+
+private:
+    friend class Upstream;
+    Upstream* take_idle(const std::string& origin);
+    Upstream* connect(const Forward& forward, const char*& why, Failure& failure);
+    bool make_room();
+    void keep(Upstream& upstream, double now);
+    void remove(Upstream& upstream);
+
+    Loop& loop_;
+    const Options& options_;
+    std::unordered_map<Upstream*, std::unique_ptr<Upstream>> all_;
+    std::unordered_map<std::string, std::vector<Upstream*>> idle_;
+    std::vector<std::unique_ptr<Upstream>> buried_;
+    std::string buffer_ = std::string(256 * 1024, '\0');  // what is read at a time
+    std::string joined_;                                  // the pieces of one read
+    PoolCounts counts_;
+};
+
+}  // namespace kvroute::plane

@@ -1,0 +1,23 @@
+"""The compiled data plane, seen from Python: what it asks, and what it is told to do.
+
+Its threads own the sockets of clients and of replicas. What they cannot decide they ask here, and what
+happens to a request they tell:
+
+    core thread ──Opened──> DataPlane ──> Passage (as for any exchange) ──> PlaneProxy
+         ^                                                                     │
+         └──────────────────── Forward, Respond, PassOn ──────────────────────┘
+    core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
+
+The files:
+
+    exchanges.py   a client's request that the core holds: an `Exchange` for who serves it
+    relays.py      a request that was sent on: its attempts, and what the core tells of them
+    control.py     all that goes to no replica: to the application behind the plane
+    data_plane.py  the core's threads, their events, and who they are for
+"""
+
+from router.plane.control import BehindPlane
+from router.plane.data_plane import DataPlane, PlaneOptions
+from router.plane.relays import PlaneProxy
+
+__all__ = ["BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]

@@ -1,0 +1,37 @@
+"""All that goes to no replica: pages, probes, scrapes, operators. The plane passes it on to the
+application behind it, which listens where only the plane comes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+_Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_Application: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
+
+CLIENT_HEADER = b"x-kvroute-client"
+"""Who asks, in a request from the plane; what a client says there is left out."""
+
+
+class BehindPlane:
+    """The application, told who really asks.
+
+    Args:
+        application: What responds.
+    """
+
+    def __init__(self, application: _Application) -> None:
+        self._application = application
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
+    ) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            told = next((value for name, value in headers if name == CLIENT_HEADER), b"")
+            host, _, port = told.decode("latin-1").rpartition(" ")
+            scope["client"] = host, int(port or 0)
+            scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_HEADER]
+        await self._application(scope, receive, send)

@@ -1,0 +1,285 @@
+"""The core's threads, their events, and who they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from router.plane.control import CLIENT_HEADER
+from router.plane.exchanges import PlaneExchange
+from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
+from router.proxy.messages import error_body
+from router.proxy.types import Dialect
+from router.upstream import Header
+
+if TYPE_CHECKING:
+    from router._core import Plane
+    from router.http.uvicorn_protocol import ExchangeHandler
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_TIMES = (5.0, 600.0, 86_400.0)
+"""Pages follow the router for as long as they are open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneOptions:
+    """Bounds of the core; see `Options` of core/plane/types.hpp."""
+
+    head_bytes: int
+    max_body_bytes: int
+    request_s: float
+    client_stall_s: float
+    keep_alive_s: float
+    idle_s: float
+    max_idle: int
+    max_connections: int
+    reserved_from: int
+    dropped: frozenset[bytes]
+
+
+@dataclass(slots=True)
+class _Unread:
+    """A request for the application, whose body is still coming."""
+
+    client: tuple[str, int]
+    bytes: int = 0
+
+
+class DataPlane:
+    """Belongs to one event loop, on which it calls."""
+
+    def __init__(
+        self,
+        handler: ExchangeHandler,
+        proxy: PlaneProxy,
+        options: PlaneOptions,
+        control_path: str,
+        on_refusal: Callable[[str], object],
+    ) -> None:
+        """
+        Args:
+            handler: Takes the requests that go to replicas, and questions.
+            proxy: Sends them on.
+            options: Of the core.
+            control_path: The Unix socket of the application behind.
+            on_refusal: Told why the core ended a connection by itself.
+        """
+        self._handler = handler
+        self._proxy = proxy
+        self._options = options
+        self._control_path = control_path
+        self._on_refusal = on_refusal
+        self._exchanges: dict[int, PlaneExchange] = {}
+        self._controls: dict[int, _Unread] = {}
+        """Requests for the application whose bodies are not whole."""
+        self._plane: Plane | None = None
+        self._told: dict[str, Callable[..., None]] = {
+            "opened": self._opened,
+            "body": self._body,
+            "left": self._left,
+            "failed": self._failed,
+            "not_now": self._not_now,
+            "first_byte": self._first_byte,
+            "progress": self._progress,
+            "beginning": self._beginning,
+            "ended": self._ended,
+            "refused": lambda _number, reason: self._on_refusal(reason),
+        }
+
+    @property
+    def plane(self) -> Plane:
+        """The core's; it has been started."""
+        assert self._plane is not None
+        return self._plane
+
+    def start(self, listeners: Sequence[int]) -> None:
+        """Take clients from now on.
+
+        Args:
+            listeners: Sockets that listen, one for each thread; the core closes them.
+        """
+        options = asdict(self._options) | {"broken_events": broken_events()}
+        self._plane = import_module("router._core").Plane(options, list(listeners))
+        self._proxy.plane = self._plane
+        asyncio.get_running_loop().add_reader(self.plane.fileno(), self._on_events)
+
+    def give_up(self, origin: str, silent_s: float) -> None:
+        """End the exchanges with a replica that is known not to respond; see `UpstreamClient`.
+
+        Args:
+            origin: Its key.
+            silent_s: The least silence in mid-body.
+        """
+        if self._plane is not None:
+            self._plane.give_up(origin, silent_s)
+
+    def cut_all(self) -> None:
+        """End whatever is under way."""
+        if self._plane is not None:
+            self._plane.cut_all()
+
+    async def close(self) -> None:
+        """Stop the threads; what is under way is abandoned, and told of."""
+        if self._plane is None:
+            return
+        asyncio.get_running_loop().remove_reader(self.plane.fileno())
+        await asyncio.to_thread(self.plane.stop)
+        self._on_events()
+        for task in list(self._proxy.tasks):
+            task.cancel()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _on_events(self) -> None:
+        for kind, number, *what in self.plane.take():
+            try:
+                self._told[kind](number, *what)
+            except Exception:
+                logger.exception("an event of the data plane (%s) could not be served", kind)
+                with contextlib.suppress(Exception):
+                    self.plane.cut(number)
+
+    def _opened(
+        self,
+        number: int,
+        method: str,
+        target: bytes,
+        minor: int,
+        keep_alive: bool,
+        is_of_reserve: bool,
+        headers: list[Header],
+        host: str,
+        port: int,
+        body: bytes,
+        is_whole: bool,
+    ) -> None:
+        exchange = PlaneExchange(
+            self.plane,
+            number,
+            method,
+            target,
+            minor,
+            keep_alive,
+            is_of_reserve,
+            headers,
+            (host, port),
+        )
+        opens = self._handler.opens(method, exchange.path, exchange.query)
+        if opens is None:
+            self._control(exchange, len(body), is_whole)
+            return
+        self._exchanges[number] = exchange
+        exchange.on_over = self._forget
+        exchange.receive(body, is_whole)
+        exchange.server = opens(exchange)  # type: ignore[arg-type]
+        exchange.server.proceed()
+
+    def _body(self, number: int, piece: bytes, is_whole: bool) -> None:
+        exchange = self._exchanges.get(number)
+        if exchange is not None:
+            exchange.receive(piece, is_whole)
+            if exchange.server is not None:
+                exchange.server.proceed()
+                if exchange.more_body and not exchange.response_started:
+                    exchange.ask_for_body()
+        elif number in self._controls:
+            self._read_control(number, len(piece), is_whole)
+
+    def _left(self, number: int) -> None:
+        self._controls.pop(number, None)
+        exchange = self._exchanges.get(number)
+        if exchange is not None:
+            exchange.is_gone = True
+            if exchange.server is not None:
+                exchange.server.client_left()
+            if number not in self._proxy.relays:
+                exchange.over()
+
+    def _forget(self, number: int) -> None:
+        self._exchanges.pop(number, None)
+
+    # --- of requests that were sent on ------------------------------------------------------------
+
+    def _failed(self, number: int, failure: str, why: str) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_failed(failure, why)
+
+    def _not_now(self, number: int, status: int, retry_after_s: int | None) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_not_now(status, retry_after_s)
+
+    def _first_byte(self, number: int, status: int, seconds: float) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_first_byte(status, seconds)
+
+    def _progress(self, number: int, events: int) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_progress(events)
+
+    def _beginning(self, number: int, data: bytes) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_beginning(data)
+
+    def _ended(self, number: int, *what: Any) -> None:
+        relay = self._proxy.relays.get(number)
+        if relay is not None:
+            relay.on_ended(*what)
+
+    # --- of requests for the application behind ---------------------------------------------------
+
+    def _control(self, exchange: PlaneExchange, body_bytes: int, is_whole: bool) -> None:
+        client = exchange.scope["client"]
+        if is_whole:
+            self._pass_to_application(exchange.number, client)
+            return
+        self._controls[exchange.number] = _Unread(client)
+        self._read_control(exchange.number, body_bytes, False)
+
+    def _read_control(self, number: int, body_bytes: int, is_whole: bool) -> None:
+        unread = self._controls[number]
+        unread.bytes += body_bytes
+        if unread.bytes > self._options.max_body_bytes:
+            del self._controls[number]
+            self._refuse_body(number)
+        elif is_whole:
+            del self._controls[number]
+            self._pass_to_application(number, unread.client)
+        else:
+            self.plane.read_body(number)
+
+    def _refuse_body(self, number: int) -> None:
+        message = f"body: longer than the limit of {self._options.max_body_bytes} bytes"
+        body = error_body(Dialect.OPENAI, message, "invalid_request_error", "body_too_large")
+        length = b"%d" % len(body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        self.plane.respond(number, 413, headers, body)
+
+    def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:
+        told = f"{client[0]} {client[1]}".encode("latin-1")
+        self.plane.forward(
+            number,
+            "control",
+            self._control_path,
+            0,
+            b"",
+            b"",
+            None,
+            (),
+            ((CLIENT_HEADER, told),),
+            (),
+            None,
+            _CONTROL_TIMES,
+            IS_CONTROL,
+            0,
+        )

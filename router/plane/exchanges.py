@@ -1,0 +1,157 @@
+"""A client's request that the core holds, as whoever serves it sees one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from router.upstream import Header
+
+if TYPE_CHECKING:
+    from router._core import Plane
+    from router.http.uvicorn_protocol import ExchangeServer
+
+
+class PlaneExchange:
+    """Has the surface of `router.http.uvicorn_protocol.Exchange` that servers use.
+
+    Args:
+        plane: Holds it.
+        number: Its name there.
+        method: Of the request.
+        target: Path and query, as on the wire.
+        minor: Of the version, HTTP/1.0 or HTTP/1.1.
+        keep_alive: Whether its connection stays after it.
+        is_of_reserve: Whether it came on one of the last file descriptors.
+        headers: As received, names in lower case.
+        client: Address and port.
+    """
+
+    __slots__ = (
+        "_is_split",
+        "_pieces",
+        "_plane",
+        "body",
+        "body_bytes",
+        "client",
+        "headers",
+        "is_gone",
+        "is_of_reserve",
+        "keep_alive",
+        "method",
+        "more_body",
+        "number",
+        "on_over",
+        "path",
+        "query",
+        "response_started",
+        "scope",
+        "server",
+        "status",
+        "target",
+    )
+
+    is_slow = False
+    """The core waits for slow clients by itself."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        number: int,
+        method: str,
+        target: bytes,
+        minor: int,
+        keep_alive: bool,
+        is_of_reserve: bool,
+        headers: list[Header],
+        client: tuple[str, int],
+    ) -> None:
+        self._plane = plane
+        self.number = number
+        self.method = method
+        self.target = target
+        path, _, self.query = target.partition(b"?")
+        text = path.decode("latin-1")
+        self.path = unquote(text) if "%" in text else text
+        self.keep_alive = keep_alive
+        self.is_of_reserve = is_of_reserve
+        self.headers = headers
+        self.client = client[0]
+        self.scope: MutableMapping[str, Any] = {
+            "type": "http",
+            "client": client,
+            "headers": headers,
+            "http_version": f"1.{minor}",
+            "method": method,
+            "path": self.path,
+        }
+        self.more_body = True
+        self.is_gone = False
+        self.response_started = False
+        self.status: int | None = None
+        self.body_bytes = 0
+        self.body: bytes | None = None
+        """The body, where it came in one piece."""
+        self._pieces: list[bytes] = []
+        self._is_split = False
+        self.server: ExchangeServer | None = None
+        self.on_over: Callable[[int], object] = _nobody
+
+    # --- the request ------------------------------------------------------------------------------
+
+    def receive(self, piece: bytes, is_whole: bool) -> None:
+        """More of the body has come.
+
+        Args:
+            piece: What has come.
+            is_whole: Whether it was the last one.
+        """
+        self._pieces.append(piece)
+        if not is_whole:
+            self._is_split = True
+            return
+        self.more_body = False
+        if not self._is_split:
+            self.body = piece
+
+    def take_body(self) -> bytes:
+        """What has come of the body since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def ask_for_body(self) -> None:
+        """More of the body is wanted; called again for each piece."""
+        self._plane.read_body(self.number)
+
+    # --- the response -----------------------------------------------------------------------------
+
+    def respond(self, status: int, headers: Sequence[Header], body: bytes, is_whole: bool) -> None:  # noqa: ARG002
+        """Respond; the response is whole.
+
+        Args:
+            status: Its status.
+            headers: All but those of the framing, names in lower case.
+            body: Its body.
+            is_whole: Always.
+        """
+        if self.is_gone or self.response_started:
+            return
+        self.response_started = True
+        self.status, self.body_bytes = status, len(body)
+        self._plane.respond(self.number, status, headers, body)
+        self.over()
+
+    def abort(self) -> None:
+        """Close the client's connection at once."""
+        self._plane.cut(self.number)
+        self.over()
+
+    def over(self) -> None:
+        """Nothing more is heard of it."""
+        self.on_over(self.number)
+        self.on_over = _nobody
+
+
+def _nobody(_number: int) -> None:
+    """Who is told when it is over already."""

@@ -1,0 +1,416 @@
+"""Requests that were sent on: each has its attempts, one after the other, and an observer that hears
+what the core tells of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from kvevents.lookups import addresses
+from router.plane.exchanges import PlaneExchange
+from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget
+from router.proxy.messages import error_body, error_event
+from router.proxy.proxy import NOT_SERVED
+from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
+from router.upstream import Header, Origin
+
+if TYPE_CHECKING:
+    from router._core import Plane
+
+logger = logging.getLogger(__name__)
+
+DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
+"""By the numbers that the core knows them by."""
+MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
+"""Flags of `Plane.forward`."""
+_TOO_MANY = 429
+_FAILURES = {
+    "connect": Failure.CONNECT,
+    "connect_timeout": Failure.CONNECT,
+    "closed": Failure.CLOSED,
+    "kept_closed": Failure.KEPT_CLOSED,
+    "first_byte_timeout": Failure.FIRST_BYTE_TIMEOUT,
+    "malformed": Failure.MALFORMED,
+    "given_up": Failure.UNHEALTHY,
+    "died": Failure.DIED,
+    "idle_timeout": Failure.IDLE_TIMEOUT,
+    "lost": Failure.LOST,
+}
+_LOOKED_UP_S = 5.0
+"""How long the addresses of a name are taken for known."""
+
+
+def broken_events() -> list[bytes]:
+    """What ends an event stream that a replica broke off, by dialect."""
+    message = "the replica ended the stream before it was complete"
+    return [error_event(dialect, message, "server_error", "replica_died") for dialect in DIALECTS]
+
+
+class Addresses:
+    """Of replicas' hosts: looked up when they are needed, and again after some seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[str]]] = {}
+
+    def known(self, host: str) -> list[str] | None:
+        """Those of *host*; None if it has to be looked up."""
+        found = self._known.get(host)
+        if found is None or found[0] < asyncio.get_running_loop().time():
+            return None
+        return found[1]
+
+    async def look_up(self, host: str) -> list[str]:
+        """Those of *host*.
+
+        Raises:
+            OSError: It has none.
+            UnicodeError: It cannot be a name.
+        """
+        found = await addresses(host)
+        until = asyncio.get_running_loop().time() + _LOOKED_UP_S
+        self._known[host] = until, found
+        return found
+
+    def forget(self, host: str) -> None:
+        """Nobody answers there."""
+        self._known.pop(host, None)
+
+
+class PlaneProxy:
+    """As `router.proxy.Proxy`, with the core's sockets."""
+
+    def __init__(self, settings: ProxySettings, on_shortage: Callable[[str], object]) -> None:
+        """
+        Args:
+            settings: Bounds on every request.
+            on_shortage: Told what the system refused.
+        """
+        self.settings = settings
+        self.addresses = Addresses()
+        self.on_shortage = on_shortage
+        self.plane: Plane | None = None
+        """Before any request it is there."""
+        self.relays: dict[int, PlaneRelay] = {}
+        """By the number of the exchange."""
+        self._retry_budget = RetryBudget(settings.retries)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def start(
+        self,
+        plan: Iterable[Attempt],
+        request: ProxyRequest,
+        recipient: PlaneExchange,
+        observer: ProxyObserver,
+        on_over: Callable[[], object] = lambda: None,
+    ) -> PlaneRelay:
+        """See `Proxy.start`.
+
+        Args:
+            plan: Candidates, best first.
+            request: The client's request.
+            recipient: Gets the response.
+            observer: Hears what happens.
+            on_over: Called at the end.
+        """
+        self._retry_budget.add_request()
+        retries = RequestRetries(self._retry_budget)
+        relay = PlaneRelay(self, retries, iter(plan), request, recipient, observer, on_over)
+        self.relays[recipient.number] = relay
+        relay.start()
+        return relay
+
+
+class PlaneRelay:
+    """One request that was sent on."""
+
+    __slots__ = (
+        "_attempt",
+        "_exchange",
+        "_hosts",
+        "_observer",
+        "_on_over",
+        "_plan",
+        "_proxy",
+        "_request",
+        "_retries",
+        "_retry_after_s",
+        "_started_at",
+        "_tried",
+        "_unavailable",
+        "is_over",
+    )
+
+    def __init__(
+        self,
+        proxy: PlaneProxy,
+        retries: RequestRetries,
+        plan: Iterator[Attempt],
+        request: ProxyRequest,
+        exchange: PlaneExchange,
+        observer: ProxyObserver,
+        on_over: Callable[[], object],
+    ) -> None:
+        self.is_over = False
+        self._proxy = proxy
+        self._retries = retries
+        self._plan = plan
+        self._request = request
+        self._exchange = exchange
+        self._observer = observer
+        self._on_over = on_over
+        self._started_at = asyncio.get_running_loop().time()
+        self._attempt: Attempt | None = None
+        self._hosts: list[str] = []
+        """Further addresses of the attempt's replica."""
+        self._tried = self._unavailable = False
+        self._retry_after_s = 0
+
+    # --- what its server says ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take the first steps."""
+        if self._exchange.is_gone:
+            self._finish(End.CLIENT_LEFT, None)
+        else:
+            self._take(self._try_next)
+
+    def client_left(self) -> None:
+        """The core tells of it, as an end."""
+
+    def client_reads(self) -> None:
+        """The core waits for slow clients by itself."""
+
+    def cancel(self) -> None:
+        """The router will not finish it: the core tells of the end."""
+        if not self.is_over:
+            self._exchange.abort()
+
+    # --- what the core tells ----------------------------------------------------------------------
+
+    def on_failed(self, failure: str, why: str) -> None:
+        """An attempt failed before its first byte."""
+        self._take(lambda: self._failed_before(failure, why))
+
+    def on_not_now(self, status: int, retry_after_s: int | None) -> None:
+        """The replica responds 429, 502, 503 or 504."""
+        self._take(lambda: self._not_now(status, retry_after_s))
+
+    def on_first_byte(self, status: int, _seconds: float) -> None:
+        """The response has begun."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._exchange.status = status
+        self._exchange.response_started = True
+        if status >= 500:
+            self._observer.on_failure(attempt, Failure.SERVER_ERROR)
+        now = asyncio.get_running_loop().time()
+        self._observer.on_first_byte(attempt, now - self._started_at)
+
+    def on_progress(self, events: int) -> None:
+        """So many more events of a stream have passed."""
+        self._observer.on_events(events)
+
+    def on_beginning(self, data: bytes) -> None:
+        """A part of the beginning of the body has passed."""
+        self._observer.on_beginning(data)
+
+    def on_ended(
+        self,
+        end: str,
+        status: int,
+        _seconds: float,
+        body_bytes: int,
+        failure: str | None,
+        events: int,
+        is_json: bool,
+        usage: bytes,
+        first_usage: bytes,
+    ) -> None:
+        """All is over."""
+        self._exchange.body_bytes = body_bytes
+        if events:
+            self._observer.on_events(events)
+        self._observer.on_usage(is_json, usage, first_usage)
+        if failure is not None and self._attempt is not None:
+            self._observer.on_failure(self._attempt, _FAILURES[failure])
+        self._finish(End(end), status or None)
+
+    # --- the attempts -----------------------------------------------------------------------------
+
+    def _try_next(self) -> None:
+        attempt = next(self._plan, None)
+        if attempt is not None and self._may_try(attempt):
+            self._tried = True
+            self._send_to(attempt)
+            return
+        refused = self._retries.refused
+        if refused is not None:
+            self._observer.on_unretried(refused)
+        status = 502 if self._tried and not self._unavailable else 503
+        self._refuse(End.NO_REPLICA, status, NOT_SERVED[refused], "no_replica_available")
+
+    def _may_try(self, attempt: Attempt) -> bool:
+        return self._retries.start(lambda: self._observer.is_at_ease(attempt))
+
+    def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
+        self._attempt = attempt
+        self._observer.on_attempt(attempt)
+        host = attempt.origin.host
+        known = self._proxy.addresses.known(host)
+        if known is not None:
+            self._connect(attempt, known, may_reuse)
+            return
+        task = asyncio.get_running_loop().create_task(self._look_up(attempt, may_reuse))
+        self._proxy.tasks.add(task)
+        task.add_done_callback(self._proxy.tasks.discard)
+
+    async def _look_up(self, attempt: Attempt, may_reuse: bool) -> None:
+        try:
+            hosts = await self._proxy.addresses.look_up(attempt.origin.host)
+        except (OSError, UnicodeError) as error:
+            self.on_failed("connect", str(error))
+            return
+        self._take(lambda: self._connect(attempt, hosts, may_reuse))
+
+    def _connect(self, attempt: Attempt, hosts: list[str], may_reuse: bool) -> None:
+        if self.is_over:
+            return
+        allows = attempt.origin.allows
+        if allows is not None:
+            hosts = [host for host in hosts if allows(host)]
+        if not hosts or attempt.origin.tls:
+            self._failed_before("connect", "nothing may be connected to there")
+            return
+        first, *self._hosts = hosts
+        self._forward(attempt, first, may_reuse)
+
+    def _forward(self, attempt: Attempt, host: str, may_reuse: bool) -> None:
+        request, origin, plane = self._request, attempt.origin, self._proxy.plane
+        assert plane is not None
+        body = request.body if attempt.body is None else attempt.body
+        times = request.timeouts or self._proxy.settings.timeouts
+        wants_id = self._observer.wants_beginning
+        try:
+            plane.forward(
+                self._exchange.number,
+                origin.key if self._is_first(host, origin) else f"{origin.key} {host}",
+                host,
+                origin.port,
+                origin.host_header,
+                origin.target_prefix,
+                None if request.target == self._exchange.target else request.target,
+                attempt.request_headers,
+                request.added,
+                attempt.response_headers + request.response_headers,
+                None if body is self._exchange.body else body,
+                (times.connect_s, times.first_byte_s, times.idle_s),
+                (MAY_REUSE if may_reuse else 0) | (WANTS_ID if wants_id else 0),
+                DIALECTS.index(request.dialect),
+            )
+        except ValueError:
+            self._failed_before("connect", f"{host} is no address")
+
+    def _is_first(self, host: str, origin: Origin) -> bool:
+        known = self._proxy.addresses.known(origin.host)
+        return not known or known[0] == host
+
+    def _failed_before(self, failure: str, why: str) -> None:
+        attempt = self._attempt
+        if self.is_over or attempt is None:
+            return
+        if failure in ("no_files", "at_limit"):
+            if failure == "no_files":
+                self._proxy.on_shortage("open_files")
+            message = "the router is at its limit of connections"
+            self._refuse(End.OVERLOADED, 503, message, "overloaded")
+            return
+        if failure in ("connect", "connect_timeout"):
+            if self._hosts:
+                self._forward(attempt, self._hosts.pop(0), False)
+                return
+            self._proxy.addresses.forget(attempt.origin.host)
+        logger.debug("%s: %s", attempt.origin, why)
+        self._failed(attempt, _FAILURES[failure])
+        if failure == "kept_closed" and self._may_try(attempt):
+            self._send_to(attempt, may_reuse=False)
+        else:
+            self._try_next()
+
+    def _not_now(self, status: int, retry_after_s: int | None) -> None:
+        """As `Relay._go_elsewhere`."""
+        attempt, plane = self._attempt, self._proxy.plane
+        if self.is_over or attempt is None or plane is None:
+            return
+        is_429 = status == _TOO_MANY
+        is_busy = retry_after_s is not None and self._observer.on_busy(
+            attempt, retry_after_s, is_429
+        )
+        following: Attempt | None = None
+        if is_429:
+            following = next(self._plan, None) if is_busy else None
+            if following is None or not self._may_try(following):
+                plane.pass_on(self._exchange.number)
+                return
+        if retry_after_s is not None and is_busy:
+            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
+        self._failed(attempt, Failure.BUSY if is_busy else Failure.UNAVAILABLE)
+        if following is not None:
+            self._send_to(following)
+        else:
+            self._unavailable = True
+            self._try_next()
+
+    def _failed(self, attempt: Attempt, failure: Failure) -> None:
+        is_replica_lost = self._observer.on_failure(attempt, failure)
+        self._retries.failed(attempt.replica_id, failure, is_replica_lost)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _take(self, step: Callable[[], None]) -> None:
+        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        is_memory = isinstance(error, MemoryError)
+        if not is_memory:
+            logger.error("a request could not be passed on", exc_info=error)
+        if self._exchange.response_started:
+            self._exchange.abort()
+        elif is_memory:
+            self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
+        else:
+            self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
+
+    def _refuse(self, end: End, status: int, message: str, code: str) -> None:
+        """End with an error of the router's own."""
+        body = error_body(self._request.dialect, message, "server_error", code)
+        after_s = self._retry_after_s or self._proxy.settings.retry_after_s
+        headers: list[Header] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % after_s),
+            *self._request.response_headers,
+        ]
+        self._exchange.respond(status, headers, body, True)
+        self._finish(end, status)
+
+    def _finish(self, end: End, status: int | None) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        self._proxy.relays.pop(self._exchange.number, None)
+        seconds = asyncio.get_running_loop().time() - self._started_at
+        try:
+            self._observer.on_end(end, status, seconds)
+        except Exception:
+            logger.exception("the end of a request could not be recorded")
+        try:
+            self._on_over()
+        except Exception:
+            logger.exception("what a request held could not be given back")
+        self._exchange.over()
