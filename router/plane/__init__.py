@@ -1,7 +1,7 @@
 """The compiled data plane, seen from Python: what it asks, and what it is told to do.
 
-Its threads own the sockets of clients and of replicas. What they cannot decide they ask here, and what
-happens to a request they tell:
+Its threads own the sockets of clients and of replicas. What they cannot decide they ask here, and
+what happens to a request they tell:
 
     core thread ──Opened──> DataPlane ──> Passage (as for any exchange) ──> PlaneProxy
          ^                                                                     │

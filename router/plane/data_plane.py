@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -89,7 +88,7 @@ class DataPlane:
             "progress": self._progress,
             "beginning": self._beginning,
             "ended": self._ended,
-            "refused": lambda _number, reason: self._on_refusal(reason),
+            "refused": self._refused,
         }
 
     @property
@@ -137,13 +136,16 @@ class DataPlane:
     # --- events -----------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
-        for kind, number, *what in self.plane.take():
-            try:
-                self._told[kind](number, *what)
-            except Exception:
-                logger.exception("an event of the data plane (%s) could not be served", kind)
-                with contextlib.suppress(Exception):
-                    self.plane.cut(number)
+        for event in self.plane.take():
+            self._tell(*event)
+
+    def _tell(self, kind: str, number: int, *what: Any) -> None:
+        """An event. Whatever fails in it ends this request and no other."""
+        try:
+            self._told[kind](number, *what)
+        except Exception:
+            logger.exception("an event of the data plane (%s) could not be served", kind)
+            self.plane.cut(number)
 
     def _opened(
         self,
@@ -205,6 +207,9 @@ class DataPlane:
         self._exchanges.pop(number, None)
 
     # --- of requests that were sent on ------------------------------------------------------------
+
+    def _refused(self, _number: int, reason: str) -> None:
+        self._on_refusal(reason)
 
     def _failed(self, number: int, failure: str, why: str) -> None:
         relay = self._proxy.relays.get(number)

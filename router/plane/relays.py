@@ -1,5 +1,5 @@
-"""Requests that were sent on: each has its attempts, one after the other, and an observer that hears
-what the core tells of them."""
+"""Requests that were sent on: each has its attempts, one after the other, and an observer that
+hears what the core tells of them."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@
 
 namespace kvroute::binding {
 
+void bind_http(nanobind::module_& module);
 void bind_index(nanobind::module_& module);
 void bind_plane(nanobind::module_& module);
 

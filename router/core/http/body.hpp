@@ -55,7 +55,7 @@ private:
     void step(unsigned char byte);
     void count_digit(unsigned char digit);
     void count_framing();
-    void refuse(const Problem& problem);
+    void refuse(const Problem& problem, std::uint64_t value = 0);
     Piece take(std::string_view bytes, std::size_t from);
 
     State state_ = State::ended;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -20,7 +21,7 @@ bool append_request_line(std::string& to, std::string_view method, std::string_v
 
 // False, with nothing appended, where name or value would break the line.
 bool append_field(std::string& to, std::string_view name, std::string_view value);
-void append_field(std::string& to, std::string_view name, std::size_t value);
+bool append_number(std::string& to, std::string_view name, std::uint64_t value);
 
 // The first line of a chunk; one of no bytes would end the body, see `kLastChunk`.
 void append_chunk_head(std::string& to, std::size_t payload_bytes);
