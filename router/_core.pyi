@@ -190,8 +190,8 @@ class Plane:
 
     Events, each a tuple of its kind, the number of its exchange, and what there is to say:
 
-        opened      method, target, minor version, whether the connection stays, whether it is of the
-                    reserve, fields, client's host and port, what came of the body, whether all did
+        opened      method, target, minor version, whether the connection stays, whether it is of
+                    the reserve, fields, client's host and port, what came of the body, whether all did
         body        a piece, whether it is the last one
         left        the client left before anything was sent on
         failed      an attempt, before its first byte: how, and why

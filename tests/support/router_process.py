@@ -102,6 +102,8 @@ class RouterProcess:
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write its configuration, by renaming as careful programs do."""
         server = {"port": 0, "host_names": ["router", "x"], **config.get("server", {})}
+        if server.get("workers", 1) == 1 and "tls" not in server:
+            server.setdefault("data_plane", os.environ.get("KVROUTE_TEST_DATA_PLANE", "python"))
         written = self.config_path.with_suffix(".new")
         written.write_text(yaml.safe_dump({**config, "server": server}))
         written.replace(self.config_path)

@@ -147,7 +147,8 @@ void Client::cut(End end) {
 void Client::update_interest() {
     if (!is_open()) return;
     u32 events = out_.size() > sent_ ? EPOLLOUT : 0u;
-    const bool waits = stage_ != Stage::idle && stage_ != Stage::refused && in_.size() >= kMostWaiting;
+    const bool takes = stage_ == Stage::idle || stage_ == Stage::draining || stage_ == Stage::refused;
+    const bool waits = !takes && in_.size() >= kMostWaiting;
     const bool has_piece = stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_;
     if (!has_left_half_ && !waits && !has_piece) events |= EPOLLIN | EPOLLRDHUP;
     thread_.loop().change(*this, events);
@@ -170,7 +171,9 @@ void Client::look_after(double now) {
         cut(End::client_stalled);
         return;
     }
-    if (stage_ == Stage::idle) {
+    if (stage_ == Stage::draining && now - receiving_since_ > request_s) {
+        close();
+    } else if (stage_ == Stage::idle) {
         const bool is_silent = in_.empty() && has_asked_;
         if (is_silent && now - idle_since_ > options.keep_alive_s) {
             close();
@@ -209,6 +212,9 @@ void Client::proceed() {
             if (in_.empty()) break;
             take_body();
             break;
+        } else if (stage_ == Stage::draining) {
+            if (in_.empty()) break;
+            drain_body();
         } else {
             break;
         }
@@ -304,6 +310,21 @@ void Client::take_body() {
     if (is_told_ && (is_body_whole_ || body_.size() - told_ >= kPiece)) tell_body();
 }
 
+void Client::drain_body() {
+    sv bytes = in_;
+    while (!bytes.empty() && !is_body_whole_) {
+        const http::BodyReader::Piece piece = body_reader_.next(bytes);
+        bytes.remove_prefix(piece.used);
+        is_body_whole_ = piece.is_last;
+        if (piece.is_bad) {
+            close();
+            return;
+        }
+    }
+    in_.erase(0, in_.size() - bytes.size());
+    if (is_body_whole_) stage_ = Stage::idle;
+}
+
 void Client::tell_body() {
     thread_.post(exchange_, BodyRead{body_.substr(told_), is_body_whole_});
     told_ = body_.size();
@@ -319,7 +340,7 @@ void Client::tell_body() {
 //     between chunks    a leading zero of the next chunk's length (RFC 9112 7.1)
 //     else              nothing can be sent: who has left is noticed by the next byte of the response
 void Client::on_end_of_input() {
-    if (stage_ == Stage::idle || stage_ == Stage::refused || !is_body_whole_) {
+    if (!is_serving() || !is_body_whole_) {
         leave();
         return;
     }
@@ -333,7 +354,7 @@ void Client::on_end_of_input() {
 void Client::probe() {
     ++probes_;
     if (probes_ < kProbeAfter_s.size()) probe_at_ = thread_.now() + kProbeAfter_s[probes_];
-    if (stage_ == Stage::answered || stage_ == Stage::idle) return;
+    if (stage_ == Stage::answered || !is_serving()) return;
     if (!has_begun_) {
         if (head_.minor == 1) send(kContinue);
     } else if (framing_ == http::Framing::chunked && !is_head_request_ && out_.size() == sent_) {
@@ -358,7 +379,7 @@ void Client::refuse(int status, const char* code, sv message) {
     std::string text;
     http::append_status(text, status);
     http::append_field(text, "content-type", "application/json");
-    http::append_field(text, "content-length", body.size());
+    http::append_number(text, "content-length", body.size());
     http::append_field(text, "connection", "close");
     text += http::kLineEnd;
     text += body;
@@ -409,7 +430,8 @@ void Client::respond(const Respond& respond) {
         says_close |= name == "connection" && lists(value, "close");
         has_length |= name == "content-length";
     }
-    if (says_close || !is_body_whole_) keeps_alive_ = false;
+    // A client that waits for 100 Continue may send its body, or not (RFC 9110 10.1.1).
+    if (says_close || (!is_body_whole_ && head_.expects_continue)) keeps_alive_ = false;
     status_ = respond.status;
     append_framing(out, has_length || is_without_body(respond.status), respond.body.size(), says_close);
     has_begun_ = true;
@@ -469,7 +491,7 @@ void Client::compose_request(std::string& out) const {
     }
     const std::size_t size = forward_.body ? forward_.body->size() : body_.size();
     if (size || has_content(head_.method)) {
-        http::append_field(out, "content-length", size);
+        http::append_number(out, "content-length", size);
     }
     out += http::kLineEnd;
 }
@@ -696,7 +718,7 @@ void Client::end_exchange() {
         close();
         return;
     }
-    stage_ = Stage::idle;
+    stage_ = is_body_whole_ ? Stage::idle : Stage::draining;
     is_held_ = false;
     idle_since_ = receiving_since_ = thread_.now();
     proceed();

@@ -6,7 +6,8 @@
 //     trying     the first byte of a replica's response             relaying; not_now; deciding again
 //     not_now    what becomes of a response that says "not now"     relaying, trying, answered
 //     relaying   the rest of it, and that the client reads          answered
-//     answered   that the response has been sent                    idle, or closed
+//     answered   that the response has been sent                    idle, or closed; first draining
+//     draining   the rest of a body that nobody wants               idle
 //     refused    that the client reads why, and leaves              closed
 #pragma once
 
@@ -34,7 +35,9 @@ public:
 
     ExchangeId exchange() const { return exchange_; }
     bool has_asked() const { return has_asked_; }
-    bool is_serving() const { return stage_ != Stage::idle && stage_ != Stage::refused; }
+    bool is_serving() const {
+        return stage_ != Stage::idle && stage_ != Stage::draining && stage_ != Stage::refused;
+    }
 
     // Commands. Each is ignored where the stage does not wait for it.
     void forward(Forward forward);
@@ -56,6 +59,7 @@ private:
         not_now,
         relaying,
         answered,
+        draining,
         refused,
     };
 
@@ -65,6 +69,7 @@ private:
     bool take_head();
     void open_exchange(std::size_t used);
     void take_body();
+    void drain_body();
     void tell_body();
     void on_end_of_input();
     void probe();
