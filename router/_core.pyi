@@ -185,13 +185,27 @@ def write_field(name: bytes, value: bytes) -> bytes: ...
 def write_chunk(payload: bytes) -> bytes: ...
 def is_hop_by_hop(name: bytes) -> bool: ...
 
+class EventLines:
+    """As `router.proxy.messages.EventLines`."""
+
+    def release(self, piece: bytes, is_last: bool) -> bytes: ...
+    def has_finished(self) -> bool: ...
+    def separator(self) -> bytes: ...
+
+class UsageCapture:
+    """Keeps what `router.proxy.usage.UsageReader.take` reads the usage from."""
+
+    def feed(self, piece: bytes) -> None: ...
+    def finish(self) -> tuple[int, bool, bytes, bytes]: ...
+
 class Plane:
     """The data plane's threads.
 
     Events, each a tuple of its kind, the number of its exchange, and what there is to say:
 
         opened      method, target, minor version, whether the connection stays, whether it is of
-                    the reserve, fields, client's host and port, what came of the body, whether all did
+                    the reserve, fields, client's host and port, what came of the body, whether
+                    that is all
         body        a piece, whether it is the last one
         left        the client left before anything was sent on
         failed      an attempt, before its first byte: how, and why

@@ -173,9 +173,32 @@ nb::dict counts_of(const Plane& plane) {
     return made;
 }
 
+// For tests: the steps of a stream by themselves.
+nb::bytes released(EventLines& lines, nb::bytes piece, bool is_last) {
+    std::string out;
+    lines.release({piece.c_str(), piece.size()}, is_last, out);
+    return bytes_of(out);
+}
+
+nb::tuple finished(UsageCapture& usage) {
+    Ended ended;
+    usage.finish(ended);
+    return nb::make_tuple(ended.events, ended.is_json, bytes_of(ended.usage),
+                          bytes_of(ended.first_usage));
+}
+
 }  // namespace
 
 void kvroute::binding::bind_plane(nb::module_& module) {
+    nb::class_<EventLines>(module, "EventLines")
+        .def(nb::init<>())
+        .def("release", &released)
+        .def("has_finished", &EventLines::has_finished)
+        .def("separator", [](const EventLines& self) { return bytes_of(std::string(self.separator())); });
+    nb::class_<UsageCapture>(module, "UsageCapture")
+        .def(nb::init<>())
+        .def("feed", [](UsageCapture& self, nb::bytes piece) { self.feed({piece.c_str(), piece.size()}); })
+        .def("finish", &finished);
     nb::class_<Plane>(module, "Plane")
         .def("__init__",
              [](Plane* self, nb::dict options, const std::vector<int>& listeners) {

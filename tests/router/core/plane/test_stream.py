@@ -1,0 +1,59 @@
+"""What the data plane looks at in a passing response, held to the readable forms in Python."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.proxy.messages import EventLines
+from router.proxy.usage import UsageReader
+from tests.support.native import what_the_compiled_index_lacks
+
+pytestmark = pytest.mark.skipif(
+    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
+)
+
+USAGE = b'"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}'
+WORDS = (
+    *(b"data: ", b"data:", b"\n", b"\n\n", b"\r\n\r\n", b"\r", b"[DONE]", b": keep-alive", b" "),
+    *(b'{"id": 1, "usage": null}', b'{"choices": [], ' + USAGE + b"}", b"x" * 70_000, b"{", b"["),
+    *(b"event: message_stop\n", b'{"type": "message_stop"}', b'{"type":"message_stop" }'),
+    *(b'{"message": {"usage": {"input_tokens": 3, "cache_read_input_tokens": 2}}}', b"da", b"ta:"),
+)
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[bytes]:
+    """A body, cut anywhere."""
+    body = b"".join(draw(st.lists(st.sampled_from(WORDS), max_size=12)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(body)), max_size=6)))
+    return [body[start:end] for start, end in pairwise([0, *cuts, len(body)])]
+
+
+@given(pieces())
+def test_lines_are_let_through_as_in_python(body: list[bytes]) -> None:
+    """Half a line before an error event would break the client's parser."""
+    ours, theirs = import_module("router._core").EventLines(), EventLines()
+    for number, piece in enumerate(body, 1):
+        is_last = number == len(body)
+        assert ours.release(piece, is_last) == theirs.release(piece, is_last)
+        assert ours.has_finished() == theirs.finished
+        assert ours.separator() == theirs.separator
+
+
+@given(pieces())
+def test_the_usage_is_read_as_in_python(body: list[bytes]) -> None:
+    """It is what every prediction is compared with."""
+    ours, theirs, taken = import_module("router._core").UsageCapture(), UsageReader(), UsageReader()
+    for piece in body:
+        ours.feed(piece)
+        theirs.feed(piece)
+    events, is_json, last, first = ours.finish()
+    taken.take(is_json, last, first)
+    assert taken.usage() == theirs.usage()
+    if not is_json:
+        assert events == theirs.data_events
