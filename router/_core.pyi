@@ -198,6 +198,9 @@ class UsageCapture:
     def feed(self, piece: bytes) -> None: ...
     def finish(self) -> tuple[int, bool, bytes, bytes]: ...
 
+def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
+    """Model, token ids and whether it streams; None where the body needs a closer look."""
+
 class Plane:
     """The data plane's threads.
 

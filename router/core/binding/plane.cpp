@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "binding/module.hpp"
+#include "plane/ask.hpp"
 #include "plane/plane.hpp"
 
 namespace nb = nanobind;
@@ -180,6 +181,12 @@ nb::bytes released(EventLines& lines, nb::bytes piece, bool is_last) {
     return bytes_of(out);
 }
 
+nb::object read_ask_of(nb::bytes body) {
+    const std::optional<Ask> ask = read_ask({body.c_str(), body.size()});
+    if (!ask) return nb::none();
+    return nb::make_tuple(ask->model, ask->tokens, ask->is_stream);
+}
+
 nb::tuple finished(UsageCapture& usage) {
     Ended ended;
     usage.finish(ended);
@@ -199,6 +206,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def(nb::init<>())
         .def("feed", [](UsageCapture& self, nb::bytes piece) { self.feed({piece.c_str(), piece.size()}); })
         .def("finish", &finished);
+    module.def("read_ask", &read_ask_of);
     nb::class_<Plane>(module, "Plane")
         .def("__init__",
              [](Plane* self, nb::dict options, const std::vector<int>& listeners) {

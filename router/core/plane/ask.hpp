@@ -1,0 +1,24 @@
+// What a client wants, as far as it can be read without words: a completion of token ids. No I/O.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plane/types.hpp"
+
+namespace kvroute::plane {
+
+struct Ask {
+    std::string model;
+    std::vector<u32> tokens;  // of its one prompt; not empty
+    bool is_stream = false;
+};
+
+// Reads the body of `/v1/completions`. Nothing where anything in it needs a closer look: text, several
+// prompts, a salt, a session, whatever changes what is cached, and JSON that is not plain ASCII or not
+// well-formed. Whoever reads closely then says what is wrong, if anything is.
+std::optional<Ask> read_ask(std::string_view body);
+
+}  // namespace kvroute::plane
