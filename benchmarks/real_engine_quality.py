@@ -104,6 +104,7 @@ def _settings(options: argparse.Namespace) -> DemoSettings:
             document_tokens=options.document_tokens,
             in_use=options.in_use,
             rounds=options.rounds,
+            answer_tokens=4,
             seed=100 + number,
         )
         for number in range(options.repetitions)

@@ -36,7 +36,8 @@ class WorkloadSizes:
     questions: int = 3
     """About each document in use, in a round."""
     question_tokens: int = 40
-    answer_tokens: int = 4
+    answer_tokens: int = 2
+    """What is shown is decided before the answer, and a longer one only takes longer."""
     seed: int = 1
 
 

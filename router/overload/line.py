@@ -13,7 +13,7 @@ A request's place among those of its tenant is its tokens plus the tokens that i
 All grow older at the same rate, so places never change. At 1,000 tokens a second, one of 3,000
 tokens is overtaken by shorter ones that came up to 3 s later, and by none that came after that; one
 of any length by none that came 4.1 s later. Without that bound the longest wait longer, and the
-mean is no better.
+mean is no better. Other functions of the tokens trade the same for the same (docs/steering.md).
 
 Where the bounds are reached, the last one of whoever has most waiting in the lowest class has to
 go: a tenant that floods the line displaces its own requests, and nobody else's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.config import OverloadConfig
 from router.errors import BadRequest
 from router.overload import EngineOrder
-from router.overload.line import Line, LineLimits
+from router.overload.line import LONGEST_TOKENS, Line, LineLimits
 from tests.router.overload.test_line import take_all, waiter
 
 NOW = 1_800_000_000.0
@@ -39,6 +39,34 @@ def test_an_engine_serves_in_the_order_of_our_own_queue(
         line.put(one, float(seconds))
     taken = [numbers[id(one)] for one in take_all(line)]
     assert all(before <= after for before, after in pairwise(taken))
+
+
+TOKENS = st.integers(0, 200_000)
+RATES = st.sampled_from([100.0, 1000.0, 50_000.0])
+
+
+@given(TOKENS, TOKENS, RATES)
+def test_of_two_that_arrive_together_none_goes_before_one_with_less_to_compute(
+    tokens: int, more: int, rate: float
+) -> None:
+    """A request must not gain by a longer prompt, nor lose by a longer hit."""
+    number_of = order_at(NOW, rate)
+    assert number_of(tokens) <= number_of(tokens + more)
+
+
+@given(TOKENS, TOKENS, st.floats(0, 120), RATES)
+def test_a_request_is_passed_only_by_what_arrives_while_its_tokens_age(
+    tokens: int, others: int, later_s: float, rate: float
+) -> None:
+    """However much comes: after that time it stands before all that comes, whatever its length."""
+    passed = order_at(NOW + later_s, rate)(others) < order_at(NOW, rate)(tokens)
+    in_time = later_s * rate <= min(tokens, LONGEST_TOKENS) + 1  # numbers are whole
+    assert in_time or not passed
+
+
+def order_at(now: float, ageing_tokens_per_s: float) -> Callable[[int], int]:
+    config = OverloadConfig(ageing_tokens_per_s=ageing_tokens_per_s)
+    return EngineOrder(config, lambda: now).numbers({}, None, 0)
 
 
 def test_a_class_goes_before_the_next_one_whatever_they_cost() -> None:
