@@ -253,8 +253,8 @@ Parsed read_request_line(Scanner& scanner, RequestHead& head) {
 }
 
 // The origin-form of a target: "/path?query" as it is, and the same behind "http://host" (RFC 9112
-// 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A fragment is not the
-// server's to see.
+// 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A user's name before
+// the host is an error (RFC 9110 4.2.4), and a fragment is not the server's to see.
 std::string_view origin_form_of(std::string_view target) {
     if (target == "*") return target;
     if (target.front() != '/') {
@@ -262,9 +262,11 @@ std::string_view origin_form_of(std::string_view target) {
         if (scheme == target.npos) return {};
         const std::string_view name = target.substr(0, scheme);
         if (!same_name(name, "http") && !same_name(name, "https")) return {};
-        const std::size_t path = target.find_first_of("/?#", scheme + 3);
-        if (path == target.npos || path == scheme + 3 || target[path] != '/') return {};
-        target.remove_prefix(path);
+        target.remove_prefix(scheme + 3);
+        const char* const end = target.data() + target.size();
+        const char* const path = skip(target.data(), end, kHost);
+        if (path == target.data() || path == end || *path != '/') return {};
+        target.remove_prefix(static_cast<std::size_t>(path - target.data()));
     }
     return target.substr(0, target.find('#'));
 }
@@ -313,6 +315,9 @@ Parsed conclude(Scanner& scanner, ResponseHead& head, const Told& told, bool is_
         return scanner.refuse(kOddStatus, static_cast<std::uint64_t>(head.status));
     }
     if (told.has_unknown_coding) return scanner.refuse(kOfResponses.unknown_coding);
+    // It has no body, whatever it says; and it must not say so (RFC 9112 6.1, RFC 9110 8.6), since
+    // some readers look for one: what they then take for a body is the final response.
+    if (is_interim && (told.is_chunked || told.length > 0)) return scanner.malformed();
     const bool has_no_body = is_interim || head.status == 204 || head.status == 304;
     head.framing = has_no_body || is_of_head_request ? Framing::none
                    : told.is_chunked                 ? Framing::chunked
