@@ -1,5 +1,5 @@
-// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers. Nothing of
-// the router calls it.
+// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers. Nothing
+// of the router calls it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -181,7 +181,8 @@ nb::tuple read_requests(nb::bytes bytes) {
         });
 }
 
-// `[(status, minor, fields, body, where it ends)]`, and what ended them. A body may end with the bytes.
+// `[(status, minor, fields, body, where it ends)]`, and what ended them. A body may end with the
+// bytes.
 nb::tuple read_responses(nb::bytes bytes) {
     return read_all<ResponseHead>(
         view_of(bytes),

@@ -1,7 +1,7 @@
-// What the fuzzer feeds to HTTP without I/O. The first byte of an input chooses requests or responses,
-// and how they are cut into pieces. Whatever they are, three things hold: the verdict does not depend
-// on the cuts, nothing that was found can break a line, and a head that is written again is read the
-// same.
+// What the fuzzer feeds to HTTP without I/O. The first byte of an input chooses requests or
+// responses, and how they are cut into pieces. Whatever they are, three things hold: the verdict
+// does not depend on the cuts, nothing that was found can break a line, and a head that is written
+// again is read the same.
 
 #include <algorithm>
 #include <cstdio>
