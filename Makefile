@@ -149,9 +149,10 @@ $(BENCH_PEERS_INSTALLED): pyproject.toml benchmarks/peers/requirements.txt bench
 bench-peers: $(INSTALLED) $(NATIVE) $(BENCH_PEERS_INSTALLED)
 	$(BENCH_PEERS)/bin/python -m benchmarks.peers.run $(ARGS)
 
-# What nobody would send, to the compiled index: ten minutes, or ARGS="--seconds 60 --seed 2".
+# What nobody would send, to the compiled core: ten minutes each, or ARGS="--seconds 60 --seed 2".
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.router.core.index.fuzz $(ARGS)
+	$(BIN)/python -m tests.router.core.http.sanitized $(ARGS)
 
 # For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
 wheels: $(INSTALLED)

@@ -1,5 +1,5 @@
-// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers. Nothing of
-// the router calls it.
+// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers. Nothing
+// of the router calls it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -148,6 +148,7 @@ nb::tuple read_all(std::string_view bytes, const Parse& parse, const HeadOf& hea
     BodyReader reader;
     std::string body;
     nb::list messages;
+    const std::size_t size = bytes.size();
     while (!bytes.empty()) {
         std::size_t used = 0;
         const Parsed parsed = parse(bytes, head, used, problem);
@@ -161,34 +162,35 @@ nb::tuple read_all(std::string_view bytes, const Parse& parse, const HeadOf& hea
         if (end == End::partial && head.framing != Framing::until_close) {
             return nb::make_tuple(messages, "partial");
         }
-        messages.append(head_of(head, bytes_of(body)));
+        messages.append(head_of(head, bytes_of(body), size - bytes.size()));
         if (!head.keeps_alive) return nb::make_tuple(messages, "whole");
     }
     return nb::make_tuple(messages, "partial");
 }
 
-// `[(method, target, minor, fields, body)]`, and what ended them.
+// `[(method, target, minor, fields, body, where it ends)]`, and what ended them.
 nb::tuple read_requests(nb::bytes bytes) {
     return read_all<RequestHead>(
         view_of(bytes),
         [](std::string_view from, RequestHead& head, std::size_t& used, Problem& problem) {
             return parse_request(from, Bounds{}, head, used, problem);
         },
-        [](const RequestHead& head, nb::bytes body) {
+        [](const RequestHead& head, nb::bytes body, std::size_t end) {
             return nb::make_tuple(bytes_of(head.method), bytes_of(head.target), head.minor,
-                                  list_of(head.fields), body);
+                                  list_of(head.fields), body, end);
         });
 }
 
-// `[(status, minor, fields, body)]`, and what ended them. A body may end with the bytes.
+// `[(status, minor, fields, body, where it ends)]`, and what ended them. A body may end with the
+// bytes.
 nb::tuple read_responses(nb::bytes bytes) {
     return read_all<ResponseHead>(
         view_of(bytes),
         [](std::string_view from, ResponseHead& head, std::size_t& used, Problem& problem) {
             return parse_response(from, Bounds{}, false, head, used, problem);
         },
-        [](const ResponseHead& head, nb::bytes body) {
-            return nb::make_tuple(head.status, head.minor, list_of(head.fields), body);
+        [](const ResponseHead& head, nb::bytes body, std::size_t end) {
+            return nb::make_tuple(head.status, head.minor, list_of(head.fields), body, end);
         });
 }
 

@@ -41,24 +41,26 @@ constexpr std::array<std::uint8_t, 256> make_classes() {
 
 constexpr std::array<std::uint8_t, 256> kClassOf = make_classes();
 
-// The next state. Rows are in the order of `State`; `chunk_data` takes any bytes, and none of these.
+// The next state. Rows are in the order of `State`; `chunk_data` takes any bytes, and none of
+// these.
 using Row = std::array<State, kClasses>;
 constexpr std::array<Row, kFramingStates> make_steps() {
     using enum State;
+    constexpr State no = bad, name = trailer_name, value = trailer_value;
     return {{
-        // digit        semicolon      colon          cr           lf             token          text           control
-        {size,          bad,           bad,           bad,         bad,           bad,           bad,           bad},
-        {size,          extension,     bad,           size_end,    bad,           bad,           bad,           bad},
-        {extension,     extension,     extension,     size_end,    bad,           extension,     extension,     bad},
-        {bad,           bad,           bad,           bad,         chunk_data,    bad,           bad,           bad},
-        {bad,           bad,           bad,           bad,         bad,           bad,           bad,           bad},
-        {bad,           bad,           bad,           data_end,    bad,           bad,           bad,           bad},
-        {bad,           bad,           bad,           bad,         size_start,    bad,           bad,           bad},
-        {trailer_name,  bad,           bad,           last_end,    bad,           trailer_name,  bad,           bad},
-        {trailer_name,  bad,           trailer_value, bad,         bad,           trailer_name,  bad,           bad},
-        {trailer_value, trailer_value, trailer_value, trailer_end, bad,           trailer_value, trailer_value, bad},
-        {bad,           bad,           bad,           bad,         trailer_start, bad,           bad,           bad},
-        {bad,           bad,           bad,           bad,         ended,         bad,           bad,           bad},
+        // digit     semicolon  colon      cr           lf             token      text       control
+        {size,      no,        no,        no,          no,            no,        no,        no},
+        {size,      extension, no,        size_end,    no,            no,        no,        no},
+        {extension, extension, extension, size_end,    no,            extension, extension, no},
+        {no,        no,        no,        no,          chunk_data,    no,        no,        no},
+        {no,        no,        no,        no,          no,            no,        no,        no},
+        {no,        no,        no,        data_end,    no,            no,        no,        no},
+        {no,        no,        no,        no,          size_start,    no,        no,        no},
+        {name,      no,        no,        last_end,    no,            name,      no,        no},
+        {name,      no,        value,     no,          no,            name,      no,        no},
+        {value,     value,     value,     trailer_end, no,            value,     value,     no},
+        {no,        no,        no,        no,          trailer_start, no,        no,        no},
+        {no,        no,        no,        no,          ended,         no,        no,        no},
     }};
 }
 
@@ -137,10 +139,11 @@ void BodyReader::count_digit(unsigned char digit) {
 
 // Nothing of this is passed on: who sends much of it wants work done for nothing.
 void BodyReader::count_framing() {
+    const Bounds& most = bounds_;
     if (state_ == State::size || state_ == State::extension) {
-        if (++line_bytes_ > bounds_.chunk_line_bytes) refuse(kLongChunkLine, bounds_.chunk_line_bytes);
-    } else if (++trailer_bytes_ > bounds_.trailer_bytes) {
-        refuse(kLongTrailers, bounds_.trailer_bytes);
+        if (++line_bytes_ > most.chunk_line_bytes) refuse(kLongChunkLine, most.chunk_line_bytes);
+    } else if (++trailer_bytes_ > most.trailer_bytes) {
+        refuse(kLongTrailers, most.trailer_bytes);
     }
 }
 

@@ -1,5 +1,6 @@
-// Reads a body as it comes (RFC 9112 6 and 7): of a known length, in chunks, or until the connection
-// closes. Nothing is kept but where it stands; extensions of chunks and trailers are dropped.
+// Reads a body as it comes (RFC 9112 6 and 7): of a known length, in chunks, or until the
+// connection closes. Nothing is kept but where it stands; extensions of chunks and trailers are
+// dropped.
 #pragma once
 
 #include "http/head.hpp"
@@ -15,7 +16,7 @@ namespace kvroute::http {
 class BodyReader {
 public:
     struct Piece {
-        std::size_t used = 0;      // of the bytes given; 0 only where none were, or the body has ended
+        std::size_t used = 0;  // of the bytes given; 0 only where none were, or the body has ended
         std::string_view payload;  // empty where only framing was used
         bool is_last = false;
         bool is_bad = false;  // see `problem`; what was used is not to be believed

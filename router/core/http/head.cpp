@@ -36,8 +36,9 @@ constexpr Wording kOfResponses = {
 constexpr Problem kUpgraded = {502, "response_broken", "an upgrade that was not requested"};
 constexpr Problem kOddStatus = {502, "response_broken", "status % is not from 200 to 599"};
 
-// Those that the parser before this one knew, with the most frequent in front. RFC 9110 9.1: a method
-// that is not recognised is an error of the client's. CONNECT asks for a tunnel, and there is none.
+// Those that the parser before this one knew, with the most frequent in front. RFC 9110 9.1: a
+// method that is not recognised is an error of the client's. CONNECT asks for a tunnel, and there
+// is none.
 constexpr std::array<std::string_view, 34> kMethods = {
     "POST",      "GET",    "HEAD",   "OPTIONS", "PUT",    "DELETE",      "PATCH",      "TRACE",
     "COPY",      "LOCK",   "MKCOL",  "MOVE",    "PROPFIND", "PROPPATCH", "SEARCH",     "UNLOCK",
@@ -67,8 +68,8 @@ public:
     }
     Parsed malformed() { return refuse(wording_.malformed); }
 
-    // RFC 9112 2.2: "a server ... SHOULD ignore at least one empty line (CRLF) received prior to the
-    // request-line."
+    // RFC 9112 2.2: "a server ... SHOULD ignore at least one empty line (CRLF) received prior to
+    // the request-line."
     Parsed empty_lines() {
         while (at_ != end_ && *at_ == '\r') {
             if (const Parsed found = line_end(); found != Parsed::whole) return found;
@@ -85,17 +86,17 @@ public:
         return Parsed::whole;
     }
 
-    // RFC 9112 2.2 lets a recipient take a bare LF for a line's end; two that choose differently read
-    // different messages.
+    // RFC 9112 2.2 lets a recipient take a bare LF for a line's end; two that choose differently
+    // read different messages.
     Parsed line_end() { return literal("\r\n"); }
 
-    // One or more bytes of that kind, and `behind`.
+    // One or more bytes of that kind, and `behind`. Where it is cut short, what there is of it.
     Parsed word(Kind kind, char behind, std::string_view& found) {
         const char* const from = at_;
         at_ = skip(at_, end_, kind);
-        if (at_ == end_) return cut();
-        if (*at_ != behind || at_ == from) return malformed();
         found = {from, static_cast<std::size_t>(at_ - from)};
+        if (at_ == end_) return cut();
+        if (*at_ != behind || found.empty()) return malformed();
         ++at_;
         return Parsed::whole;
     }
@@ -127,8 +128,8 @@ public:
     Parsed fields(std::vector<Field>& fields, const Note& note) {
         while (!is_at('\r')) {
             Field field;
-            // RFC 9112 5.1: no white space before the colon; 5.2: none at the start of a line, which
-            // would continue the one before (obs-fold). A token has none.
+            // RFC 9112 5.1: no white space before the colon; 5.2: none at the start of a line,
+            // which would continue the one before (obs-fold). A token has none.
             Parsed found = word(kToken, ':', field.name);
             if (found == Parsed::whole) found = text(field.value);
             if (found != Parsed::whole) return found;
@@ -156,6 +157,19 @@ private:
     const Wording& wording_;
     Problem& problem_;
 };
+
+// RFC 9110 4.2.1 and RFC 3986 3.2.2: a name or an address, an IPv6 one in brackets, with or without
+// a port. What stands in brackets is not looked at closely.
+bool is_host_and_port(std::string_view value) {
+    const bool is_bracketed = value.starts_with('[');
+    std::size_t host_end = value.find(is_bracketed ? ']' : ':');
+    if (is_bracketed && host_end++ == value.npos) return false;
+    const std::string_view host = value.substr(0, host_end), port = value.substr(host.size());
+    const char* const end = host.data() + host.size();
+    if (skip(host.data(), end, kHost) != end) return false;
+    if (!is_bracketed && host.find_first_of("[]") != host.npos) return false;
+    return port.empty() || (port[0] == ':' && port.find_first_not_of("0123456789", 1) == port.npos);
+}
 
 // What the fields of a head say about its body and its connection.
 class Told {
@@ -191,8 +205,7 @@ public:
 private:
     void note_host(std::string_view value) {
         ++hosts;
-        const char* const end = value.data() + value.size();
-        has_valid_host = has_valid_host && skip(value.data(), end, kHost) == end;
+        has_valid_host = has_valid_host && is_host_and_port(value);
     }
 
     void note_connection(std::string_view options) {
@@ -204,8 +217,8 @@ private:
         }
     }
 
-    // RFC 9112 6.3: a list of equal lengths may be taken for one; this refuses it, as it does a length
-    // beside a coding, which "might indicate an attempt to perform request smuggling".
+    // RFC 9112 6.3: a list of equal lengths may be taken for one; this refuses it, as it does a
+    // length beside a coding, which "might indicate an attempt to perform request smuggling".
     bool take_length(std::string_view value) {
         if (has_length || is_chunked || has_unknown_coding || value.empty()) return false;
         has_length = true;
@@ -222,9 +235,9 @@ private:
     // the last one. Others are well-formed, and not decoded here.
     bool take_codings(std::string_view value) {
         if (has_length || value.empty()) return false;
-        has_unknown_coding = has_unknown_coding || value.back() == ',';  // an empty one behind it
-        while (!value.empty()) {
+        for (bool is_last = false; !is_last;) {
             if (is_chunked) return false;
+            is_last = value.find(',') == value.npos;
             is_chunked = same_name(take_element(value), "chunked");
             has_unknown_coding = has_unknown_coding || !is_chunked;
         }
@@ -234,11 +247,14 @@ private:
 
 Parsed read_request_line(Scanner& scanner, RequestHead& head) {
     Parsed found = scanner.empty_lines();
-    if (found == Parsed::whole) found = scanner.word(kToken, ' ', head.method);
     if (found != Parsed::whole) return found;
-    if (std::find(kMethods.begin(), kMethods.end(), head.method) == kMethods.end()) {
-        return scanner.malformed();
-    }
+    found = scanner.word(kToken, ' ', head.method);
+    if (found == Parsed::bad) return found;
+    const bool is_known = std::any_of(kMethods.begin(), kMethods.end(), [&](std::string_view each) {
+        return found == Parsed::whole ? each == head.method : each.starts_with(head.method);
+    });
+    if (!is_known) return scanner.malformed();
+    if (found == Parsed::partial) return found;
     int major = 0;
     found = scanner.word(kVisible, ' ', head.target);
     if (found == Parsed::whole) found = scanner.literal("HTTP/");
@@ -253,8 +269,8 @@ Parsed read_request_line(Scanner& scanner, RequestHead& head) {
 }
 
 // The origin-form of a target: "/path?query" as it is, and the same behind "http://host" (RFC 9112
-// 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A fragment is not the
-// server's to see.
+// 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A user's name before
+// the host is an error (RFC 9110 4.2.4), and a fragment is not the server's to see.
 std::string_view origin_form_of(std::string_view target) {
     if (target == "*") return target;
     if (target.front() != '/') {
@@ -262,18 +278,20 @@ std::string_view origin_form_of(std::string_view target) {
         if (scheme == target.npos) return {};
         const std::string_view name = target.substr(0, scheme);
         if (!same_name(name, "http") && !same_name(name, "https")) return {};
-        const std::size_t path = target.find_first_of("/?#", scheme + 3);
-        if (path == target.npos || path == scheme + 3 || target[path] != '/') return {};
-        target.remove_prefix(path);
+        target.remove_prefix(scheme + 3);
+        const std::string_view authority = target.substr(0, target.find('/'));
+        if (authority.size() == target.size() || !is_host_and_port(authority)) return {};
+        if (authority.empty() || authority[0] == ':') return {};  // RFC 9110 4.2.1
+        target.remove_prefix(authority.size());
     }
     return target.substr(0, target.find('#'));
 }
 
 Parsed conclude(Scanner& scanner, RequestHead& head, const Told& told) {
     if (told.has_unknown_coding) return scanner.refuse(kOfRequests.unknown_coding);
-    // RFC 9112 3.2: "A server MUST respond with a 400 ... to any HTTP/1.1 request message that lacks a
-    // Host header field and to any request message that contains more than one Host header field line
-    // or a Host header field with an invalid field value."
+    // RFC 9112 3.2: "A server MUST respond with a 400 ... to any HTTP/1.1 request message that
+    // lacks a Host header field and to any request message that contains more than one Host header
+    // field line or a Host header field with an invalid field value."
     if (told.hosts > 1 || (told.hosts == 0 && head.minor == 1)) return scanner.refuse(kBadHost);
     if (!told.has_valid_host) return scanner.refuse(kInvalidHost);
     head.framing = told.is_chunked   ? Framing::chunked
@@ -281,8 +299,8 @@ Parsed conclude(Scanner& scanner, RequestHead& head, const Told& told) {
                                      : Framing::none;
     head.length = told.length;
     head.upgrades = told.has_upgrade && told.names_upgrade;
-    // RFC 9112 6.1: chunks from a client of HTTP/1.0 are faulty framing, and such a connection is not
-    // kept; here none of HTTP/1.0 is.
+    // RFC 9112 6.1: chunks from a client of HTTP/1.0 are faulty framing, and such a connection is
+    // not kept; here none of HTTP/1.0 is.
     head.keeps_alive = head.minor == 1 && !told.closes && !head.upgrades;
     // RFC 9110 10.1.1: in a request of HTTP/1.0 it "MUST" be ignored.
     head.expects_continue = head.minor == 1 && told.expects_continue;
@@ -313,6 +331,9 @@ Parsed conclude(Scanner& scanner, ResponseHead& head, const Told& told, bool is_
         return scanner.refuse(kOddStatus, static_cast<std::uint64_t>(head.status));
     }
     if (told.has_unknown_coding) return scanner.refuse(kOfResponses.unknown_coding);
+    // It has no body, whatever it says; and it must not say so (RFC 9112 6.1, RFC 9110 8.6), since
+    // some readers look for one: what they then take for a body is the final response.
+    if (is_interim && (told.is_chunked || told.length > 0)) return scanner.malformed();
     const bool has_no_body = is_interim || head.status == 204 || head.status == 304;
     head.framing = has_no_body || is_of_head_request ? Framing::none
                    : told.is_chunked                 ? Framing::chunked

@@ -1,5 +1,5 @@
-// Heads of HTTP/1.1 messages (RFC 9112), without I/O. A head is read from its first byte whenever more
-// of it has come; what was found are views of the bytes that were given.
+// Heads of HTTP/1.1 messages (RFC 9112), without I/O. A head is read from its first byte whenever
+// more of it has come; what was found are views of the bytes that were given.
 //
 //     bytes ──> parse_request ──┬─> partial   wait for more
 //                               ├─> whole     a RequestHead; its body follows, see body.hpp
@@ -8,7 +8,8 @@
 // Two readers of one message that disagree about where it ends are how requests are smuggled (RFC
 // 9112 11.2). Where the standard lets a reader choose between guessing and refusing, these refuse.
 //
-// The verdict is the same however the bytes were cut: what is bad or whole stays so whatever follows.
+// The verdict is the same however the bytes were cut: what is bad or whole stays so whatever
+// follows.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +55,9 @@ struct RequestHead {
     bool expects_continue = false;
     bool upgrades = false;  // offers another protocol; declined, and the connection is not kept
 
-    std::string_view find(std::string_view lower_name) const { return value_of(fields, lower_name); }
+    std::string_view find(std::string_view lower_name) const {
+        return value_of(fields, lower_name);
+    }
 };
 
 struct ResponseHead {
@@ -66,7 +69,9 @@ struct ResponseHead {
     std::uint64_t length = 0;
     bool keeps_alive = true;
 
-    std::string_view find(std::string_view lower_name) const { return value_of(fields, lower_name); }
+    std::string_view find(std::string_view lower_name) const {
+        return value_of(fields, lower_name);
+    }
 };
 
 // `used`: bytes of the head, with its empty line and, of a request, empty lines in front.
@@ -76,8 +81,8 @@ Parsed parse_response(std::string_view bytes, const Bounds& bounds, bool is_of_h
                       ResponseHead& head, std::size_t& used, Problem& problem);
 
 // Whether a head that was partial with the first `before` bytes may no longer be: a line has ended
-// since, or there is more than a head may have. A client that sends byte by byte would otherwise have
-// its head read from the start for each.
+// since, or there is more than a head may have. A client that sends byte by byte would otherwise
+// have its head read from the start for each.
 bool is_worth_parsing(std::string_view bytes, std::size_t before, const Bounds& bounds);
 
 }  // namespace kvroute::http

@@ -44,8 +44,8 @@ inline const char* skip(const char* at, const char* end, Kind kind) {
     return at;
 }
 
-// Whether one of eight bytes is a control, a tab among them, or DEL: eight subtractions in one, as in
-// Anderson's "Bit Twiddling Hacks". A borrow starts only in a byte for which it is true.
+// Whether one of eight bytes is a control, a tab among them, or DEL: eight subtractions in one, as
+// in Anderson's "Bit Twiddling Hacks". A borrow starts only in a byte for which it is true.
 inline bool has_control(const char* at) {
     constexpr std::uint64_t kOnes = 0x0101010101010101, kHighs = 0x8080808080808080;
     std::uint64_t bytes;

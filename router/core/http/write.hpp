@@ -13,7 +13,8 @@ inline constexpr std::string_view kLineEnd = "\r\n";  // also behind the fields,
 inline constexpr std::string_view kChunkEnd = kLineEnd;
 inline constexpr std::string_view kLastChunk = "0\r\n\r\n";
 
-// A reason that is no text is left out; one that is empty is that of the standard, where it has one.
+// A reason that is no text is left out; one that is empty is that of the standard, where it has
+// one.
 void append_status(std::string& to, int status, std::string_view reason = {});
 
 // False, with nothing appended, where method or target would break the line.

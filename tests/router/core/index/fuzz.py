@@ -1,15 +1,11 @@
 """Feeds the compiled index with what nobody would send, under AddressSanitizer and UBSan.
 
-`make fuzz`, or `python -m tests.router.core.index.fuzz --seconds 600`. With clang libFuzzer does
-it; with g++ a small driver of ours does, which also follows the coverage. The first inputs are made
-of recorded streams and wire samples. An input that ends the process is kept.
+`make fuzz`, or `python -m tests.router.core.index.fuzz --seconds 600`. The first inputs are made of
+recorded streams and wire samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -17,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from router.recordings import RecordingReader
-from tests.support.native import CORE, compiled, compiler
+from tests.router.core.fuzzing import Fuzzer
 from tests.support.wire_samples import live, versions
 
 HERE = Path(__file__).parent
@@ -70,54 +66,7 @@ def write_corpus(folder: Path) -> None:
         (folder / f"{number:04}").write_bytes(content)
 
 
-def build(folder: Path) -> Path:
-    """The fuzzer, for g++: the code under test with sanitizers and coverage, the driver without
-    the latter."""
-    code = compiled(
-        folder / "targets.o",
-        *("-O1", "-g1", "-c", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-        *("-fsanitize-coverage=trace-pc", str(HERE / "targets.cpp")),
-    )
-    return compiled(
-        folder / "fuzzer",
-        *("-O1", "-fsanitize=address,undefined", str(HERE / "driver.cpp"), str(code)),
-    )
-
-
-def build_with_clang(folder: Path, clang: str) -> Path:
-    """The fuzzer, with libFuzzer as its driver.
-
-    Args:
-        folder: Where it goes.
-        clang: The compiler.
-    """
-    fuzzer = folder / "fuzzer"
-    sanitizers = "-fsanitize=fuzzer,address,undefined"
-    flags = ("-std=c++20", "-O1", "-g", sanitizers, f"-I{CORE}")
-    command = (clang, *flags, str(HERE / "targets.cpp"), "-o", str(fuzzer))
-    subprocess.run(command, check=True)
-    return fuzzer
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="kept for later")
-    arguments = parser.parse_args()
-    corpus: Path = arguments.folder / "corpus"
-    corpus.mkdir(parents=True, exist_ok=True)
-    write_corpus(corpus)
-    seconds, seed = str(arguments.seconds), str(arguments.seed)
-    clang = shutil.which("clang++")
-    if clang:
-        fuzzer = build_with_clang(arguments.folder, clang)
-        options = (f"-max_total_time={seconds}", f"-seed={seed}", "-max_len=65536", "-timeout=20")
-        return subprocess.run((fuzzer, *options, corpus), check=False).returncode
-    if compiler() is None:
-        sys.exit("make fuzz needs clang++ or g++")
-    return subprocess.run((build(arguments.folder), corpus, seconds, seed), check=False).returncode
-
+FUZZER = Fuzzer(HERE / "targets.cpp", write_corpus)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(FUZZER.main(__doc__, Path("build/fuzz")))

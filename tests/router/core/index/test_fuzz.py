@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.core.index.fuzz import build, write_corpus
+from tests.router.core.index.fuzz import FUZZER, write_corpus
 from tests.support.native import compiler
 
 SECONDS = "10"
@@ -18,7 +18,7 @@ SECONDS = "10"
 def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler() is None:
         pytest.skip("no C++ compiler: nothing is fuzzed")
-    return build(tmp_path_factory.mktemp("fuzzer"))
+    return FUZZER.build(tmp_path_factory.mktemp("fuzzer"))
 
 
 def run(fuzzer: Path, corpus: Path, seconds: str = SECONDS) -> subprocess.CompletedProcess[str]:
