@@ -23,36 +23,23 @@ documents that change now and then. Run it in the environment of `make interop`,
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from types import SimpleNamespace
-
-import msgspec
 
 from benchmarks.figures import report
 from benchmarks.simulation.contract import Account
 from benchmarks.simulation.outcome import percentile
 from benchmarks.simulation.routing import LEAST_DELAY, SimulatedRouter
 from benchmarks.simulation.time_model import AcceleratorTime
-from kvevents.codec import decode
 from router.config import OverloadConfig
 from router.overload.line import place_of
 from tests.interop.layouts import full, layout
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
 try:
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-
-    from tests.interop.offloading_engine import Steps, make_scheduler
+    from benchmarks.simulation.vllm_engine import Stepped, VllmEngine, VllmRequest
+    from tests.interop.offloading_engine import Steps
 
     HAS_VLLM = True
 except ImportError:  # only the environment of `make interop` has vLLM
@@ -153,73 +140,37 @@ class Engine:
 
     def serve(self, arrivals: Sequence[Arrival]) -> None:
         """Serve all of them."""
-        hash_function = get_hash_fn_by_name("sha256")
-        kv_cache_utils.init_none_hash(hash_function)
-        hasher = kv_cache_utils.get_request_block_hasher(16, hash_function)
         policy = "fcfs" if self.priority_of is None else "priority"
         steps = Steps(RUNNING, STEP_TOKENS, policy, self.long_prefill_tokens)
-        scheduler = make_scheduler(LAYOUT, self.blocks, steps)
         router = SimulatedRouter(LEAST_DELAY, [ENGINE], lambda: self.now_s)
-        scheduler.kv_event_publisher = SimpleNamespace(
-            publish=lambda batch: router.take_batch(ENGINE, decode(msgspec.msgpack.encode(batch))),
-            shutdown=lambda: None,
+        engine = VllmEngine(
+            LAYOUT, self.blocks, steps, lambda batch: router.take_batch(ENGINE, batch)
         )
         to_come = list(reversed(arrivals))
-        while to_come or scheduler.has_requests():
-            if not scheduler.has_requests():
+        while to_come or engine.has_work:
+            if not engine.has_work:
                 self.now_s = max(self.now_s, to_come[-1].at_s)
             while to_come and to_come[-1].at_s <= self.now_s:
-                scheduler.add_request(self._admit(to_come.pop(), router, hasher))
-            self._step(scheduler)
+                engine.add(self._admit(to_come.pop(), router))
+            stepped, seconds = engine.step()
+            self.now_s += seconds
+            for each in stepped:
+                self._take(each)
 
-    def _admit(self, arrival: Arrival, router: SimulatedRouter, hasher: object) -> Request:
+    def _admit(self, arrival: Arrival, router: SimulatedRouter) -> VllmRequest:
         routed = router.route("", arrival.tokens)
         arrival.account = routed.account
         arrival.uncached = len(arrival.tokens) - routed.expected_tokens
         name = f"r{id(arrival)}"
         self._open[name] = arrival
-        return Request(
-            request_id=name,
-            prompt_token_ids=arrival.tokens,
-            sampling_params=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=arrival.at_s,
-            priority=0 if self.priority_of is None else round(self.priority_of(arrival)),
-            block_hasher=hasher,
-        )
+        priority = 0 if self.priority_of is None else round(self.priority_of(arrival))
+        return VllmRequest(name, arrival.tokens, arrival.output_tokens, arrival.at_s, priority)
 
-    def _step(self, scheduler: object) -> None:
-        output = scheduler.schedule()
-        counts = output.num_scheduled_tokens
-        assert counts or not scheduler.running, "the engine is stuck"
-        decoding, seconds = 0, TIME.step_overhead_s
-        for name, count in counts.items():
-            request = scheduler.requests[name]
-            start = request.num_computed_tokens - count
-            if request.num_output_tokens and count == 1:
-                decoding += 1
-            else:
-                seconds += TIME.prefill_s(start, start + count)
-                self._open[name].computed += count
-        self.now_s += seconds + TIME.decode_step_s(decoding) - TIME.step_overhead_s
-        tokens = [self._token(scheduler.requests[name]) for name in counts]
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=list(counts),
-                req_id_to_index={name: index for index, name in enumerate(counts)},
-                sampled_token_ids=tokens,
-            ),
-        )
-        for name, token in zip(counts, tokens, strict=True):
-            if token:
-                self._took_token(name, name not in scheduler.requests)
-
-    def _token(self, request: Request) -> list[int]:
-        return [7] if request.num_computed_tokens >= request.num_tokens else []
-
-    def _took_token(self, name: str, is_over: bool) -> None:
-        arrival = self._open[name]
+    def _take(self, stepped: Stepped) -> None:
+        arrival = self._open[stepped.name]
+        arrival.computed += stepped.computed
+        if not stepped.has_token:
+            return
         account = arrival.account
         assert account is not None
         if not arrival.first_s:
@@ -227,10 +178,10 @@ class Engine:
             account.first_token()
         else:
             account.generated(1)
-        if is_over:
+        if stepped.is_over:
             account.ended()
             arrival.account = None
-            del self._open[name]
+            del self._open[stepped.name]
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -250,14 +250,26 @@ class SingleGroupCoordinator(Coordinator):
             request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
         hints, shared = request.hints, request.shared_prefix_boundary
-        named = (*hints.boundaries, shared) if shared else hints.boundaries
-        ends = (*ends, *named)
-        if manager.settings.eagle:
-            # A request that leaves the shared prefix right at its end lacks EAGLE's block behind
-            # it, and resumes a block before.
-            ends = (*ends, *(max(end - manager.block_size, 0) for end in named))
+        ends = (*ends, *self._resumed_at(hints.boundaries))
+        if shared:
+            ends = (*ends, shared)
+            if manager.settings.eagle:
+                # A request that leaves the shared prefix right at its end lacks EAGLE's block
+                # behind it, and resumes a block before.
+                ends = (*ends, max(shared - manager.block_size, 0))
         kept_behind = request.num_prompt_tokens if hints.keep_end else None
         return Retention(self.retention_interval, ends, kept_behind)
+
+    def _resumed_at(self, boundaries: Sequence[int]) -> list[int]:
+        """Where prompts that leave another one at *boundaries* resume; not at 0.
+
+        With EAGLE a block is missing behind the boundary, whichever group it is in, and all groups
+        resume where that one does: with blocks of 16, at 16 for a boundary of 40.
+        """
+        step = self.scheduler_block_size
+        dropped = step if self.layout.eagle else 0
+        hits = (boundary // step * step - dropped for boundary in boundaries)
+        return [hit for hit in hits if hit > 0]
 
     def _reach(self, request: CacheRequest) -> int:
         # Blocks behind the last hash cannot be looked up yet.

@@ -10,6 +10,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import core
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -31,11 +32,12 @@ class HintedEngine:
     """
 
     def __init__(self, layout: Layout, **settings: Any) -> None:
-        hash_function = get_hash_fn_by_name("sha256")
-        kv_cache_utils.init_none_hash(hash_function)
         gpu_blocks = 1 + 2 * layout.blocks_for(PROMPT_TOKENS)
         steps = Steps(max_num_seqs=8, max_num_batched_tokens=8 * layout.scheduler_block_size)
         self.scheduler = make_scheduler(layout, gpu_blocks, steps, **settings)
+        # In the order of vLLM's `EngineCore`, and by its name there.
+        hash_function = get_hash_fn_by_name("sha256")
+        core.init_none_hash(hash_function)
         self.frames: list[bytes] = []
         self.asked: list[tuple[list[int], int]] = []
         """Prompts and their hits, as `ask` found them."""

@@ -10,7 +10,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents.hashing import HashChain
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.request import CacheRequest, RequestHasher
+from offload.request import NO_HINTS, CacheRequest, RequestHasher, RetentionHints
 from tests.interop.cache import CachedBlock, FirstStep, Hit
 from tests.interop.layouts import Layout
 
@@ -33,8 +33,12 @@ class OurCache:
         self._requests: dict[str, CacheRequest] = {}
         self._cached: set[CachedBlock] = set()
 
-    def add(self, name: str, token_ids: list[int], salt: str | None) -> None:
-        self._requests[name] = CacheRequest(name, token_ids, self._hasher, cache_salt=salt)
+    def add(
+        self, name: str, token_ids: list[int], salt: str | None, hints: RetentionHints = NO_HINTS
+    ) -> None:
+        self._requests[name] = CacheRequest(
+            name, token_ids, self._hasher, cache_salt=salt, hints=hints
+        )
 
     def hit(self, name: str) -> Hit:
         computed = self.manager.get_computed_blocks(self._requests[name])

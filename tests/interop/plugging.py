@@ -8,6 +8,7 @@ import pytest
 from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.engine import core
 
 UNPATCHED: Any = SingleTypeKVCacheManager.cache_blocks
 
@@ -21,6 +22,7 @@ def unplug_later(monkeypatch: pytest.MonkeyPatch) -> None:
         (SingleTypeKVCacheManager, "cache_blocks"),
         (Scheduler, "_mamba_block_aligned_split"),
         (Scheduler, "__init__"),
+        (core, "init_none_hash"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     registry = dict(EventPublisherFactory._registry)

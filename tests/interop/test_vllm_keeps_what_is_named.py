@@ -13,17 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from kvevents.layout import GroupKind, KVCacheGroup
 from kvroute_vllm import retention
 from kvroute_vllm.plugin import register
+from offload.request import RetentionHints
 from router.recordings import ReplaySummary, replay
 from tests.interop import layouts
-from tests.interop.cache import CachedBlock
+from tests.interop.cache import CachedBlock, FirstStep
 from tests.interop.hinted_engine import PROMPT_TOKENS, HintedEngine
 from tests.interop.layouts import Layout
+from tests.interop.our_cache import OurCache
 from tests.interop.plugging import UNPATCHED, unplug_later
 from tests.interop.record_hinted import LAYOUTS, record, traffic
 from tests.kvroute_vllm.test_hints import HOSTILE_FLAGS, HOSTILE_LENGTHS
@@ -91,6 +94,40 @@ def test_what_is_named_is_kept_and_only_that(name: str, boundaries: list[int]) -
     plain.run(PROMPT)
     hinted.run(PROMPT, kvroute_keep=boundaries)
     assert hinted.cached() == plain.cached() | blocks_named(layout, hinted, boundaries)
+
+
+@pytest.mark.usefixtures("plugged")
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(1, PROMPT_TOKENS - 1), min_size=1, max_size=8, unique=True))
+def test_our_own_cache_keeps_the_same(name: str, boundaries: list[int]) -> None:
+    """The router tells both the same, and counts on the same of both."""
+    layout = LAYOUTS[name]
+    hinted = HintedEngine(layout)
+    hinted.run(PROMPT, kvroute_keep=boundaries)
+    assert kept_by_ours(layout, boundaries) == sparse(layout, hinted.cached())
+
+
+def kept_by_ours(layout: Layout, boundaries: list[int]) -> set[CachedBlock]:
+    """In steps of the smallest length at which a state can be kept."""
+    step = layout.scheduler_block_size
+    cache = OurCache(
+        layout, 1 + 2 * layout.blocks_for(PROMPT_TOKENS), step, bytes(kv_cache_utils.NONE_HASH)
+    )
+    cache.add("a", PROMPT, None, RetentionHints(tuple(sorted(boundaries))))
+    assert cache.admit("a", FirstStep(step))
+    for end in range(step, PROMPT_TOKENS, step):
+        cache.set_computed("a", end)
+        assert cache.extend("a", min(step, PROMPT_TOKENS - end), 0)
+    return sparse(layout, cache.cached())
+
+
+def sparse(layout: Layout, blocks: set[CachedBlock]) -> set[CachedBlock]:
+    """Those of windows and states; of a coarse block of full attention vLLM also keeps a part."""
+    kinds = [group.kind for group in layout.groups]
+    return {block for block in blocks if kinds[block.group] is not GroupKind.FULL}
 
 
 @pytest.mark.usefixtures("plugged")

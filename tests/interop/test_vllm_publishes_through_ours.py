@@ -11,6 +11,7 @@ import pytest
 import zmq
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
+from vllm.v1.core import kv_cache_utils
 
 from kvevents.codec import decode
 from kvevents.curve import CurveClient, make_keys, read_keys
@@ -123,6 +124,18 @@ def test_the_first_batch_announces_layout_hash_function_and_hints(client: Client
     assert layout.retention_hints == RETENTION_HINTS
     assert layout.hash_algorithm == "sha256"
     assert [group.kind for group in layout.groups] == ["full_attention", "sliding_window"]
+
+
+def test_it_opens_in_an_engine_whose_root_of_hashes_comes_behind_its_scheduler(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's `EngineCore` makes them in that order, and no process has a root before its first."""
+    monkeypatch.delattr(kv_cache_utils, "NONE_HASH", raising=False)
+    with publishing("gptoss") as engine:
+        first, *_ = client.dealer(endpoints(engine).replay_endpoint).answer(0)
+    (layout,) = decode(first.payload).events
+    assert isinstance(layout, CacheLayout)
+    assert layout.none_hash == kv_cache_utils.NONE_HASH
 
 
 @pytest.mark.parametrize("start", [0, SNAPSHOT], ids=["replayed", "snapshot"])

@@ -12,7 +12,7 @@ from tests.offload.small_cache import request
 from tests.support.cache_layouts import config_of, full, mamba, window
 
 
-def cache_of(*groups: KVCacheGroup, eagle: bool = False) -> CacheManager:
+def cache_of(*groups: KVCacheGroup, eagle: bool | tuple[int, ...] = False) -> CacheManager:
     config = config_of(groups, retention_interval=0, eagle=eagle)
     return CacheManager(config, config.scheduler_block_size)
 
@@ -55,12 +55,23 @@ def test_only_the_boundaries_that_were_named_are_kept() -> None:
     assert hit(cache, fork(19)) == hit(cache, fork(30)) - 20 == 0
 
 
-def test_with_eagle_a_prompt_that_leaves_right_at_the_boundary_resumes_a_block_before() -> None:
-    """It lacks the block behind the boundary that drafting asks for."""
-    cache = cache_of(full(), window(5), eagle=True)
-    compute(cache, prompt_with((20,)), 41)
-    assert hit(cache, fork(20)) == 16
-    assert hit(cache, fork(24)) == 20
+@pytest.mark.parametrize("group", [window(5), mamba()])
+@pytest.mark.parametrize("drafters", [(0,), (1,), True])
+def test_with_a_drafter_a_named_boundary_is_resumed_a_block_before(
+    group: KVCacheGroup, drafters: bool | tuple[int, ...]
+) -> None:
+    """A prompt that leaves there lacks the block behind a longer hit, in whichever group the
+    drafter is. So what the other groups keep must end that block before as well."""
+    cache = cache_of(full(), group, eagle=drafters)
+    compute(cache, prompt_with((22,)), 16, 41)
+    assert hit(cache, fork(22)) == hit(cache, fork(20)) == 16
+
+
+def test_with_a_drafter_nothing_else_is_kept_for_a_boundary() -> None:
+    """No prompt that leaves there can use a window a block further on."""
+    cache = cache_of(full(), window(5), eagle=(0,))
+    compute(cache, prompt_with((22,)), 41)
+    assert hit(cache, fork(24)) == 16
 
 
 @pytest.mark.parametrize("chunks", [(20, 40, 41), (40, 41)])

@@ -42,18 +42,28 @@ class VllmServer:
         directory: For its log and what it needs besides the model.
         blocks: Size of its whole cache, in blocks of all groups together.
         arguments: Further arguments of the command.
+        publisher: Of its events.
+        has_plugins: Whether it loads what is installed beside it, such as `kvroute-vllm`.
     """
 
     sources = 1
 
     def __init__(
-        self, name: str, model: Path, directory: Path, blocks: int, *arguments: str
+        self,
+        name: str,
+        model: Path,
+        directory: Path,
+        blocks: int,
+        *arguments: str,
+        publisher: str = "zmq",
+        has_plugins: bool = True,
     ) -> None:
         self.name = name
         self.model = model.name
         self.directory = directory
         self.port, self.events_port, self.replay_port = free_ports(3)
-        self._command = self._command_line(model, blocks, arguments)
+        self._command = self._command_line(model, blocks, publisher, arguments)
+        self._plugins = {} if has_plugins else {"VLLM_PLUGINS": ""}
         self._log = directory / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,7 +81,7 @@ class VllmServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(path)},
+                env={**os.environ, **_ENVIRONMENT, **self._plugins, "PYTHONPATH": str(path)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -102,10 +112,12 @@ class VllmServer:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _command_line(self, model: Path, blocks: int, arguments: tuple[str, ...]) -> list[str]:
+    def _command_line(
+        self, model: Path, blocks: int, publisher: str, arguments: tuple[str, ...]
+    ) -> list[str]:
         events = {
             "enable_kv_cache_events": True,
-            "publisher": "zmq",
+            "publisher": publisher,
             "endpoint": f"tcp://*:{self.events_port}",
             "replay_endpoint": f"tcp://*:{self.replay_port}",
             "topic": "kv-events",

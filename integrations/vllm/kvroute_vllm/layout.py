@@ -42,9 +42,9 @@ def describe(scheduler: Any, release: tuple[int, int]) -> KVCacheLayout:
 
 
 def hash_chain(scheduler: Any) -> HashChain | None:
-    """vLLM's hash function; None where `kvevents` does not know it."""
+    """vLLM's hash function; None where nothing is hashed, or `kvevents` does not know it."""
     algorithm = scheduler.cache_config.prefix_caching_hash_algo
-    if algorithm not in hash_algorithms():
+    if not scheduler.cache_config.enable_prefix_caching or algorithm not in hash_algorithms():
         return None
     return HashChain(algorithm, bytes(kv_cache_utils.NONE_HASH))
 

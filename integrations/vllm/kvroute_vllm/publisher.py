@@ -1,7 +1,7 @@
 """vLLM's events through the publisher of `kvevents`, as `"publisher": "kvroute"`.
 
-vLLM makes its publisher before its cache; ours needs the cache's layout, so it opens once the
-scheduler is made.
+vLLM makes its publisher before its cache, and its root of the chain of hashes after its scheduler.
+Ours announces the cache's layout and that root, so it opens once vLLM has all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed import kv_events
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core as engine_core
 
 from kvevents import (
     AllBlocksCleared,
@@ -43,6 +44,7 @@ NAME = "kvroute"
 _KNOWN = Literal["null", "zmq"]
 _WIDENED = Literal["null", "zmq", "kvroute"]
 _CREATE = "config data_parallel_rank"
+_INIT_ROOT = "hash_fn"
 
 
 class PublisherOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,12 +226,14 @@ def install(release: tuple[int, int], takes_hints: bool) -> None:
     if NAME in factory._registry:
         return
     check_parameters(factory.create, _CREATE)
+    check_parameters(engine_core.init_none_hash, _INIT_ROOT)
     if field not in (_KNOWN, _WIDENED):
         raise UnknownVllm(f"KVEventsConfig.publisher: {field} should be {_KNOWN}")
     _widen(KVEventsConfig)
     rebuild_dataclass(VllmConfig, force=True)
     factory.register_publisher(NAME, KvroutePublisher)
     Scheduler.__init__ = _opening(Scheduler.__init__, release, takes_hints)
+    engine_core.init_none_hash = _opening_rest(engine_core.init_none_hash)
 
 
 def _widen(config: Any) -> None:
@@ -239,13 +243,35 @@ def _widen(config: Any) -> None:
     rebuild_dataclass(config, force=True)
 
 
+_waiting: list[Callable[[], None]] = []
+"""Opens the publisher of the scheduler that was made last, until its root of the chain of hashes is
+there."""
+
+
 def _opening(
     make: Callable[..., None], release: tuple[int, int], takes_hints: bool
 ) -> Callable[..., None]:
     @functools.wraps(make)
     def make_and_open(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if isinstance(self.kv_event_publisher, KvroutePublisher):
-            self.kv_event_publisher.open(self, release, takes_hints)
+        publisher = self.kv_event_publisher
+        if not isinstance(publisher, KvroutePublisher):
+            return
+        if self.cache_config.enable_prefix_caching:
+            _waiting[:] = [lambda: publisher.open(self, release, takes_hints)]
+        else:  # nothing is hashed, and no root will come
+            publisher.open(self, release, takes_hints)
 
     return make_and_open
+
+
+def _opening_rest(init_none_hash: Callable[..., None]) -> Callable[..., None]:
+    """What the engine calls next; it may draw another root each time."""
+
+    @functools.wraps(init_none_hash)
+    def init_and_open(hash_fn: Any) -> None:
+        init_none_hash(hash_fn)
+        while _waiting:
+            _waiting.pop()()
+
+    return init_and_open
