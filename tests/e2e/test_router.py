@@ -32,7 +32,14 @@ from tests.support.engine_stub import (
 )
 from tests.support.http_client import Answer, ask, connect, request_bytes
 from tests.support.model_files import write_tokenizer
-from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.router_process import (
+    COMMAND,
+    DATA_PLANE,
+    QUICK_HEALTH,
+    ROOT,
+    RouterProcess,
+    router_process,
+)
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import eventually
 
@@ -1225,6 +1232,7 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
     assert f"server: 127.0.0.1 port {port} cannot be listened on" in done.stderr
 
 
+@pytest.mark.skipif(DATA_PLANE == "native", reason="it accepts 64 at a time, without libuv")
 async def test_many_clients_that_come_at_once_are_accepted_together(router: RouterProcess) -> None:
     """libuv accepts one connection for each socket that listens before it looks at all streams
     again: with a thousand of these, the last of a thousand clients waited 12 s."""

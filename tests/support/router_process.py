@@ -63,6 +63,10 @@ class Metrics:
         }
 
 
+DATA_PLANE = os.environ.get("KVROUTE_TEST_DATA_PLANE", "python")
+"""Which one the tests run against, where their configuration does not say."""
+
+
 class RouterProcess:
     """`kvroute serve` on a port chosen by the system.
 
@@ -103,7 +107,7 @@ class RouterProcess:
         """Write its configuration, by renaming as careful programs do."""
         server = {"port": 0, "host_names": ["router", "x"], **config.get("server", {})}
         if server.get("workers", 1) == 1 and "tls" not in server:
-            server.setdefault("data_plane", os.environ.get("KVROUTE_TEST_DATA_PLANE", "python"))
+            server.setdefault("data_plane", DATA_PLANE)
         written = self.config_path.with_suffix(".new")
         written.write_text(yaml.safe_dump({**config, "server": server}))
         written.replace(self.config_path)
