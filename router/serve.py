@@ -469,8 +469,10 @@ def _count_refusal(service: RouterService, reason: str) -> None:
     """The core has ended a connection, or came to the last descriptors."""
     if reason == "reserve":
         service.shortages.note("open_files")
-    else:
-        service.metrics.bad_requests.labels(reason).inc()
+        return
+    if reason == OUT_OF_MEMORY:
+        service.shortages.note("memory")
+    service.metrics.bad_requests.labels(reason).inc()
 
 
 def _warn_without_native() -> None:

@@ -40,6 +40,7 @@ class PlaneOptions:
     max_connections: int
     reserved_from: int
     dropped: frozenset[bytes]
+    decided_without: frozenset[bytes] = frozenset()
 
 
 @dataclass(slots=True)

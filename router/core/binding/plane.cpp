@@ -93,6 +93,22 @@ struct AsTuple {
                               ended.seconds, ended.body_bytes, name_of(ended.failure), ended.events,
                               ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
     }
+    nb::object operator()(const HandedOver& over) const {
+        return nb::make_tuple("handed_over", id, over.replica, name_of(over.failure), over.status);
+    }
+    nb::object operator()(const Settled& settled) const {
+        const Ended& ended = settled.ended;
+        return nb::make_tuple(
+            "settled", id, settled.model, settled.replica, latin(settled.request_id),
+            nb::make_tuple(settled.client, settled.client_port),
+            settled.dp_rank < 0 ? nb::none() : nb::cast(settled.dp_rank),
+            nb::make_tuple(settled.prompt_tokens, settled.gpu_cached_tokens, settled.cached_tokens,
+                           settled.expected_tokens),
+            settled.is_suspect, settled.is_stream, settled.routing_s, settled.first_byte_s,
+            kEnds[static_cast<int>(ended.end)], ended.status, ended.seconds, ended.body_bytes,
+            name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
+            bytes_of(ended.first_usage));
+    }
     nb::object operator()(const Refused& refused) const {
         return nb::make_tuple("refused", id, refused.reason);
     }
@@ -105,7 +121,16 @@ nb::list events_of(Plane& plane) {
         events = plane.take();
     }
     nb::list found;
-    for (const Event& event : events) found.append(std::visit(AsTuple{event.id}, event.what));
+    bool has_memory = true;
+    for (const Event& event : events) {
+        try {
+            found.append(std::visit(AsTuple{event.id}, event.what));
+        } catch (const std::exception&) {  // there is no memory for it
+            has_memory = false;
+            plane.send({event.id, Cut{}});
+        }
+    }
+    if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
     return found;
 }
 
@@ -121,6 +146,7 @@ Options options_of(nb::dict from) {
     options.max_connections = nb::cast<u64>(from["max_connections"]);
     options.reserved_from = nb::cast<int>(from["reserved_from"]);
     for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
+    for (nb::handle each : from["decided_without"]) options.decided_without.insert(text_of(each));
     for (nb::handle each : from["broken_events"]) options.broken_events.push_back(text_of(each));
     return options;
 }

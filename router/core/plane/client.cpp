@@ -23,8 +23,10 @@ constexpr std::size_t kReadsAgain = 16 * 1024;
 constexpr std::size_t kMostWaiting = 64 * 1024;  // behind the request being served
 constexpr std::size_t kPiece = 64 * 1024;        // of a body, from which on it is told
 constexpr std::size_t kMostBeginning = 16 * 1024;
+constexpr u64 kMostAwaited = 4 << 20;  // of a body, before anybody is told of it
 constexpr double kProgressEvery_s = 0.25;
 constexpr double kSlack_s = 5.0;
+constexpr double kAwaited_s = 1.0;
 constexpr double kReserved_s = 2.0;
 // After a client's FIN: the reset that one probe brings about must have come by the next.
 constexpr std::array<double, 3> kProbeAfter_s = {0.0, 0.05, 0.25};
@@ -118,6 +120,13 @@ void Client::on_ready(u32 events) {
     if (is_open() && events & (EPOLLIN | EPOLLRDHUP)) read();
 }
 
+void Client::on_no_memory() {
+    body_ = std::string();
+    in_ = std::string();
+    thread_.post(0, Refused{"overloaded"});
+    cut(End::abandoned);
+}
+
 void Client::close() {
     if (!is_open()) return;
     thread_.loop().close(*this);
@@ -129,7 +138,7 @@ void Client::leave() {
     if (!is_open()) return;
     if (was_forwarded_) {
         report(End::client_left);
-    } else if (stage_ == Stage::deciding) {
+    } else if (stage_ == Stage::deciding && is_told_) {
         thread_.post(exchange_, Left{});
     }
     close();
@@ -149,7 +158,8 @@ void Client::update_interest() {
     u32 events = out_.size() > sent_ ? EPOLLOUT : 0u;
     const bool takes = stage_ == Stage::idle || stage_ == Stage::draining || stage_ == Stage::refused;
     const bool waits = !takes && in_.size() >= kMostWaiting;
-    const bool has_piece = stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_;
+    const bool has_piece =
+        stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_ && !is_awaited_;
     if (!has_left_half_ && !waits && !has_piece) events |= EPOLLIN | EPOLLRDHUP;
     thread_.loop().change(*this, events);
 }
@@ -170,6 +180,10 @@ void Client::look_after(double now) {
         if (!was_forwarded_) thread_.post(0, Refused{"response_not_read"});
         cut(End::client_stalled);
         return;
+    }
+    if (is_awaited_ && now - receiving_since_ > kAwaited_s) {
+        tell_opened();  // it comes slowly: Python watches over it
+        update_interest();
     }
     if (stage_ == Stage::draining && now - receiving_since_ > request_s) {
         close();
@@ -208,7 +222,8 @@ void Client::proceed() {
     while (is_open()) {
         if (stage_ == Stage::idle) {
             if (in_.empty() || !take_head()) break;
-        } else if (stage_ == Stage::deciding && !is_body_whole_ && is_piece_wanted_) {
+        } else if (stage_ == Stage::deciding && !is_body_whole_ &&
+                   (is_piece_wanted_ || is_awaited_)) {
             if (in_.empty()) break;
             take_body();
             break;
@@ -258,6 +273,7 @@ void Client::open_exchange(std::size_t used) {
     keeps_alive_ = head_.keeps_alive && head_.minor == 1 && !head_.upgrades && !is_of_reserve_;
     is_head_request_ = head_.method == "HEAD";
     was_forwarded_ = has_begun_ = is_held_ = false;
+    booking_.reset();
     status_ = 0;
     body_bytes_ = 0;
     broke_.reset();
@@ -272,6 +288,13 @@ void Client::open_exchange(std::size_t used) {
         take_body();
         if (!is_open() || stage_ != Stage::deciding) return;
     }
+    is_awaited_ = may_decide();
+    if (is_awaited_ && (!is_body_whole_ || place())) return;
+    tell_opened();
+}
+
+void Client::tell_opened() {
+    is_awaited_ = false;
     Opened opened{.method = std::string(head_.method),
                   .target = std::string(head_.origin_form),
                   .minor = head_.minor,
@@ -308,6 +331,48 @@ void Client::take_body() {
     }
     in_.erase(0, in_.size() - bytes.size());
     if (is_told_ && (is_body_whole_ || body_.size() - told_ >= kPiece)) tell_body();
+    if (is_awaited_ && is_body_whole_ && !place()) tell_opened();
+}
+
+// --- without Python -------------------------------------------------------------------------------
+
+// Whether it could be a request that is decided here, once its body has come.
+bool Client::may_decide() const {
+    return thread_.decider() != nullptr && head_.method == "POST" &&
+           head_.origin_form == "/v1/completions" && !head_.expects_continue && !is_of_reserve_ &&
+           head_.framing == http::Framing::length && head_.length <= kMostAwaited &&
+           !thread_.options().decided_without.empty();
+}
+
+bool Client::place() {
+    is_awaited_ = false;
+    const std::optional<Ask> ask = read_ask(body_);
+    if (!ask) return false;
+    for (const http::Field& field : head_.fields) {
+        if (!thread_.options().decided_without.contains(lower(field.name))) return false;
+    }
+    const double began = clock_now();
+    request_id_ = head_.find("x-request-id");
+    std::optional<Placed> placed =
+        thread_.decider()->place({*ask, host_, request_id_, thread_.now()});
+    if (!placed) return false;
+    booking_ = std::move(placed->booking);
+    prediction_ = std::move(placed->prediction);
+    routing_s_ = clock_now() - began;
+    first_byte_s_ = 0;
+    forward(std::move(placed->forward));
+    return true;
+}
+
+// Python decides after all: the replica did not serve it.
+void Client::hand_over(std::optional<Failure> failure, int status) {
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    booking_->ended(false, thread_.now());
+    booking_.reset();
+    was_forwarded_ = false;
+    stage_ = Stage::deciding;
+    thread_.post(exchange_, HandedOver{prediction_.replica, failure, status});
+    tell_opened();
 }
 
 void Client::drain_body() {
@@ -500,6 +565,10 @@ void Client::compose_request(std::string& out) const {
 
 void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) upstream_ = nullptr;
+    if (is_not_now(head.status) && booking_) {
+        hand_over(std::nullopt, head.status);
+        return;
+    }
     if (is_not_now(head.status) && !forward_.is_control) {
         stage_ = Stage::not_now;
         held_head_ = head;
@@ -533,7 +602,10 @@ void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last)
 void Client::begin_response(const http::ResponseHead& head, std::string& out) {
     status_ = head.status;
     has_begun_ = true;
-    if (!forward_.is_control) {
+    if (booking_) {
+        first_byte_s_ = thread_.now() - started_at_;
+        booking_->first_byte(thread_.now());
+    } else if (!forward_.is_control) {
         thread_.post(exchange_, FirstByte{head.status, thread_.now() - started_at_});
     }
     http::append_status(out, head.status, head.reason);
@@ -596,7 +668,13 @@ void Client::relay(sv piece, bool is_last, std::string& out) {
         }
         if (thread_.now() - progress_at_ >= kProgressEvery_s) {
             progress_at_ = thread_.now();
-            if (const u64 events = usage_.take_events()) thread_.post(exchange_, Progress{events});
+            if (const u64 events = usage_.take_events()) {
+                if (booking_) {
+                    booking_->generated(events, thread_.now());
+                } else {
+                    thread_.post(exchange_, Progress{events});
+                }
+            }
         }
     }
     if (is_event_stream_) {
@@ -640,6 +718,10 @@ void Client::on_failure(Failure failure, bool was_begun, const char* why) {
     }
     if (forward_.is_control) {  // nobody else has what was asked for
         cut(End::abandoned);
+        return;
+    }
+    if (booking_) {
+        hand_over(failure, 0);
         return;
     }
     stage_ = Stage::trying;
@@ -693,7 +775,33 @@ void Client::report(End end) {
                 .usage = {},
                 .first_usage = {}};
     usage_.finish(ended);
-    thread_.post(exchange_, std::move(ended));
+    if (booking_) {
+        settle(std::move(ended));
+    } else {
+        thread_.post(exchange_, std::move(ended));
+    }
+}
+
+void Client::settle(Ended ended) {
+    booking_->ended(has_begun_, thread_.now());
+    booking_.reset();
+    Settled settled;
+    settled.model = std::move(prediction_.model);
+    settled.replica = std::move(prediction_.replica);
+    settled.request_id = std::move(request_id_);
+    settled.client = host_;
+    settled.client_port = port_;
+    settled.dp_rank = prediction_.dp_rank;
+    settled.prompt_tokens = prediction_.prompt_tokens;
+    settled.gpu_cached_tokens = prediction_.gpu_cached_tokens;
+    settled.cached_tokens = prediction_.cached_tokens;
+    settled.expected_tokens = prediction_.expected_tokens;
+    settled.is_suspect = prediction_.is_suspect;
+    settled.is_stream = prediction_.is_stream;
+    settled.routing_s = routing_s_;
+    settled.first_byte_s = first_byte_s_;
+    settled.ended = std::move(ended);
+    thread_.post(exchange_, std::move(settled));
 }
 
 // All of the response has been written.

@@ -15,6 +15,7 @@
 
 #include "http/body.hpp"
 #include "http/head.hpp"
+#include "plane/decider.hpp"
 #include "plane/loop.hpp"
 #include "plane/stream.hpp"
 #include "plane/upstream.hpp"
@@ -29,6 +30,7 @@ public:
 
     void open(int descriptor, std::string host, int port, bool is_of_reserve, double now);
     void on_ready(u32 events) override;
+    void on_no_memory() override;
     // Ends it where it is over its time.
     void look_after(double now);
     void close();
@@ -68,8 +70,13 @@ private:
     void proceed();
     bool take_head();
     void open_exchange(std::size_t used);
+    void tell_opened();
     void take_body();
     void drain_body();
+    // Without Python
+    bool may_decide() const;
+    bool place();
+    void hand_over(std::optional<Failure> failure, int status);
     void tell_body();
     void on_end_of_input();
     void probe();
@@ -86,6 +93,7 @@ private:
     void break_off(Failure failure);
     void hold_if_slow();
     void report(End end);
+    void settle(Ended ended);
     void finish(End end);
     void end_exchange();
     // Writing
@@ -126,6 +134,12 @@ private:
     Forward forward_;
     std::string request_;    // the head as it is sent on
     Upstream* upstream_ = nullptr;
+    // Where it was decided without Python
+    bool is_awaited_ = false;  // its body, before anybody is told
+    std::unique_ptr<Booking> booking_;
+    Prediction prediction_;
+    std::string request_id_;
+    double routing_s_ = 0, first_byte_s_ = 0;
     // Its response
     int status_ = 0;
     bool has_begun_ = false;  // something of it was written

@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 namespace kvroute::plane {
@@ -58,7 +59,12 @@ void Loop::run_once(int most_ms) {
     const int count = epoll_wait(epoll_, events.data(), kAtOnce, most_ms);
     for (int i = 0; i < count; ++i) {
         auto& watched = *static_cast<Watched*>(events[i].data.ptr);
-        if (watched.is_open()) watched.on_ready(events[i].events);
+        if (!watched.is_open()) continue;
+        try {
+            watched.on_ready(events[i].events);
+        } catch (const std::bad_alloc&) {
+            watched.on_no_memory();
+        }
     }
 }
 

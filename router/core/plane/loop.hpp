@@ -22,6 +22,8 @@ public:
     virtual ~Watched() = default;
     // `events`: of epoll. Whoever is closed by this is freed after the round.
     virtual void on_ready(u32 events) = 0;
+    // There was no memory for what had to be done: ends it, with as little as possible.
+    virtual void on_no_memory() {}
 
     int descriptor() const { return descriptor_; }
     bool is_open() const { return descriptor_ >= 0; }

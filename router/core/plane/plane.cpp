@@ -53,6 +53,12 @@ PoolCounts Plane::counts() const {
     return sum;
 }
 
+void Plane::decide_by(std::shared_ptr<Decider> decider) {
+    for (auto& thread : threads_) thread->decide_by(decider.get());
+    // One that was there before may still be asked: it is kept until the threads have stopped.
+    if (decider) deciders_.push_back(std::move(decider));
+}
+
 u64 Plane::clients() const {
     u64 sum = 0;
     for (const auto& thread : threads_) sum += thread->clients();

@@ -23,9 +23,12 @@ public:
     void stop();
     PoolCounts counts() const;
     u64 clients() const;
+    // From now on. Null: Python decides everything.
+    void decide_by(std::shared_ptr<Decider> decider);
 
 private:
     Options options_;
+    std::vector<std::shared_ptr<Decider>> deciders_;
     Outbox outbox_;
     std::vector<std::unique_ptr<Thread>> threads_;
 };

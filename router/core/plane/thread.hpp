@@ -56,6 +56,9 @@ public:
     void post(ExchangeId id, decltype(Event::what) what) { outbox_.post({id, std::move(what)}); }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
+    // Null: Python decides everything.
+    Decider* decider() const { return decider_.load(std::memory_order_acquire); }
+    void decide_by(Decider* decider) { decider_.store(decider, std::memory_order_release); }
     std::string& buffer() { return buffer_; }
     std::string& scratch() { return scratch_; }
 
@@ -109,6 +112,7 @@ private:
     std::string buffer_ = std::string(64 * 1024, '\0');
     std::string scratch_;
     bool is_stopping_ = false;
+    std::atomic<Decider*> decider_{nullptr};
 
     mutable std::mutex mutex_;  // guards the next two
     Mail mail_;

@@ -148,10 +148,27 @@ struct Refused {
     std::string reason;
 };
 
+// A request that was decided here did not get its first byte: it is opened anew, for Python.
+struct HandedOver {
+    std::string replica;
+    std::optional<Failure> failure;  // nothing: it responded `status`
+    int status = 0;
+};
+// A request that was decided here has ended; see `Prediction` of decider.hpp.
+struct Settled {
+    std::string model, replica, request_id, client;
+    int client_port = 0;
+    int dp_rank = -1;
+    u64 prompt_tokens = 0, gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
+    bool is_suspect = false, is_stream = false;
+    double routing_s = 0, first_byte_s = 0;  // 0: there was none
+    Ended ended;
+};
+
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused>
+                 Refused, HandedOver, Settled>
         what;
 };
 
@@ -169,6 +186,8 @@ struct Options {
     int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
     std::unordered_set<std::string> dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
+    // The fields with which a request may be decided without Python; none: it never is.
+    std::unordered_set<std::string> decided_without;
 };
 
 }  // namespace kvroute::plane

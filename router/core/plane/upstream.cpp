@@ -107,6 +107,11 @@ void Upstream::on_ready(u32 events) {
     if (is_open() && (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))) read();
 }
 
+void Upstream::on_no_memory() {
+    received_ = std::string();
+    if (recipient_ != nullptr) fail(Failure::malformed, "no memory for its response");
+}
+
 void Upstream::read() {
     if (recipient_ != nullptr && is_paused_) {
         // Only an error or a hang-up wakes who is paused; what has come is read when that is over.

@@ -44,6 +44,7 @@ public:
     // The recipient wants no more; the connection is closed.
     void abandon();
     void on_ready(u32 events) override;
+    void on_no_memory() override;
     // Fails if it is over its time; true if it did.
     bool look_at(double now);
     // See `Pool::give_up`.

@@ -24,8 +24,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = st.sampled_from(
-    ("model", "prompt", "stream", "max_tokens", "temperature", "stop", "user", "n", "cache_salt")
-    + ("stream_options", "vllm_xargs", "priority", "x", "mod\\u0065l", "ü", "echo")
+    (
+        *("model", "prompt", "stream", "max_tokens", "temperature", "stop", "user", "n", "echo"),
+        *("cache_salt", "stream_options", "vllm_xargs", "priority", "x", "mod\\u0065l", "ü"),
+    )
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats(allow_nan=False) | st.text(),
@@ -68,7 +70,7 @@ def test_what_the_core_reads_is_what_the_parser_reads(body: bytes) -> None:
     assert found == (spec.model, list(prompt.token_ids), spec.stream)
     assert (changed, spec.choices, spec.cache_salt, spec.session) == (None, 1, None, None)
     assert spec.reads_cache
-    assert not (spec.has_priority or spec.has_transfer_params or spec.keeps_prompt)
+    assert not any((spec.has_priority, spec.has_transfer_params, spec.keeps_prompt))
 
 
 @given(IDS, st.booleans(), st.dictionaries(st.sampled_from(("max_tokens", "x")), VALUES))

@@ -1,0 +1,56 @@
+// Who decides without Python, where that can be: one request at a time, from any of the plane's
+// threads.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "plane/ask.hpp"
+#include "plane/types.hpp"
+
+namespace kvroute::plane {
+
+// A request that was decided here, from its sending to its end: it is booked where it was sent. Every
+// call but the last may be left out; without it, the request counts as not served.
+class Booking {
+public:
+    virtual ~Booking() = default;
+    virtual void first_byte(double now) = 0;
+    // So many more events of a stream have passed.
+    virtual void generated(u64 events, double now) = 0;
+    virtual void ended(bool was_served, double now) = 0;
+};
+
+// What was predicted of a request that was decided here.
+struct Prediction {
+    std::string model, replica;
+    int dp_rank = -1;  // none was asked for
+    u64 prompt_tokens = 0;
+    u64 gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
+    bool is_suspect = false, is_stream = false;
+};
+
+struct Placed {
+    std::unique_ptr<Booking> booking;
+    Prediction prediction;
+    Forward forward;
+};
+
+// A request that could be decided here.
+struct Question {
+    const Ask& ask;
+    std::string_view client;      // its address
+    std::string_view request_id;  // that the client gives; empty: none
+    double now = 0;
+};
+
+class Decider {
+public:
+    virtual ~Decider() = default;
+    // Nothing: it is left to Python.
+    virtual std::optional<Placed> place(const Question& question) = 0;
+};
+
+}  // namespace kvroute::plane
