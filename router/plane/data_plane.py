@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
@@ -144,9 +145,13 @@ class DataPlane:
         """An event. Whatever fails in it ends this request and no other."""
         try:
             self._told[kind](number, *what)
-        except Exception:
-            logger.exception("an event of the data plane (%s) could not be served", kind)
-            self.plane.cut(number)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                logger.exception("an event of the data plane (%s) could not be served", kind)
+                self.plane.cut(number)
+                return
+            self._on_refusal("overloaded")
+            self._respond(number, 503, "the router is out of memory; try again", "overloaded")
 
     def _opened(
         self,
@@ -266,10 +271,14 @@ class DataPlane:
 
     def _refuse_body(self, number: int) -> None:
         message = f"body: longer than the limit of {self._options.max_body_bytes} bytes"
-        body = error_body(Dialect.OPENAI, message, "invalid_request_error", "body_too_large")
+        self._respond(number, 413, message, "body_too_large")
+
+    def _respond(self, number: int, status: int, message: str, code: str) -> None:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = error_body(Dialect.OPENAI, message, kind, code)
         length = b"%d" % len(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        self.plane.respond(number, 413, headers, body)
+        self.plane.respond(number, status, headers, body)
 
     def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:
         told = f"{client[0]} {client[1]}".encode("latin-1")

@@ -127,7 +127,8 @@ nb::list events_of(Plane& plane) {
             found.append(std::visit(AsTuple{event.id}, event.what));
         } catch (const std::exception&) {  // there is no memory for it
             has_memory = false;
-            plane.send({event.id, Cut{}});
+            const bool is_new = std::holds_alternative<Opened>(event.what);
+            plane.send({event.id, is_new ? Order(out_of_memory()) : Order(Cut{})});
         }
     }
     if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));

@@ -101,6 +101,17 @@ void rebase(Head& head, std::string& text, sv from) {
 
 }  // namespace
 
+Respond out_of_memory() {
+    Respond made;
+    made.status = 503;
+    made.body = "{\"error\": {\"message\": \"the router is out of memory; try again\", "
+                "\"type\": \"server_error\", \"code\": \"overloaded\"}}";
+    made.fields = {{"content-type", "application/json"},
+                   {"content-length", std::to_string(made.body.size())},
+                   {"retry-after", "1"}};
+    return made;
+}
+
 // --- the connection -------------------------------------------------------------------------------
 
 void Client::open(int descriptor, std::string host, int port, bool is_of_reserve, double now) {
@@ -124,7 +135,11 @@ void Client::on_no_memory() {
     body_ = std::string();
     in_ = std::string();
     thread_.post(0, Refused{"overloaded"});
-    cut(End::abandoned);
+    if (stage_ == Stage::deciding && !is_told_) {
+        respond(out_of_memory());
+    } else {
+        cut(End::abandoned);
+    }
 }
 
 void Client::close() {

@@ -63,6 +63,8 @@ struct Respond {
     Fields fields;
     std::string body;
 };
+// Where there is no memory for a request.
+Respond out_of_memory();
 // More of the body is wanted.
 struct ReadBody {};
 // The response of a replica that says "not now" is the client's after all.
