@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -32,6 +33,33 @@ _NOT_HELD_AGAINST_IT = frozenset(
     (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
 )
 _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY))
+
+
+class Settled(NamedTuple):
+    """A request that the compiled data plane decided and served by itself, when it is over."""
+
+    model: str
+    replica: str
+    request_id: str
+    client: tuple[str, int]
+    dp_rank: int | None
+    tokens: tuple[int, int, int, int]
+    """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
+    suspect: bool
+    stream: bool
+    routing_s: float
+    first_byte_s: float
+    """0: there was none."""
+    end: str
+    status: int
+    seconds: float
+    body_bytes: int
+    failure: str | None
+    """In mid-body."""
+    events: int
+    is_json: bool
+    usage: bytes
+    first_usage: bytes
 
 
 class RequestObservers:
@@ -104,6 +132,73 @@ class RequestObservers:
             self.metrics.report_modes.labels().inc()
         self.log.add(request)
         return RequestObserver(self, decision, request)
+
+    def settle(self, settled: Settled, policy: str) -> RoutedRequest:
+        """Count and log a request that was decided and served elsewhere; it is over.
+
+        Args:
+            settled: What became of it.
+            policy: The name of the policy that chose.
+        Returns:
+            As the log shows it.
+        """
+        self.metrics.decided(settled.model, None, settled.routing_s)
+        prompt_tokens, gpu_cached, cached, expected = settled.tokens
+        request = RoutedRequest(
+            request_id=settled.request_id,
+            path=Endpoint.COMPLETIONS.value,
+            model=settled.model,
+            policy=policy,
+            stream=settled.stream,
+            prompt_tokens=prompt_tokens,
+            unknown=None,
+        )
+        request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
+        request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
+        request.expected_tokens, request.suspect = expected, settled.suspect
+        request.why = "decided by the data plane"
+        self.log.add(request)
+        request.arrived_at -= settled.seconds
+        is_known = settled.replica in self.replicas
+        served = self.metrics.served(settled.model, settled.replica if is_known else "removed")
+        if settled.first_byte_s and is_known:
+            request.first_byte_s = settled.first_byte_s
+            self.replicas.report_served(settled.replica)
+            served.began(settled.first_byte_s)
+        if settled.failure is not None and is_known:
+            self.replicas.report_failure(settled.replica, settled.failure)
+        request.status, request.end = settled.status or None, settled.end
+        request.seconds = settled.seconds
+        served.ended(policy, request.status, settled.seconds, None)
+        self.metrics.ends.labels(settled.end).inc()
+        if settled.end == End.COMPLETED.value and settled.status == 200 and is_known:
+            self._compare(settled, request, served)
+        self.log.finish(request)
+        return request
+
+    def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
+        reader = UsageReader()
+        reader.take(settled.is_json, settled.usage, settled.first_usage)
+        actual = self.cached_tokens(reader, settled.replica)
+        if actual is not None:
+            request.actual_tokens = actual
+            served.compare(request.cached_tokens, actual, (), request.prompt_tokens)
+            served.compare_expected(request.expected_tokens or 0, actual)
+
+    def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
+        """What an engine reported as cached. vLLM leaves a zero out, so from a replica that has
+        ever reported cached tokens, silence means zero.
+
+        Args:
+            reader: Has read the response.
+            replica_id: Whose it is.
+        """
+        usage = reader.usage()
+        if usage.cached_tokens is not None:
+            self.reporting.add(replica_id)
+        elif usage.prompt_tokens is not None and replica_id in self.reporting:
+            return 0
+        return usage.cached_tokens
 
     def refused(self, error: RequestError) -> None:
         """Count a request that ends with one of the router's own errors."""
@@ -338,7 +433,7 @@ class RequestObserver(ProxyObserver):
             return
         candidate, source = ranked.candidate, self._source
         is_comparable = self._decision.is_comparable_at(candidate)
-        actual = self._cached_tokens(replica_id) if is_comparable else None
+        actual = self._of_all.cached_tokens(self.usage, replica_id) if is_comparable else None
         if actual is not None:
             self.request.actual_tokens = actual
             for tap, number in self._queries:
@@ -376,16 +471,6 @@ class RequestObserver(ProxyObserver):
         prompt = decision.tokenized[0]
         told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
         return tuple((tap, tap.query(*told)) for tap in taps)
-
-    def _cached_tokens(self, replica_id: str) -> int | None:
-        """What the engine reported as cached. vLLM leaves a zero out, so from a replica that has
-        ever reported cached tokens, silence means zero."""
-        usage = self.usage.usage()
-        if usage.cached_tokens is not None:
-            self._of_all.reporting.add(replica_id)
-        elif usage.prompt_tokens is not None and replica_id in self._of_all.reporting:
-            return 0
-        return usage.cached_tokens
 
 
 def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
