@@ -168,7 +168,9 @@ def make_scheduler(
     return Scheduler(
         config,  # type: ignore[arg-type]
         cache_config(layout, gpu_blocks),
-        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
+        structured_output_manager=SimpleNamespace(  # type: ignore[arg-type]
+            accept_tokens=lambda *_: True, should_advance=lambda *_, **__: False
+        ),
         block_size=layout.scheduler_block_size,
         hash_block_size=layout.hash_block_size,
         log_stats=False,
@@ -222,11 +224,13 @@ def _config(
         additional_config={},
         model_config=SimpleNamespace(
             uses_mrope=False,
+            uses_xdrope=False,
             is_encoder_decoder=False,
             max_model_len=MAX_MODEL_LEN,
             runner_type="generate",
             is_diffusion=False,
             supports_multimodal_inputs=False,
+            is_multimodal_model=False,
             return_sampling_mask=False,
             model="none",
             dtype="float16",
@@ -257,5 +261,6 @@ def _speculation() -> SimpleNamespace:
         disable_eagle_block_drop=False,
         use_eagle=lambda: True,
         needs_eagle_block_drop=lambda: True,
+        use_multi_module_mtp=lambda: False,
         use_eagle_block_drop=lambda: True,
     )
