@@ -181,6 +181,7 @@ SITUATIONS: dict[str, Situation] = {
             ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
             ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
             ("mixed", _MIXED),
+            ("documents, busy, gemma", replace(_DOCUMENTS, rate=1.8, layout="gemma")),
         )
     },
     "chats, dense": replace(_CHATS, retention_interval=None),
