@@ -40,6 +40,7 @@ from benchmarks.simulation.tables import (
     shown,
     situation_table,
     situations,
+    told_table,
     within,
 )
 
@@ -60,6 +61,7 @@ def main() -> None:
     main = {name for names in TRAFFIC.values() for name in names}
     main_situations = [line for line in plain if line["situation"] in main]
     found = {
+        "told": told_table(plain),
         "gain": gain_table(plain),
         "gain p99": gain_table(plain, P99),
         "opponents": opponents_table(plain),

@@ -42,16 +42,18 @@ class Block:
 class FreeQueue:
     """Free blocks in the order in which they are given out.
 
-    A doubly linked list through the blocks themselves: any block leaves it in constant time.
+    A doubly linked list through the blocks themselves: any block leaves it in constant time. It has
+    two parts, so that some blocks can stand before the second part and yet behind the first.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        """Queue *blocks*; the first is given out first."""
-        self._end = Block(-1)
-        # One sentinel closes the ring, so that no operation has an edge case.
-        self._end.next_free = self._end.previous_free = self._end
+        """Queue *blocks* in the first part; the first is given out first."""
+        self._end, self._middle = Block(-1), Block(-2)
+        # Sentinels close the ring and part it, so that no operation has an edge case.
+        self._join(self._end, self._middle)
+        self._join(self._middle, self._end)
         self._count = 0
-        self.append(blocks)
+        self.prepend(blocks)
 
     def __len__(self) -> int:
         return self._count
@@ -59,14 +61,18 @@ class FreeQueue:
     def pop(self, count: int) -> list[Block]:
         """Take the first *count* blocks, at most `len(self)`."""
         taken: list[Block] = []
-        block = self._end.next_free
+        before, block = self._end, self._end.next_free
         assert count <= self._count
-        for _ in range(count):
+        while len(taken) < count:
             assert block is not None
-            taken.append(block)
+            if block is self._middle:
+                self._join(self._end, block)
+                before = block
+            else:
+                taken.append(block)
             block = block.next_free
         assert block is not None
-        self._join(self._end, block)
+        self._join(before, block)
         for out in taken:
             out.previous_free = out.next_free = None
         self._count -= count
@@ -85,8 +91,13 @@ class FreeQueue:
         assert self._end.previous_free is not None
         self._insert(self._end.previous_free, blocks, self._end)
 
+    def insert(self, blocks: Sequence[Block]) -> None:
+        """Add blocks that are given out before all in the second part, in this order."""
+        assert self._middle.next_free is not None
+        self._insert(self._middle, blocks, self._middle.next_free)
+
     def prepend(self, blocks: Sequence[Block]) -> None:
-        """Add blocks that are given out next, in this order."""
+        """Add blocks to the first part that are given out next, in this order."""
         assert self._end.next_free is not None
         self._insert(self._end, blocks, self._end.next_free)
 
@@ -96,7 +107,8 @@ class FreeQueue:
         block = self._end.next_free
         while block is not self._end:
             assert block is not None
-            found.append(block)
+            if block is not self._middle:
+                found.append(block)
             block = block.next_free
         return found
 

@@ -4,11 +4,12 @@ All groups draw from one pool, since their pages have one size. A block is *held
 reference it, *free* while none does, and *cached* while it can be found by its hash; a free block
 stays cached until it is given out again.
 
-    next to be given out                                                          last
-    | freed without a hash, latest first | never used | cached, least recently used first |
+    next to be given out                                                               last
+    | without a hash, latest first | never used | unwanted | least recently used first |
 
-The latest block without a hash comes first because its memory is still warm. A request's blocks
-are freed in reverse, so its tail is evicted before its head. A free block that loses its hash in
+The latest block without a hash comes first because its memory is still warm. Unwanted ones are
+cached, but nobody is expected to ask for them; the latest comes first. A request's blocks are freed
+in reverse, so its tail is evicted before its head. A free block that loses its hash in
 `evict_blocks` keeps its position.
 """
 
@@ -126,12 +127,27 @@ class BlockPool:
             block.ref_count += 1
             block.has_slid_out = False
 
-    def free_blocks(self, blocks: Iterable[Block], have_slid_out: bool = False) -> None:
+    def refresh(self, blocks: Iterable[Block]) -> None:
+        """Evict free blocks last, as if they had just been used.
+
+        Args:
+            blocks: In the order in which they may be evicted; those that are held are skipped.
+        """
+        for block in blocks:
+            if block.ref_count == 0:
+                self.free_queue.remove(block)
+                self.free_queue.append([block])
+
+    def free_blocks(
+        self, blocks: Iterable[Block], have_slid_out: bool = False, evict_first: bool = False
+    ) -> None:
         """Drop a reference to each of *blocks*; null blocks are skipped.
 
         Args:
             blocks: In the order in which they may be evicted.
             have_slid_out: Whether their request goes on without them.
+            evict_first: Whether they go before all others that are cached, for nobody is expected
+                to ask for them.
         """
         unhashed: list[Block] = []
         cached: list[Block] = []
@@ -144,7 +160,10 @@ class BlockPool:
                 block.has_slid_out = have_slid_out
                 (unhashed if block.block_hash is None else cached).append(block)
         self.free_queue.prepend(unhashed)
-        self.free_queue.append(cached)
+        if evict_first:
+            self.free_queue.insert(cached)
+        else:
+            self.free_queue.append(cached)
 
     # --- caching and eviction ---------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class CacheManager:
 
     def free_skipped_blocks(self, request: CacheRequest) -> None:
         """Give back what slid out of the request's windows, ahead of its next `allocate_slots`."""
-        self.coordinator.free_skipped_blocks(request.request_id, request.num_computed_tokens)
+        self.coordinator.free_skipped_blocks(request, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request that ended; no error if it holds none."""
@@ -301,7 +301,7 @@ class CacheManager:
         self, request: CacheRequest, hit: ComputedBlocks, need: RequestNeed, delay_caching: bool
     ) -> tuple[list[Block], ...]:
         request_id = request.request_id
-        self.coordinator.free_skipped_blocks(request_id, need.num_computed_tokens)
+        self.coordinator.free_skipped_blocks(request, need.num_computed_tokens)
         if not self.holds(request_id):
             self._admit(request, hit, need)
         new_blocks = self.coordinator.allocate_new_blocks(request_id, need)
@@ -312,6 +312,7 @@ class CacheManager:
     def _admit(self, request: CacheRequest, hit: ComputedBlocks, need: RequestNeed) -> None:
         request.shared_prefix_boundary = hit.shared_prefix_boundary
         self.coordinator.adopt_computed_blocks(request.request_id, need)
+        self.coordinator.refresh_named(request, hit.num_tokens)
         self._counts.requests += 1
         self._counts.queried_tokens += request.num_tokens
         self._counts.hit_tokens += hit.num_tokens

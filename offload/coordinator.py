@@ -179,15 +179,39 @@ class Coordinator(ABC):
         """
         return tuple(manager.allocate_new_blocks(request_id, need) for manager in self.managers)
 
-    def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+    def free_skipped_blocks(self, request: CacheRequest, num_computed_tokens: int) -> None:
         """Give back what the request no longer needs, while it runs.
 
+        Where it began, nobody resumes any more if its session goes on: behind it is where the next
+        turn does. That leaves what it named, and where it stands.
+
         Args:
-            request_id: The request.
+            request: The request.
             num_computed_tokens: Where it goes on.
         """
+        ends: Sequence[int] | None = None
+        if request.hints.keep_end and self.retention_interval == 0:
+            named, shared = request.hints.boundaries, request.shared_prefix_boundary
+            ends = (*named, shared, num_computed_tokens)
         for manager in self.managers:
-            manager.free_skipped_blocks(request_id, num_computed_tokens)
+            manager.free_skipped_blocks(request.request_id, num_computed_tokens, ends)
+
+    def refresh_named(self, request: CacheRequest, hit_tokens: int) -> None:
+        """Keep the boundaries that a request names within its hit as long as what it uses.
+
+        It uses the windows and states at the end of its hit, and full attention as a whole, which
+        would then outlive the windows that make it a hit for others.
+
+        Args:
+            request: One that is being admitted.
+            hit_tokens: Its hit.
+        """
+        step = self.scheduler_block_size
+        for manager in self.managers:
+            if manager.num_skipped_tokens(hit_tokens):
+                for boundary in request.hints.boundaries:
+                    if boundary // step * step < hit_tokens:
+                        manager.refresh(request, boundary // step * step)
 
     def free(self, request_id: str) -> None:
         """Give back everything the request holds."""
@@ -250,6 +274,7 @@ class SingleGroupCoordinator(Coordinator):
             request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
         hints, shared = request.hints, request.shared_prefix_boundary
+<<<<<<< HEAD
         ends = (*ends, *self._resumed_at(hints.boundaries))
         if shared:
             ends = (*ends, shared)
@@ -258,6 +283,17 @@ class SingleGroupCoordinator(Coordinator):
                 # behind it, and resumes a block before.
                 ends = (*ends, max(shared - manager.block_size, 0))
         kept_behind = request.num_prompt_tokens if hints.keep_end else None
+=======
+        named = (*hints.boundaries, shared) if shared else hints.boundaries
+        ends = (*ends, *named)
+        if manager.settings.eagle:
+            # A request that leaves the shared prefix right at its end lacks EAGLE's block behind
+            # it, and resumes a block before.
+            ends = (*ends, *(max(end - manager.block_size, 0) for end in named))
+        # A prompt that ends with a full block is resumed before that block by the same one again,
+        # and behind it by a next turn whose response fills no block.
+        kept_behind = request.num_prompt_tokens - 1 if hints.keep_end else None
+>>>>>>> sim
         return Retention(self.retention_interval, ends, kept_behind)
 
     def _resumed_at(self, boundaries: Sequence[int]) -> list[int]:

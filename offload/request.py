@@ -30,7 +30,8 @@ class RetentionHints:
     boundaries: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, each in the prompt; rounded down to where hits can end."""
     keep_end: bool = False
-    """Whether the session goes on: then the response stays findable as well."""
+    """Whether the session goes on: then the response stays findable as well, and what the request
+    moves past is evicted first where it names no boundary behind it."""
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None, num_prompt_tokens: int) -> Self:

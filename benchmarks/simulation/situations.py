@@ -140,6 +140,7 @@ _DOCUMENTS = Situation("documents", 100_000, 1.0)
 _HOT = Situation("hot prefixes", 300_000, 3.0, memory_tier=3.0)
 _AGENTS = Situation("agents", 300_000, 2.5, requests=3400)
 _MIXED = Situation("mixed", 60_000, 0.8, requests=2900)
+_ONE_PROMPT = Situation("one prompt", 40_000, 2.0)
 _TRACE = Situation(TRACE, 300_000, 0.6, requests=3000)
 
 SITUATIONS: dict[str, Situation] = {
@@ -152,7 +153,7 @@ SITUATIONS: dict[str, Situation] = {
     "agents": _AGENTS,
     "agents, small caches": replace(_AGENTS, cache_tokens=160_000, rate=1.5),
     "mixed": _MIXED,
-    "one prompt": Situation("one prompt", 40_000, 2.0),
+    "one prompt": _ONE_PROMPT,
     "trace": _TRACE,
     "trace, small caches": replace(_TRACE, cache_tokens=60_000),
     "chats, full": replace(_CHATS, layout="full"),
@@ -166,6 +167,7 @@ SITUATIONS: dict[str, Situation] = {
             ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
             ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
             ("mixed", _MIXED),
+            ("one prompt", _ONE_PROMPT),
         )
     },
     **{
@@ -179,6 +181,7 @@ SITUATIONS: dict[str, Situation] = {
             ("documents, busy", replace(_DOCUMENTS, rate=1.8)),
             ("agents, small caches", replace(_AGENTS, cache_tokens=160_000, rate=1.5)),
             ("mixed", _MIXED),
+            ("documents, busy, gemma", replace(_DOCUMENTS, rate=1.8, layout="gemma")),
         )
     },
     "chats, dense": replace(_CHATS, retention_interval=None),

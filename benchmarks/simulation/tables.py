@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.opponents import OPPONENTS
 from benchmarks.simulation.results import Line
-from benchmarks.simulation.situations import TRAFFIC
+from benchmarks.simulation.situations import SITUATIONS, TRAFFIC
 
 OURS, BEFORE = "least_delay", "prefix"
 BLIND = ("group_blind", "group_blind_any_copy", "group_0")
 PUBLISHED = tuple(OPPONENTS)
+TOLD = (f"{OURS}, learned", f"{OURS}, told")
 MEAN, P99, AVOIDABLE = "ttft_mean_ms", "ttft_p99_ms", "avoidable_mean_ms"
 
 
@@ -22,7 +23,7 @@ def tables(lines: Sequence[Line]) -> str:
         f"### {situation}\n\n{situation_table(within(lines, situation))}"
         for situation in situations(lines)
     ]
-    return "\n\n".join([pooled_table(lines), *parts])
+    return "\n\n".join([told_table(lines), pooled_table(lines), *parts])
 
 
 def situations(lines: Iterable[Line]) -> list[str]:
@@ -138,6 +139,78 @@ def _mean(lines: Sequence[Line], policy: str) -> Line:
     numbers = [name for name, value in own[0].items() if isinstance(value, int | float)]
     means = {name: statistics.fmean(line[name] for line in own) for name in numbers}
     return {**means, "seeds": len(own)}
+
+
+def told_table(lines: Sequence[Line]) -> str:
+    """What telling engines what to keep gains over the best index without groups, by layout.
+
+    Besides: how many seeds there are of the three columns at the end, and what computing took of
+    prompts that no replica had ever computed, which no router can save.
+    """
+    rows = []
+    for layout, shown_layout in _LAYOUTS.items():
+        for name, situation in SITUATIONS.items():
+            here = within(lines, name)
+            blind = _most_run(here, BLIND)
+            if situation.layout != layout or not blind or not _is_told(here, layout):
+                continue
+            ratios = [_both(here, policy, blind) for policy in (OURS, *TOLD)]
+            own = next(policy for policy in (TOLD[1], OURS) if pairs(here, policy, blind, MEAN))
+            unknown = [
+                (line[MEAN] - line[AVOIDABLE], line["seed"])
+                for line in here
+                if line["policy"] == own
+            ]
+            blinds = {line["seed"]: line[MEAN] for line in here if line["policy"] == blind}
+            floor = ratio([(new, blinds[seed]) for new, seed in unknown if seed in blinds])
+            rows.append(
+                [
+                    f"{shown_layout}, {name.removesuffix(f', {layout}')}",
+                    ", ".join(str(each.pairs) if each else "-" for each, _ in ratios),
+                    f"{_mean(here, blind)[MEAN]:,.0f}",
+                    f"{floor.mean:.2f}",
+                    *(
+                        f"{shown(mean)}; {shown(p99)}" if mean and p99 else ""
+                        for mean, p99 in ratios
+                    ),
+                ]
+            )
+    heads = [
+        "Layout, situation",
+        "seeds",
+        "best index without groups, ms",
+        "of it, never computed before",
+        "exact, told nothing",
+        "told what the fleet showed",
+        "told the ends of messages as well",
+    ]
+    return markdown(heads, rows)
+
+
+_LAYOUTS = {
+    "gptoss": "gpt-oss",
+    "gemma": "Gemma 3",
+    "mamba-hybrid": "Mamba hybrid",
+    "full": "full attention",
+}
+
+
+def _is_told(lines: Sequence[Line], layout: str) -> bool:
+    """Whether there is something to show: engines with full attention alone are told nothing."""
+    policy = OURS if layout == "full" else TOLD[1]
+    return any(line["policy"] == policy for line in lines)
+
+
+def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
+    """The best of those with the most seeds."""
+    seeds = {name: sum(line["policy"] == name for line in lines) for name in among}
+    most = max(seeds.values())
+    return best(lines, [name for name, count in seeds.items() if count == most > 0])
+
+
+def _both(lines: Sequence[Line], policy: str, other: str) -> tuple[Ratio | None, Ratio | None]:
+    """The mean and the p99 of one policy relative to another's."""
+    return compared(lines, policy, other, MEAN), compared(lines, policy, other, P99)
 
 
 def gain_table(lines: Sequence[Line], figure: str = MEAN) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
@@ -145,6 +145,31 @@ class GroupManager(ABC):
             self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size
         )
 
+    def _read_behind(self, ends: Iterable[int]) -> set[int]:
+        """Table indices of what requests read that resume at one of *ends*, in tokens."""
+        step, eagle = self.settings.scheduler_block_size, int(self.settings.eagle)
+        found = set[int]()
+        for end in ends:
+            needed = self.needed_blocks(end // step * step)
+            found.update(range(needed.start - eagle, needed.stop + eagle))
+        return found
+
+    def refresh(self, request: CacheRequest, end: int) -> None:
+        """Evict last what a request reads that resumes at *end*, if all of it is cached.
+
+        Args:
+            request: Whose prefix it is.
+            end: In tokens, a multiple of the scheduler block size.
+        """
+        cached = self.pool.cached(self.group_idx)
+        hashes = [
+            request.hash_at((index + 1) * self.block_size) for index in self.needed_blocks(end)
+        ]
+        blocks = [cached.get(block_hash) for block_hash in hashes]
+        found = [block for block in blocks if block is not None]
+        if len(found) == len(blocks):
+            self.pool.refresh(found)
+
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
         return blocks_for(self.settings.max_model_len, self.block_size)
@@ -251,21 +276,29 @@ class GroupManager(ABC):
         table = self.block_table(request_id)
         return [table[index] for index in self._skipped_indices(request_id, num_computed_tokens)]
 
-    def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+    def free_skipped_blocks(
+        self, request_id: str, num_computed_tokens: int, ends: Sequence[int] | None = None
+    ) -> None:
         """Give back what the request no longer needs, while it runs.
 
         Args:
             request_id: The request.
             num_computed_tokens: Where it goes on.
+            ends: Where later requests will resume, in tokens: what they will not read is evicted
+                first. None: nothing is known of them.
         """
         indices = self._skipped_indices(request_id, num_computed_tokens)
-        if indices:
-            table = self._tables[request_id]
-            freed = [table[index] for index in indices]
-            for index in indices:
-                table[index] = self.pool.null_block
-            self.slid_out += len(freed)
-            self.pool.free_blocks(freed, have_slid_out=True)
+        if not indices:
+            return
+        table = self._tables[request_id]
+        read = set(indices) if ends is None else self._read_behind(ends)
+        superseded = [table[index] for index in indices if index not in read]
+        others = [table[index] for index in indices if index in read]
+        for index in indices:
+            table[index] = self.pool.null_block
+        self.slid_out += len(indices)
+        self.pool.free_blocks(others, have_slid_out=True)
+        self.pool.free_blocks(superseded, have_slid_out=True, evict_first=True)
 
     def free(self, request_id: str) -> None:
         """Give back all of the request's blocks, its last first; no error if it holds none."""

@@ -8,6 +8,8 @@ most two blocks, whatever the length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from typing_extensions import override
 
 from offload.block import Block
@@ -122,8 +124,10 @@ class MambaManager(GroupManager):
             whole.add(num_tokens // self.block_size - 1)
 
     @override
-    def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        super().free_skipped_blocks(request_id, num_computed_tokens)
+    def free_skipped_blocks(
+        self, request_id: str, num_computed_tokens: int, ends: Sequence[int] | None = None
+    ) -> None:
+        super().free_skipped_blocks(request_id, num_computed_tokens, ends)
         skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
         self._given_back[request_id] = max(skipped, self._given_back.get(request_id, 0))
 

@@ -217,6 +217,34 @@ def test_a_gain_is_told_by_traffic_against_what_did_best_there() -> None:
     assert rows[1].split("|")[2].strip() == "0.22"  # of 0.5 and 0.1, each as much
 
 
+def test_what_telling_gains_is_told_by_layout_with_its_seeds() -> None:
+    """A cell with fewer seeds than its neighbours must not look as certain as they do."""
+    lines = [
+        {
+            "situation": situation,
+            "policy": policy,
+            "seed": seed,
+            "ttft_mean_ms": mean,
+            "ttft_p99_ms": 10 * mean,
+            "avoidable_mean_ms": mean / 2,
+        }
+        for situation in ("chats", "chats, full")
+        for policy, mean, count in (
+            ("least_delay", 90.0, 1),
+            ("least_delay, told", 60.0, 2),
+            ("group_blind", 99.0, 1),
+            ("group_blind_any_copy", 100.0, 2),
+        )
+        if situation == "chats" or ", " not in policy
+        for seed in range(count)
+    ]
+    heads, _, hybrid, full = tables.told_table(lines).splitlines()
+    assert heads.startswith("| Layout, situation | seeds | best index without groups, ms |")
+    told = "0.60 (0.60-0.60); 0.60 (0.60-0.60)"
+    assert hybrid == f"| gpt-oss, chats | 1, -, 2 | 100 | 0.30 | 0.90; 0.90 |  | {told} |"
+    assert full == "| full attention, chats | 1, -, - | 100 | 0.45 | 0.90; 0.90 |  |  |"
+
+
 def test_every_main_situation_exists_and_stands_in_one_row() -> None:
     """A situation in two rows would count twice."""
     names = [name for row in TRAFFIC.values() for name in row]

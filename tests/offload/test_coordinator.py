@@ -447,7 +447,7 @@ def test_groups_counts_are_added_up() -> None:
     assert [len(blocks) for blocks in given] == [11, 11, 1, 3]
     assert [manager.holds("a") for manager in coordinator.managers] == [True] * 4
     assert coordinator.num_blocks_to_free("a", 41) == 8
-    coordinator.free_skipped_blocks("a", 41)
+    coordinator.free_skipped_blocks(request("a", range(41)), 41)
     assert coordinator.num_blocks_to_free("a", 41) == 0
     coordinator.free("a")
     assert coordinator.pool.num_free_blocks == coordinator.pool.statistics().num_blocks

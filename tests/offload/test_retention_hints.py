@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvevents.layout import KVCacheGroup
 from offload.cache_manager import CacheManager
 from offload.errors import EngineRequestError
-from offload.request import MAX_BOUNDARIES, CacheRequest, RetentionHints
+from offload.request import MAX_BOUNDARIES, NO_HINTS, CacheRequest, RetentionHints
 from tests.offload.small_cache import request
 from tests.support.cache_layouts import config_of, full, mamba, window
 
 
-def cache_of(*groups: KVCacheGroup, eagle: bool | tuple[int, ...] = False) -> CacheManager:
-    config = config_of(groups, retention_interval=0, eagle=eagle)
+def cache_of(
+    *groups: KVCacheGroup, eagle: bool | tuple[int, ...] = False, blocks: int = 80
+) -> CacheManager:
+    config = config_of(groups, retention_interval=0, eagle=eagle, num_blocks=blocks)
     return CacheManager(config, config.scheduler_block_size)
 
 
@@ -94,6 +100,125 @@ def test_a_response_that_will_be_continued_is_kept(group: KVCacheGroup, keep_end
     cache.free("first")
     turn = request("turn", [*prompt.token_ids, *range(900, 910)])
     assert hit(cache, turn) == (60 if keep_end else 40)
+
+
+@pytest.mark.parametrize("group", [window(5), mamba()])
+def test_a_prompt_that_ends_with_a_full_block_is_continued_behind_it(group: KVCacheGroup) -> None:
+    """A response too short to fill a block leaves no other place to resume."""
+    cache, prompt = cache_of(full(), group), request("first", range(40))
+    prompt.hints = RetentionHints(keep_end=True)
+    compute(cache, prompt, 40)
+    prompt.append([500, 501])
+    compute(cache, prompt, 41)
+    cache.free("first")
+    assert hit(cache, request("turn", [*prompt.token_ids, *range(900, 910)])) == 40
+
+
+def next_to_go(cache: CacheManager) -> bytes | None:
+    """What the cached block holds that is evicted first."""
+    blocks = cache.pool.free_queue.blocks()
+    return next(block.block_hash for block in blocks if block.block_hash is not None)
+
+
+def serve(cache: CacheManager, prompt: CacheRequest) -> None:
+    """Compute a request from its hit on, and end it."""
+    cache.start_step()
+    found, ends = cache.get_computed_blocks(prompt), prompt.num_tokens // 4 * 4
+    assert cache.allocate_slots(prompt, ends - found.num_tokens, found) is not None
+    prompt.num_computed_tokens = ends
+    compute(cache, prompt, prompt.num_tokens)
+    cache.free(prompt.request_id)
+
+
+FIRST, TURN, OTHER = range(41), [*range(41), *range(500, 530)], range(700, 741)
+
+
+@pytest.mark.parametrize("group", [window(5), mamba()])
+@pytest.mark.parametrize(
+    ("hints", "goes_first"),
+    [
+        (RetentionHints(keep_end=True), FIRST),
+        (RetentionHints((40,), keep_end=True), OTHER),
+        (RetentionHints(), OTHER),
+    ],
+)
+def test_where_a_turn_began_is_evicted_first_unless_it_is_named(
+    group: KVCacheGroup, hints: RetentionHints, goes_first: Sequence[int]
+) -> None:
+    """A session that goes on is resumed behind its last turn, so that the window or state before
+    it only takes the place of others'; where prompts part, others resume."""
+    cache, turn = cache_of(group, full()), request("turn", TURN)
+    serve(cache, request("other", OTHER))
+    serve(cache, request("first", FIRST))
+    turn.hints = hints
+    serve(cache, turn)
+    assert next_to_go(cache) == request("any", goes_first).hash_at(40)
+
+
+def test_on_engines_that_keep_densely_nothing_is_evicted_before_its_turn() -> None:
+    """There a hit may end anywhere, and whoever chose that wanted it."""
+    config = config_of([window(5), full()], retention_interval=None)
+    cache, turn = CacheManager(config, config.scheduler_block_size), request("turn", TURN)
+    serve(cache, request("other", OTHER))
+    serve(cache, request("first", FIRST))
+    turn.hints = RetentionHints(keep_end=True)
+    serve(cache, turn)
+    assert next_to_go(cache) in {request("any", OTHER).hash_at(end) for end in range(4, 41, 4)}
+
+
+@pytest.mark.parametrize("named", [(), (20,)])
+def test_a_boundary_that_is_named_again_is_kept_as_long_as_what_is_used(
+    named: tuple[int, ...],
+) -> None:
+    """Each turn uses full attention from the start; without its windows it would be no hit for
+    the next session that begins alike."""
+    cache, first, turn = cache_of(window(5), full()), request("first", FIRST), request("turn", TURN)
+    first.hints = RetentionHints((20,))
+    serve(cache, first)
+    serve(cache, request("other", OTHER))
+    turn.hints = RetentionHints(named)
+    serve(cache, turn)
+    assert (next_to_go(cache) == first.hash_at(20)) == (not named)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 60),
+            st.integers(1, 30),
+            st.integers(0, 12),
+            st.lists(st.integers(1, 80), max_size=3),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([window(5), window(9), mamba()]),
+)
+def test_where_nothing_is_evicted_hints_only_add_hits(
+    turns: list[tuple[int, int, int, list[int], bool]], group: KVCacheGroup
+) -> None:
+    """What nobody is expected to ask for goes first, but not before its memory is needed."""
+    hinted, plain = cache_of(full(), group, blocks=2000), cache_of(full(), group, blocks=2000)
+    said = list[int]()
+    for number, (kept, asked, answered, keep, keep_end) in enumerate(turns):
+        said = [*said[:kept], *range(1000 * number + 1000, 1000 * number + 1000 + asked)]
+        answer = range(1000 * number + 1500, 1000 * number + 1500 + answered)
+        hits = []
+        for cache, hints in ((hinted, RetentionHints(tuple(keep), keep_end)), (plain, NO_HINTS)):
+            prompt = request(f"turn {number}", said)
+            prompt.hints = hints
+            hits.append(hit(cache, prompt))
+            found = cache.get_computed_blocks(prompt)
+            cache.allocate_slots(prompt, prompt.num_tokens - found.num_tokens, found)
+            prompt.num_computed_tokens = prompt.num_tokens
+            for token in answer:
+                prompt.append([token])
+                compute(cache, prompt, prompt.num_tokens)
+            cache.free(prompt.request_id)
+            cache.check_integrity()
+        assert hits[0] >= hits[1]
+        said += answer
 
 
 def test_hints_are_read_from_a_requests_parameters() -> None:

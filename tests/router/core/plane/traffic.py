@@ -1,0 +1,145 @@
+"""Clients that come, leave and read slowly, and replicas that fail, before two threads of the data
+plane: a program for sanitizers, run by `test_sanitized.py` with the module that was built for them."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.router.core.index.threads import load
+
+CLIENTS, REQUESTS = 6, 25
+BODY = b'{"model": "m", "prompt": [1, 2, 3]}'
+STREAM = b"".join(b"data: {%d}\n\n" % number for number in range(50)) + b"data: [DONE]\n\n"
+
+
+def replica(listener: socket.socket) -> None:
+    """Serves one request a connection and more, in one of several ways."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+
+def serve(connection: socket.socket) -> None:
+    """Serve the requests of a connection."""
+    draw = random.Random(connection.fileno())
+    with connection:
+        while True:
+            try:
+                head = b""
+                while b"\r\n\r\n" not in head or len(head.partition(b"\r\n\r\n")[2]) < len(BODY):
+                    if not (piece := connection.recv(65536)):
+                        return
+                    head += piece
+                kind = draw.randrange(6)
+                if kind == 0:
+                    return
+                if kind == 1:
+                    connection.sendall(b"HTTP/1.1 503 X\r\ncontent-length: 1\r\n\r\nx")
+                elif kind == 2:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+                    connection.sendall(b"y" * 100_000)
+                elif kind == 3:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf")
+                    return
+                else:
+                    connection.sendall(
+                        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+                        b"transfer-encoding: chunked\r\n\r\n"
+                    )
+                    for at in range(0, len(STREAM), 7):
+                        piece = STREAM[at : at + 7]
+                        connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+                    connection.sendall(b"0\r\n\r\n")
+            except OSError:
+                return
+
+
+def client(port: int, seed: int) -> None:
+    """Send requests; leave in the middle of some."""
+    draw = random.Random(seed)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+    for _ in range(REQUESTS):
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.settimeout(20)
+                request = head + BODY
+                if draw.randrange(5) == 0:
+                    connection.sendall(request[: draw.randrange(len(request))])
+                    continue
+                if draw.randrange(3) == 0:
+                    connection.sendall(request * 2)
+                else:
+                    for at in range(0, len(request), 20):
+                        connection.sendall(request[at : at + 20])
+                if draw.randrange(4) == 0:
+                    connection.recv(10)
+                    continue
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
+        except OSError:
+            continue
+
+
+def answer(plane: Any, event: tuple[Any, ...], port: int) -> None:
+    """What Python does about an event."""
+    kind, number, *what = event
+    if kind == "opened" and not what[-1]:
+        plane.read_body(number)
+    elif kind == "opened" or (kind == "body" and what[1]) or kind == "failed":
+        plane.forward(
+            *(number, "r", "127.0.0.1", port, b"replica", b"", None, (), ((b"x-a", b"b"),)),
+            *(((b"x-kv-replica", b"r"),), None, (5.0, 20.0, 20.0), 1, 0),
+        )
+    elif kind == "body":
+        plane.read_body(number)
+    elif kind == "not_now":
+        if number % 2:
+            plane.pass_on(number)
+        else:
+            plane.respond(number, 503, [(b"content-length", b"0")], b"")
+
+
+def main(path: Path) -> None:
+    """Run until all clients have been served."""
+    module = load(path)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    threading.Thread(target=replica, args=(listeners[0],), daemon=True).start()
+    port, listeners_port = (each.getsockname()[1] for each in listeners)
+    listeners[1].setblocking(False)
+    options = {
+        **{"head_bytes": 65536, "max_body_bytes": 1 << 20, "request_s": 10.0},
+        **{"client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 1.0, "max_idle": 8},
+        **{"max_connections": 0, "reserved_from": 1 << 30, "dropped": [b"x-b"]},
+        **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+    }
+    plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)])
+    threads = [
+        threading.Thread(target=client, args=(listeners_port, seed)) for seed in range(CLIENTS)
+    ]
+    for thread in threads:
+        thread.start()
+    with selectors.DefaultSelector() as selector:
+        selector.register(plane.fileno(), selectors.EVENT_READ)
+        while any(thread.is_alive() for thread in threads):
+            if selector.select(0.1):
+                for event in plane.take():
+                    answer(plane, event, port)
+            plane.give_up("r", 30.0)
+    plane.cut_all()
+    plane.stop()
+    assert plane.counts()["opened"] > 0
+    print("done")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
