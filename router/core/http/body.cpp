@@ -100,7 +100,8 @@ BodyReader::Piece BodyReader::next(std::string_view bytes) {
 
 // What there is of the payload at `from`, and the line end behind it where a chunk ends with it.
 BodyReader::Piece BodyReader::take(std::string_view bytes, std::size_t from) {
-    Piece piece{.used = from, .payload = {}};
+    Piece piece;
+    piece.used = from;
     const std::string_view rest = bytes.substr(from);
     const bool is_counted = state_ == State::plain || state_ == State::chunk_data;
     if (rest.empty() || (!is_counted && state_ != State::until_close)) return piece;
