@@ -274,7 +274,6 @@ class SingleGroupCoordinator(Coordinator):
             request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
         hints, shared = request.hints, request.shared_prefix_boundary
-<<<<<<< HEAD
         ends = (*ends, *self._resumed_at(hints.boundaries))
         if shared:
             ends = (*ends, shared)
@@ -282,18 +281,9 @@ class SingleGroupCoordinator(Coordinator):
                 # A request that leaves the shared prefix right at its end lacks EAGLE's block
                 # behind it, and resumes a block before.
                 ends = (*ends, max(shared - manager.block_size, 0))
-        kept_behind = request.num_prompt_tokens if hints.keep_end else None
-=======
-        named = (*hints.boundaries, shared) if shared else hints.boundaries
-        ends = (*ends, *named)
-        if manager.settings.eagle:
-            # A request that leaves the shared prefix right at its end lacks EAGLE's block behind
-            # it, and resumes a block before.
-            ends = (*ends, *(max(end - manager.block_size, 0) for end in named))
         # A prompt that ends with a full block is resumed before that block by the same one again,
         # and behind it by a next turn whose response fills no block.
         kept_behind = request.num_prompt_tokens - 1 if hints.keep_end else None
->>>>>>> sim
         return Retention(self.retention_interval, ends, kept_behind)
 
     def _resumed_at(self, boundaries: Sequence[int]) -> list[int]:
