@@ -36,8 +36,11 @@ class Response:
 
 
 def normal(fields: Fields) -> Fields:
-    """httptools leaves white space behind a value, and the case of a name is the sender's."""
-    return [(name.lower(), value.strip(b" \t")) for name, value in fields]
+    """httptools leaves white space behind a value, h11 writes codings in lower case, and the case
+    of a name is the sender's."""
+    found = [(name.lower(), value.strip(b" \t")) for name, value in fields]
+    coding = b"transfer-encoding"
+    return [(name, value.lower() if name == coding else value) for name, value in found]
 
 
 class _Collector:
