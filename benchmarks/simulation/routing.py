@@ -64,6 +64,8 @@ class SimulatedRouter:
         self._steering = Steering() if told in ("learned", "told") else None
         self._knows_ends = told == "told"
         self.index = BLIND_INDEXES.get(policy, _index)()
+        for replica_id in replica_ids:
+            self.index.add(SourceId(replica_id))
         self.load = LoadTracker()
         peers = told == "pulling"
         self._replicas = [_healthy(replica_id, peers) for replica_id in replica_ids]

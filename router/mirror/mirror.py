@@ -582,7 +582,7 @@ class Mirror:
         keys, layout = prompt.prefix_keys(STEP), cache.layout
         if layout is UNKNOWN:
             layout = self._look_at_layout(cache)
-        if not keys or not cache.prefilling:
+        if not keys or not cache.prefilling or (layout is UNKNOWN and _is_followed(cache)):
             return now
         self._forget_evicted(cache)
         evicted, evicted_before = self._foresee_evictions(cache)
@@ -790,6 +790,13 @@ def _free_blocks(cache: _Cache) -> float:
     copies = cache.order.copied_keys * layout.held_blocks_per_key
     copies += cache.recomputed_tokens / STEP * layout.full_blocks_per_key
     return max(capacity - held - copies - cache.decoding * layout.groups, 0.0)
+
+
+def _is_followed(cache: _Cache) -> bool:
+    """Whether its events are followed. Until the first one says where hits end and of which groups
+    they are, what is being computed there promises nothing: with windows or states it was wrong
+    twice as often as right, with full attention about as often."""
+    return cache.index.source_statistics(cache.source) is not None
 
 
 def _evictable(cache: _Cache) -> float:

@@ -384,6 +384,19 @@ def test_a_prompt_behind_one_that_shares_its_beginning_will_find_it_cached(
     assert mirrored.mirror.expected(R0, mirrored.prompt(IDS[:64]), 64, 0) == 63
 
 
+def test_before_a_followed_cache_tells_its_layout_nothing_more_is_expected(
+    mirrored: Mirrored,
+) -> None:
+    """Where hits end there, and whether windows are kept, its first event will say."""
+    prompt = mirrored.prompt([*IDS[:500], *range(7000, 7100)])
+    mirrored.index.add(R0)
+    mirrored.begin(IDS)
+    assert mirrored.mirror.expected(R0, prompt, 600, 16) == 16
+    layout = announce(KVCacheLayout.build([FULL]), HashChain.from_seed())
+    mirrored.index.apply(R0, EventBatch(0.0, (layout,)))
+    assert mirrored.mirror.expected(R0, prompt, 600, 16) == 496
+
+
 def test_a_cache_whose_events_say_nothing_evicts_nothing_that_could_be_predicted(
     mirrored: Mirrored,
 ) -> None:
