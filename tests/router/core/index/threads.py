@@ -82,7 +82,7 @@ def replace_last(core: Any) -> None:
 
 
 def add_source(core: Any) -> None:
-    slot = core.add([])
+    slot = core.add(core.new_number(), [])
     core.set_layout(slot, FULL_ATTENTION, 16, 16, True, 0, False, 0)
 
 
