@@ -245,7 +245,7 @@ public:
     }
 
     // `numbers`: {source: cache}; others are idle and empty. `capacity_of(i)`: the size of cache i.
-    nb::tuple outlooks(ModelId model, const nb::list& sources, const nb::dict& numbers,
+    nb::tuple outlooks(ModelId model, const nb::sequence& sources, const nb::dict& numbers,
                        const nb::object& capacity_of, double now) {
         std::vector<CacheId> caches;
         for (nb::handle source : sources) caches.push_back(number_of(numbers, source));
