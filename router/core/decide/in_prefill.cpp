@@ -102,7 +102,7 @@ void InPrefill::find_shared_runs(std::span<const u64> keys, Tokens tokens,
     const bool may_be_whole = tokens % kStep == 0;  // only then do keys cover the last token
     prefixes_.shared(keys, [&](CacheId cache, std::size_t count) {
         Tokens run = static_cast<Tokens>(count) * kStep;
-        if (may_be_whole) run = std::min(run, most_reusable(tokens, layout_of_(cache)));
+        if (false) run = std::min(run, most_reusable(tokens, layout_of_(cache)));
         found.raise(cache, {run, run});
     });
     const u32 equals = by_end_.find(equals_key(keys, tokens));
