@@ -1,10 +1,13 @@
 """The compiled core, built from `core/`; see `core/binding/`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvevents.events import BlockHash
 from router.index.base import ApplyResult, Hit, SourceId
+from router.mirror.in_prefill import Coming
+from router.mirror.loading import ByTier
+from router.mirror.mirror import Outlook
 
 core_version: int
 
@@ -50,8 +53,8 @@ class Core:
         result: type[ApplyResult],
     ) -> None: ...
     def shared(self) -> SharedIndex: ...
-    def number(self, slot: int) -> int: ...
-    def add(self, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
+    def new_number(self) -> int: ...
+    def add(self, number: int, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
     def drop(self, slot: int) -> bool: ...
     def tidy(self) -> bool: ...
     def set_layout(
@@ -134,6 +137,117 @@ class Core:
     def restore_source(self, slot: int, state: bytes) -> None: ...
     def sizes(self) -> tuple[int, int]: ...
     def contradictions(self) -> list[str]: ...
+
+class Visit:
+    """One request at one cache; see `router.mirror.Visit`."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def expected_tokens(self) -> int: ...
+    def first_token(self) -> None: ...
+    def ended(self, was_served: bool = True) -> None: ...
+
+class LoadPrices:
+    """See `router.mirror.loading.LoadPrices`."""
+
+    def of(self, tier: str) -> float: ...
+    def mean(self, by_tier: ByTier) -> float: ...
+
+class Mirror:
+    """Every cache and model by its number; see `router.mirror.native`."""
+
+    def __init__(
+        self,
+        max_keys: int,
+        clock: Callable[[], float],
+        prices: Sequence[tuple[str, float]],
+        other_price: float,
+        first_number: int,
+        coming: type[Coming],
+    ) -> None: ...
+    def begin(
+        self,
+        model: int,
+        index: SharedIndex,
+        source: int,
+        cache: int,
+        prompts: Sequence[Prompt],
+        computed: Sequence[Sequence[tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]]],
+        prompt_tokens: int,
+        uncached_tokens: int,
+        hit_tokens: int,
+        speed: float,
+        loads: ByTier,
+        junction_tokens: int,
+        keep: Sequence[int],
+    ) -> Visit: ...
+    def prefilling(
+        self,
+    ) -> list[tuple[int, int, tuple[int, int, int, list[int]] | None]]: ...
+    def hear(self, cache: int, tokens: int, keys: Sequence[int]) -> int: ...
+    def unhear(self, number: int) -> None: ...
+    def forget(self, caches: Sequence[int]) -> None: ...
+    def forget_model(self, model: int) -> None: ...
+    def ended(self, cache: int) -> list[tuple[list[int], float]]: ...
+    def prefill_tokens_per_s(self, model: int) -> float: ...
+    def reuse_probability(self, model: int, idle_s: float) -> float: ...
+    def load_prices(self, cache: int) -> LoadPrices | None: ...
+    def outlooks(
+        self,
+        model: int,
+        sources: Sequence[SourceId],
+        numbers: Mapping[SourceId, int],
+        capacity_of: Callable[[int], int | None],
+        now: float,
+    ) -> tuple[list[float], list[Outlook]]: ...
+    def in_prefill(
+        self, prompt: Prompt, tokens: int, sources: Sequence[SourceId]
+    ) -> dict[SourceId, Coming]: ...
+    def expected(
+        self,
+        cache: int,
+        prompt: Prompt,
+        prompt_tokens: int,
+        hit_tokens: int,
+        junction_tokens: int,
+    ) -> int: ...
+    def statistics(self) -> tuple[int, int, int, int]: ...
+
+class Estimate:
+    """What a cache without events may hold."""
+
+    def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> tuple[int, float]: ...
+    def eviction_age_s(self, now: float) -> float | None: ...
+
+class EstimatedVisit:
+    """One request at such a cache; see `router.mirror.ApproximateVisit`."""
+
+    def first_token(self) -> None: ...
+    def ended(self, actual_tokens: int | None = None) -> None: ...
+
+class Estimates:
+    """Every such cache by its number; see `router.mirror.native`."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        after_s: float,
+        cache_tokens: int,
+        max_keys: int,
+        clock: Callable[[], float],
+    ) -> None: ...
+    def stand_in(
+        self, cache: int, lost_since: float | None, cache_tokens: int | None, now: float
+    ) -> Estimate | None: ...
+    def visit(
+        self, cache: int, prompts: Sequence[Sequence[int]], hit_tokens: int
+    ) -> EstimatedVisit | None: ...
+    def forget(self, caches: Sequence[int]) -> None: ...
+    def caches(self) -> list[int]: ...
+    def statistics(
+        self, cache: int, lost_since: float | None, now: float
+    ) -> tuple[int, int, float] | None: ...
 
 def block_hashes(
     prompt: Prompt,

@@ -31,8 +31,19 @@ from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
-from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
-from router.mirror import ApproximateCaches, Mirror
+from router.index import (
+    REFERENCE,
+    IndexImplementation,
+    IndexUnavailable,
+    SourceId,
+    choose_index,
+)
+from router.mirror import (
+    ApproximateCaches,
+    Mirror,
+    create_approximate_caches,
+    create_mirror,
+)
 from router.observability.collector import CollectedParts, collect
 from router.observability.history import BlockCounts, History, Removals
 from router.observability.metrics import RouterMetrics
@@ -154,14 +165,15 @@ class RouterService:
         self.request_log = RequestLog(place=self._shared.log_place)
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
-        self._mirror = Mirror(config.policy.mirror_max_keys, load_price=config.weights.of_tier)
+        indexes = indexes or configured_index(config)
+        self._mirror = _mirror(config, indexes)
         self._load = LoadTracker()
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         self._upstream = self._make_upstream(reserved_files_from)
         self._make_overload()
-        self._make_caches(indexes or configured_index(config))
+        self._make_caches(indexes)
         planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
@@ -736,11 +748,19 @@ def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
     return PolicySettings(config.weights, config.policy.options, lots)
 
 
+def _mirror(config: RouterConfig, indexes: IndexImplementation) -> Mirror:
+    # Of a model whose replicas share a store the index is the one in Python.
+    if not indexes.knows_stores and any(model.stores for model in config.models):
+        indexes = REFERENCE
+    prices = config.weights.tier_token, config.weights.lower_tier_token
+    return create_mirror(indexes, config.policy.mirror_max_keys, *prices)
+
+
 def _approximate(config: RouterConfig, feed: Feed, mirror: Mirror) -> ApproximateCaches | None:
     options = config.approximate
     if not options.enabled:
         return None
-    return ApproximateCaches(
+    return create_approximate_caches(
         feed.lost_since, mirror, options.after_s, options.cache_tokens, options.max_keys
     )
 

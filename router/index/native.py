@@ -27,7 +27,7 @@ from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
 from kvevents.messages import WireRun
 from kvevents.sealing import held_key
-from router._core import Core, EngineHashes, HitMap, Prompt, StateError
+from router._core import Core, EngineHashes, HitMap, Prompt, SharedIndex, StateError
 from router._core import block_hashes as _block_hashes
 from router._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
@@ -66,7 +66,7 @@ _PICKLED_BEFORE = len(pickle.dumps((*_BEFORE_EXTRA_KEYS, None), protocol=5)) - 1
 
 _EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
 """In each spelling of extra keys."""
-_Computed: TypeAlias = tuple[int, bool, _EngineHashes]
+Computed: TypeAlias = tuple[int, bool, _EngineHashes]
 """Slot, whether places learned from events do not count, and the hashes in each spelling."""
 
 Mapping.register(HitMap)
@@ -258,6 +258,8 @@ class NativeIndex(PrefixIndex):
         self._sharing = ReferenceIndex(limits=self.limits)
         """The sources that share a store with others."""
         self._sources: dict[SourceId, _NativeSource] = {}
+        self._numbers: dict[SourceId, int] = {}
+        """See `number_of`."""
         self._slots: dict[SourceId, int] = {}
         """Of every source; replaced by another when one comes or goes, since a match keeps it."""
         self._searching: dict[SourceId, _NativeSource] = {}
@@ -278,6 +280,19 @@ class NativeIndex(PrefixIndex):
         ]
         return Core(point, fold, bounds, NO_HIT, ApplyResult)
 
+    def number_of(self, source: SourceId) -> int:
+        """What names a source in the core for good, also before it is added and after it was
+        dropped."""
+        number = self._numbers.get(source)
+        if number is None:
+            number = self._numbers[source] = self.core.new_number()
+        return number
+
+    @property
+    def shared(self) -> SharedIndex:
+        """For what else in the core reads it; another one after `restore`."""
+        return self.core.shared()
+
     # --- feeding ----------------------------------------------------------------------------------
 
     @override
@@ -288,7 +303,8 @@ class NativeIndex(PrefixIndex):
             self._sharing.add(source, hints)
             return
         units = [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in hints.tiers]
-        known = _NativeSource(self.core.add(units), LayoutLearner(hints), HashFinder(hints))
+        slot = self.core.add(self.number_of(source), units)
+        known = _NativeSource(slot, LayoutLearner(hints), HashFinder(hints))
         self._sources[source] = known
         self._slots = {**self._slots, source: known.slot}
         self._tell_layout(known)
@@ -522,7 +538,7 @@ class NativeIndex(PrefixIndex):
     @override
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, NativePrompt)
-        computed: list[_Computed] = []
+        computed: list[Computed] = []
         if self._searching and len(prompt.hashed) >= 2:
             for source, known in list(self._searching.items()):
                 computed += self._computed(source, known, prompt)
@@ -568,9 +584,19 @@ class NativeIndex(PrefixIndex):
             if group.kind is not GroupKind.NOT_CACHED
         )
 
+    def computed_of(
+        self, source: SourceId, prompts: Iterable[NativePrompt]
+    ) -> list[list[Computed]]:
+        """Of each prompt, its hashes by the source's engine, where blocks are only found by them;
+        empty where no prompt needs any."""
+        known = self._sources.get(source)
+        if known is None or source not in self._searching:
+            return []
+        return [self._computed(source, known, prompt) for prompt in prompts]
+
     def _computed(
         self, source: SourceId, known: _NativeSource, prompt: NativePrompt
-    ) -> list[_Computed]:
+    ) -> list[Computed]:
         """A prompt's hashes by a source's engine, where blocks are only found by them."""
         layout, finder, slot = known.learner.layout, known.finder, known.slot
         if layout is None:

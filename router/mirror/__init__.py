@@ -17,6 +17,8 @@ The files; each imports only what is listed above it:
     loading.py     what it costs to load from below the GPU
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
     approximate.py what a cache holds whose events are not there
+    native.py      the last two, compiled, behind the same interface
+    choice.py      which of them serves
 """
 
 from router.mirror.approximate import (
@@ -25,6 +27,7 @@ from router.mirror.approximate import (
     ApproximateStatistics,
     ApproximateVisit,
 )
+from router.mirror.choice import create_approximate_caches, create_mirror
 from router.mirror.in_prefill import Coming, are_equal
 from router.mirror.layout import STEP
 from router.mirror.mirror import (
@@ -52,4 +55,6 @@ __all__ = [
     "Prefilling",
     "Visit",
     "are_equal",
+    "create_approximate_caches",
+    "create_mirror",
 ]

@@ -70,9 +70,9 @@ class Prefilling:
     kept: Sequence[int] = ()
 
 
-_Outlook: TypeAlias = tuple[float | None, float, float, float, float]
+Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 """A `CacheOutlook` without the progress."""
-_NOTHING: _Outlook = (None, 0.0, 0.0, 0.0, 1.0)
+_NOTHING: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _Cache:
     """Of their prompts."""
     recomputed_tokens: int = 0
     """Of these, those that full attention had already."""
-    outlook: _Outlook | None = None
+    outlook: Outlook | None = None
     """The last one that was given; None: something has happened since."""
     outlook_until: float = 0.0
     layout: Layout = UNKNOWN
@@ -482,7 +482,7 @@ class Mirror:
         sources: Sequence[SourceId],
         capacity_of: Callable[[int], int | None],
         now: float,
-    ) -> tuple[list[float], list[_Outlook]]:
+    ) -> tuple[list[float], list[Outlook]]:
         """The same of many caches, without a name for each value: progress, and the rest.
 
         Args:
@@ -494,7 +494,7 @@ class Mirror:
         caches, traffic = self._caches, self._model(model)
         tokens_per_s, known_until = traffic.prefill_tokens_per_s, now + self.OUTLOOK_S
         progress: list[float] = []
-        found: list[_Outlook] = []
+        found: list[Outlook] = []
         for source in sources:
             cache = caches.get(source)
             if cache is None:
@@ -516,7 +516,7 @@ class Mirror:
             progress.append(done if done < most else most)
         return progress, found
 
-    def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> _Outlook:
+    def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> Outlook:
         age = self._eviction_age_s(cache, now)
         reuse = 0.0 if age is None else model.reuse_probability(age)
         rates = cache.work.per_s(now), cache.arrivals.per_s(now)

@@ -202,7 +202,6 @@ nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm
 }
 
 using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>, bool>;
-using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
 class Core {
 public:
@@ -218,16 +217,16 @@ public:
     // For what else in the core reads it.
     std::shared_ptr<SharedIndex> shared() const { return shared_; }
 
-    // Names the source wherever a name must outlast its slot.
-    u32 number(u32 slot) {
+    // Names a source that may be added, for as long as the index lives.
+    u32 new_number() {
         Locked locked(mutex_);
-        check(slot);
-        return shared_->number_of(slot);
+        return shared_->new_number();
     }
 
-    u32 add(const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
+    u32 add(u32 number, const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
         Locked locked(mutex_);
-        const u32 slot = shared_->add();
+        if (shared_->slot_of(number) != kNone) throw nb::index_error("the source is there already");
+        const u32 slot = shared_->add(number);
         for (const auto& [name, blocks, tokens] : tier_units) {
             index_.source(slot).tier_units.push_back({name, blocks, tokens});
         }
@@ -477,8 +476,9 @@ public:
     }
 
     // Hashes a prompt for every source.
-    void hash(const PromptHandle& handle) {
+    void hash(PromptHandle& handle) {
         Prompt& prompt = *handle.prompt;
+        handle.index = shared_;
         ReleasedIf released(prompt.tokens().size() > kLongPrompt);
         std::vector<Prompt::Step> steps;
         {
@@ -498,7 +498,7 @@ public:
                  const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
         HitMap found(std::move(slots), types_);
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
         Locked locked(mutex_, !is_long);
@@ -514,7 +514,7 @@ public:
     nb::object match_source(const PromptHandle& handle, u32 slot,
                             const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         Hit hit;
         NamedShares shares;
         {
@@ -533,7 +533,7 @@ public:
     u64 match_tier(const PromptHandle& handle, u32 slot, const std::string& tier,
                    const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
         Locked locked(mutex_, !is_long);
@@ -544,7 +544,7 @@ public:
     std::vector<u64> group_hits(const PromptHandle& handle, u32 slot,
                                 const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         Locked locked(mutex_);
         check(slot);
         return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
@@ -658,24 +658,6 @@ private:
         return told;
     }
 
-    std::vector<Computed> computed_of(const std::vector<ComputedTuple>& tuples) const {
-        std::vector<Computed> found;
-        for (const auto& [slot, is_alone, lists] : tuples) {
-            found.push_back({slot, is_alone, {}});
-            for (nb::handle list : lists) {
-                std::vector<u64>& hashes = found.back().hashes.emplace_back();
-                if (nb::isinstance<EngineHashes>(list)) {
-                    hashes = nb::cast<const EngineHashes&>(list).numbers;
-                    continue;
-                }
-                for (nb::handle each : nb::borrow<nb::list>(list)) {
-                    hashes.push_back(hash_of(index_.space(), each));
-                }
-            }
-        }
-        return found;
-    }
-
     ResultTypes types_;
     std::shared_ptr<SharedIndex> shared_;
     std::mutex& mutex_ = shared_->mutex;
@@ -698,6 +680,25 @@ nb::object pack_token_ids(nb::handle text) {
 
 }  // namespace
 
+std::vector<Computed> kvroute::binding::computed_of(const KeySpace& space,
+                                                    const std::vector<ComputedTuple>& tuples) {
+    std::vector<Computed> found;
+    for (const auto& [slot, is_alone, lists] : tuples) {
+        found.push_back({slot, is_alone, {}});
+        for (nb::handle list : lists) {
+            std::vector<u64>& hashes = found.back().hashes.emplace_back();
+            if (nb::isinstance<EngineHashes>(list)) {
+                hashes = nb::cast<const EngineHashes&>(list).numbers;
+                continue;
+            }
+            for (nb::handle each : nb::borrow<nb::list>(list)) {
+                hashes.push_back(hash_of(space, each));
+            }
+        }
+    }
+    return found;
+}
+
 void kvroute::binding::bind_index(nb::module_& module) {
     static nb::exception<StateError> state_error(module, "StateError", PyExc_ValueError);
 
@@ -709,7 +710,7 @@ void kvroute::binding::bind_index(nb::module_& module) {
                 const auto* bytes = static_cast<const u8*>(extra_keys.data());
                 new (self) PromptHandle{std::make_shared<Prompt>(
                     tokens_of(tokens), std::move(lora), std::move(salt),
-                    std::vector<u8>(bytes, bytes + extra_keys.size()))};
+                    std::vector<u8>(bytes, bytes + extra_keys.size())), nullptr};
             },
             nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
             nb::arg("extra_keys"))
@@ -740,7 +741,7 @@ void kvroute::binding::bind_index(nb::module_& module) {
     nb::class_<Core>(module, "Core")
         .def(nb::init<u64, u64, const std::vector<u64>&, nb::object, nb::object>())
         .def("shared", &Core::shared)
-        .def("number", &Core::number)
+        .def("new_number", &Core::new_number)
         .def("add", &Core::add)
         .def("drop", &Core::drop)
         .def("tidy", &Core::tidy)

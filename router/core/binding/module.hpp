@@ -8,5 +8,6 @@ namespace kvroute::binding {
 void bind_http(nanobind::module_& module);
 void bind_index(nanobind::module_& module);
 void bind_plane(nanobind::module_& module);
+void bind_mirror(nanobind::module_& module);
 
 }  // namespace kvroute::binding

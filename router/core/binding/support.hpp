@@ -7,9 +7,10 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "index/keys.hpp"
+#include "index/shared.hpp"
 
 namespace kvroute::binding {
 
@@ -47,6 +48,33 @@ public:
 
 private:
     std::mutex& mutex_;
+};
+
+// Holds the mutex of what a decision reads. Wherever the thread has to wait, for this mutex or for one
+// that is taken after it, the interpreter lock is let go, and taken back when this mutex is free again:
+// nobody waits for the interpreter with the mutex in hand. So Python must not be touched meanwhile.
+class Guarded {
+public:
+    explicit Guarded(std::mutex& mutex) : waited_before_(before_waiting) {
+        before_waiting = &let_go;
+        lock_ = locked(mutex);
+    }
+    ~Guarded() {
+        lock_.unlock();
+        before_waiting = waited_before_;
+        if (let_go_ != nullptr) PyEval_RestoreThread(std::exchange(let_go_, nullptr));
+    }
+    Guarded(const Guarded&) = delete;
+    Guarded& operator=(const Guarded&) = delete;
+
+private:
+    static void let_go() {
+        if (let_go_ == nullptr) let_go_ = PyEval_SaveThread();
+    }
+
+    static inline thread_local PyThreadState* let_go_ = nullptr;
+    void (*waited_before_)();
+    std::unique_lock<std::mutex> lock_;
 };
 
 // A contiguous buffer of any kind, for reading.

@@ -2,6 +2,7 @@
 // were computed once stay where they are.
 #pragma once
 
+#include <list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -42,15 +43,10 @@ public:
     const std::vector<u64>& prefix_keys(const KeySpace& space, u64 step) {
         std::lock_guard locked(mutex_);
         auto known = prefix_keys_.find(step);
-        if (known != prefix_keys_.end()) return known->second;
-        for (const auto& [finer, keys] : keys_) {
-            if (finer.lookahead || step % finer.tokens || tokens_.size() < step) continue;
-            std::vector<u64> picked;
-            const u64 nth = step / finer.tokens;
-            for (u64 i = nth - 1; i < keys.size(); i += nth) picked.push_back(keys[i]);
-            return prefix_keys_.emplace(step, std::move(picked)).first->second;
+        if (known == prefix_keys_.end()) {
+            known = prefix_keys_.emplace(step, &every(space, step)).first;
         }
-        return prefix_keys_.emplace(step, keys_at(space, {step, 0})).first->second;
+        return *known->second;
     }
 
 private:
@@ -58,6 +54,19 @@ private:
         auto known = keys_.find(step);
         return known == keys_.end() ? keys_.emplace(step, computed(space, step)).first->second
                                     : known->second;
+    }
+
+    // The keys at every multiple of `step` tokens, where they are to stay.
+    const std::vector<u64>& every(const KeySpace& space, u64 step) {
+        for (const auto& [finer, keys] : keys_) {
+            if (finer.lookahead || step % finer.tokens || tokens_.size() < step) continue;
+            if (finer.tokens == step) return keys;
+            std::vector<u64>& picked = picked_.emplace_back();
+            const u64 nth = step / finer.tokens;
+            for (u64 i = nth - 1; i < keys.size(); i += nth) picked.push_back(keys[i]);
+            return picked;
+        }
+        return keys_at(space, {step, 0});
     }
 
     std::vector<u64> computed(const KeySpace& space, Step step) const {
@@ -97,7 +106,8 @@ private:
     std::optional<std::string> salt_;
     std::vector<u8> extra_keys_;  // in msgpack; empty where there are none
     std::map<Step, std::vector<u64>> keys_;
-    std::map<u64, std::vector<u64>> prefix_keys_;
+    std::map<u64, const std::vector<u64>*> prefix_keys_;  // by step: some of `keys_` or `picked_`
+    std::list<std::vector<u64>> picked_;
 };
 
 }  // namespace kvroute

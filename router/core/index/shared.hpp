@@ -9,9 +9,23 @@
 
 namespace kvroute {
 
-// Names a source for as long as it exists. A source's slot changes when a large clear leaves behind
-// what it held.
+// Names a source for as long as its index lives, also before it is added and after it was dropped: one
+// that comes again is the same. Its slot changes when a large clear leaves behind what it held.
 using SourceNumber = u32;
+
+// What a thread does before it waits for a mutex; null: nothing. Set by whoever holds something that
+// the thread in possession of the mutex may need in order to go on.
+inline thread_local void (*before_waiting)() = nullptr;
+
+// Locks a mutex for as long as the result lives.
+inline std::unique_lock<std::mutex> locked(std::mutex& mutex) {
+    std::unique_lock lock(mutex, std::try_to_lock);
+    if (!lock.owns_lock()) {
+        if (before_waiting != nullptr) before_waiting();
+        lock.lock();
+    }
+    return lock;
+}
 
 class SharedIndex {
 public:
@@ -24,15 +38,22 @@ public:
     Hits hits;  // of the match at hand: its memory is used again
 
     SourceNumber number_of(u32 slot) const { return numbers_[slot]; }
-    // `kNone`: it was dropped.
+    // `kNone`: it is not there.
     u32 slot_of(SourceNumber number) const {
         return number < slots_.size() ? slots_[number] : kNone;
     }
 
-    u32 add() {
+    // Of a source that may be added later.
+    SourceNumber new_number() {
+        slots_.push_back(kNone);
+        return static_cast<SourceNumber>(slots_.size() - 1);
+    }
+
+    // `number`: from `new_number`, of a source that is not there now.
+    u32 add(SourceNumber number) {
         const u32 slot = index.add_source();
-        slots_.push_back(slot);
-        put(slot, static_cast<SourceNumber>(slots_.size() - 1));
+        slots_[number] = slot;
+        put(slot, number);
         return slot;
     }
     void drop(u32 slot) {

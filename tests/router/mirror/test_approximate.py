@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.index import SourceId, create_index
-from router.mirror import STEP, ApproximateCache, ApproximateCaches, ApproximateVisit, Mirror
+from router.mirror import (
+    STEP,
+    ApproximateCache,
+    ApproximateVisit,
+    Mirror,
+    create_approximate_caches,
+)
+from tests.router.mirror.implementations import new_mirror
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 ALWAYS = float("-inf")
@@ -29,9 +38,9 @@ class Fleet:
     ) -> None:
         self.now = 0.0
         self.lost: dict[SourceId, float | None] = {R0: ALWAYS, R1: ALWAYS}
-        self.caches = ApproximateCaches(
+        self.caches = create_approximate_caches(
             self.lost.__getitem__,
-            mirror,
+            mirror or new_mirror(),
             after_s,
             cache_tokens=cache_keys * STEP,
             max_keys=max_keys,
@@ -243,7 +252,7 @@ def test_a_loss_is_replaced_by_an_estimate_once_it_has_lasted() -> None:
 
 def test_an_estimate_begins_with_what_was_sent_before_the_loss() -> None:
     """In its order, so that the oldest goes first."""
-    mirror, index = Mirror(clock=lambda: 1.0), create_index()
+    mirror, index = new_mirror(clock=lambda: 1.0), create_index()
     for number in range(3):
         ids = [number * 1000 + place for place in range(4 * STEP)]
         hashed = index.prepare(ids, extra_steps=(STEP,))

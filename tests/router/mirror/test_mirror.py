@@ -23,7 +23,10 @@ from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutp
 from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, create_index, token_columns
 from router.mirror import STEP, Coming, Mirror, Prefilling, Visit
 from router.mirror.layout import UNKNOWN
+from tests.router.mirror.implementations import new_mirror
 from tests.support.blocks import FULL
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 
@@ -44,7 +47,7 @@ class Mirrored:
     def __init__(self) -> None:
         self.clock = Clock()
         self.index: PrefixIndex = create_index()
-        self.mirror = Mirror(clock=self.clock)
+        self.mirror = new_mirror(clock=self.clock)
 
     def prompt(self, ids: list[int]) -> HashedPrompt:
         return self.index.prepare(array("I", ids), extra_steps=(STEP,))
@@ -181,7 +184,7 @@ def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored
 def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None:
     """Of a cache without events nothing is known to be evicted. A request keeps its whole prompt,
     whatever it owns of it, and takes memory however short that is."""
-    index, mirror = create_index(), Mirror(max_keys=1020)
+    index, mirror = create_index(), new_mirror(max_keys=1020)
     for start in range(400):
         ids = array("I", [*range(shared), *range((start + 1) * 2000, (start + 1) * 2000 + own)])
         mirror.begin("m", index, R0, [index.prepare(ids)], len(ids), own).ended()
@@ -202,7 +205,7 @@ class Engine:
         self.num_blocks = num_blocks
         self.timeline = Timeline()
         self.index = create_index()
-        self.mirror = Mirror(clock=self.timeline.now)
+        self.mirror = new_mirror(clock=self.timeline.now)
         self.visits: dict[str, Visit] = {}
         self.hits: dict[str, int] = {}
         self.predictions: list[tuple[int, int, int]] = []

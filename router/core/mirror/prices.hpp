@@ -1,0 +1,54 @@
+// What it costs to bring tokens to a cache from below its GPU, learned from times to the first token.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "mirror/traffic.hpp"
+
+namespace kvroute::mirror {
+
+// Tokens of each lower tier or store.
+using ByTier = std::vector<std::pair<std::string, Tokens>>;
+
+// The prices of tokens from tiers before anything was loaded, in tokens to compute.
+struct FirstPrices {
+    std::map<std::string, double, std::less<>> by_tier;  // by name, in upper case
+    double otherwise = 0.1;
+
+    double of(std::string_view tier) const;
+};
+
+// By tier, the time to load one token over the time to compute one.
+//
+// A hit may come from several tiers. Its time says something about the one that most of it came from:
+// what the others take is subtracted at their prices.
+class LoadPrices {
+public:
+    static constexpr Tokens kLeastTokens = 1024;  // fewer say more about the cost of a step
+    static constexpr double kLeastShare = 0.5;    // of a hit's lower tokens that one tier has
+    static constexpr double kFirstTokens = 4096.0;  // what the price before any load counts, in tokens
+    static constexpr int kLoads = 32;               // after so many a load counts 1/e
+
+    // `first` must live as long.
+    explicit LoadPrices(const FirstPrices& first) : first_(first) {}
+
+    // The price of a token from a tier.
+    double of(std::string_view tier) const;
+    // The price of a token of those from several tiers; empty: nobody knows from which.
+    double mean(const ByTier& by_tier) const;
+    // A prompt has begun to respond. `by_tier`: what of it was loaded; not empty. `cost`: the time
+    // that this took, in tokens to compute.
+    void loaded(const ByTier& by_tier, double cost);
+
+private:
+    double sum(const ByTier& by_tier) const;
+
+    const FirstPrices& first_;
+    std::map<std::string, FadingRatio, std::less<>> learned_;
+};
+
+}  // namespace kvroute::mirror
