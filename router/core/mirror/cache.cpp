@@ -15,6 +15,11 @@ constexpr double kEmptied = 0.75;
 
 // --- what the index says ---
 
+bool IndexedCache::is_followed() const {
+    const auto lock = locked(index_->mutex);
+    return index_->slot_of(source_) != kNone;
+}
+
 u64 IndexedCache::blocks_held() const {
     const auto lock = locked(index_->mutex);
     const u32 slot = index_->slot_of(source_);

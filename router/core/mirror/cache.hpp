@@ -20,6 +20,8 @@ public:
     }
     const KeySpace& space() const { return index_->index.space(); }
 
+    // Whether its events are followed.
+    bool is_followed() const;
     // Of the GPU; 0 where the source is not there.
     u64 blocks_held() const;
     u64 removals() const;

@@ -242,6 +242,9 @@ Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, 
     const std::span<const u64> keys = asked.keys(kStep);
     if (!cache.layout.is_known) look_at_layout(cache);
     if (keys.empty() || cache.prefilling.empty()) return now;
+    // Until the first event says where hits end and of which groups they are, what is being computed
+    // there promises nothing: with windows or states it was wrong twice as often as right.
+    if (!cache.layout.is_known && cache.index.is_followed()) return now;
     cache.forget_evicted();
     const double evicted = foresee_evictions(cache), evictable = cache.evictable();
     Coming coming = now.run ? cache.left_of(asked, now, evicted) : now;

@@ -15,7 +15,7 @@ from tests.support.native import what_the_compiled_index_lacks
 
 @pytest.mark.timeout(900)
 def test_threads_of_the_plane_do_not_race(tmp_path: Path) -> None:
-    """Events and commands pass between them and the event loop, and connections die at any point."""
+    """Events and commands pass between them and the event loop; connections die at any point."""
     if missing := what_the_compiled_index_lacks():
         pytest.skip(missing)
     runtime = runtime_of_the_sanitizer()
