@@ -202,7 +202,6 @@ nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm
 }
 
 using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>, bool>;
-using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
 class Core {
 public:
@@ -498,7 +497,7 @@ public:
                  const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
         HitMap found(std::move(slots), types_);
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
         Locked locked(mutex_, !is_long);
@@ -514,7 +513,7 @@ public:
     nb::object match_source(const PromptHandle& handle, u32 slot,
                             const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         Hit hit;
         NamedShares shares;
         {
@@ -533,7 +532,7 @@ public:
     u64 match_tier(const PromptHandle& handle, u32 slot, const std::string& tier,
                    const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
         Locked locked(mutex_, !is_long);
@@ -544,7 +543,7 @@ public:
     std::vector<u64> group_hits(const PromptHandle& handle, u32 slot,
                                 const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
-        const std::vector<Computed> by_hash = computed_of(computed);
+        const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         Locked locked(mutex_);
         check(slot);
         return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
@@ -658,24 +657,6 @@ private:
         return told;
     }
 
-    std::vector<Computed> computed_of(const std::vector<ComputedTuple>& tuples) const {
-        std::vector<Computed> found;
-        for (const auto& [slot, is_alone, lists] : tuples) {
-            found.push_back({slot, is_alone, {}});
-            for (nb::handle list : lists) {
-                std::vector<u64>& hashes = found.back().hashes.emplace_back();
-                if (nb::isinstance<EngineHashes>(list)) {
-                    hashes = nb::cast<const EngineHashes&>(list).numbers;
-                    continue;
-                }
-                for (nb::handle each : nb::borrow<nb::list>(list)) {
-                    hashes.push_back(hash_of(index_.space(), each));
-                }
-            }
-        }
-        return found;
-    }
-
     ResultTypes types_;
     std::shared_ptr<SharedIndex> shared_;
     std::mutex& mutex_ = shared_->mutex;
@@ -697,6 +678,25 @@ nb::object pack_token_ids(nb::handle text) {
 }
 
 }  // namespace
+
+std::vector<Computed> kvroute::binding::computed_of(const KeySpace& space,
+                                                    const std::vector<ComputedTuple>& tuples) {
+    std::vector<Computed> found;
+    for (const auto& [slot, is_alone, lists] : tuples) {
+        found.push_back({slot, is_alone, {}});
+        for (nb::handle list : lists) {
+            std::vector<u64>& hashes = found.back().hashes.emplace_back();
+            if (nb::isinstance<EngineHashes>(list)) {
+                hashes = nb::cast<const EngineHashes&>(list).numbers;
+                continue;
+            }
+            for (nb::handle each : nb::borrow<nb::list>(list)) {
+                hashes.push_back(hash_of(space, each));
+            }
+        }
+    }
+    return found;
+}
 
 void kvroute::binding::bind_index(nb::module_& module) {
     static nb::exception<StateError> state_error(module, "StateError", PyExc_ValueError);

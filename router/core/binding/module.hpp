@@ -6,5 +6,6 @@
 namespace kvroute::binding {
 
 void bind_index(nanobind::module_& module);
+void bind_decide(nanobind::module_& module);
 
 }  // namespace kvroute::binding
