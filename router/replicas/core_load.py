@@ -23,6 +23,8 @@ _Place = str | tuple[str, int]
 class CoreLoadTracker(LoadTracker):
     """The sums by replica and rank, in the core."""
 
+    is_in_core = True
+
     def __init__(self) -> None:
         super().__init__()
         self.books = Books()

@@ -453,7 +453,8 @@ std::unique_ptr<Given> given_of(std::shared_ptr<const Fleet> fleet, const GivenT
 }
 
 // Asks for the prices of what is below the GPU of each cache, and of what it could pull.
-void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, nb::handle price_of) {
+void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, i64 prompt_tokens,
+                nb::handle price_of) {
     const auto ask = [&](u32 cache, const std::string& tier) {
         const nb::object price = price_of(cache, tier);
         if (!price.is_none()) {
@@ -464,8 +465,9 @@ void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, nb::han
         const Replica& replica = fleet[number];
         for (u32 cache = replica.first_cache; cache < replica.first_cache + replica.caches.size();
              ++cache) {
-            const bool has_lower = hits.at(cache).all > hits.at(cache).gpu;
-            if (!has_lower && !replica.peer) continue;
+            const CachedTokens& hit = hits.at(cache);
+            const bool is_usual = hit.all == hit.gpu && hit.all < prompt_tokens;
+            if (is_usual && !replica.peer && !replica.has_ranks()) continue;
             hits.each_share(cache, [&](const std::string& tier, i64) { ask(cache, tier); });
             ask(cache, "");
             if (replica.peer) ask(cache, "PEER");
@@ -602,7 +604,10 @@ private:
         if (from) {
             given = given_of(question.fleet, *from);
             const nb::object& price_of = std::get<4>(*from);
-            if (!price_of.is_none()) ask_prices(*given, *question.fleet, scratch->hits, price_of);
+            if (!price_of.is_none()) {
+                ask_prices(*given, *question.fleet, scratch->hits, question.prompt_tokens,
+                           price_of);
+            }
         }
         question.outlooks = given.get();
         {
@@ -623,6 +628,30 @@ private:
 
     std::shared_ptr<Deciding> deciding_;
 };
+
+// Of one that no decider has.
+std::vector<std::pair<CacheId, i64>> matched(RecentPrefixes& recent, const std::vector<u64>& keys,
+                                             i64 step, double now) {
+    std::vector<ComingAt> found;
+    recent.match(keys, step, now, found);
+    std::vector<std::pair<CacheId, i64>> tokens;
+    for (const ComingAt& each : found) tokens.emplace_back(each.cache, each.coming.tokens);
+    return tokens;
+}
+
+void bind_recent_prefixes(nb::module_& module) {
+    nb::class_<RecentPrefixes>(module, "RecentPrefixes")
+        .def(nb::init<double, std::size_t>())
+        .def("remember",
+             [](RecentPrefixes& recent, CacheId cache, const std::vector<u64>& keys, double now) {
+                 recent.remember(cache, keys, now);
+             })
+        .def("match", &matched)
+        .def("forget", &RecentPrefixes::forget)
+        .def("counts", [](const RecentPrefixes& recent) {
+            return nb::make_tuple(recent.entries(), recent.evicted(), recent.truncated());
+        });
+}
 
 void bind_fleet(nb::module_& module) {
     nb::class_<ConditionsHandle>(module, "Conditions")
@@ -653,6 +682,7 @@ void kvroute::binding::bind_decide(nb::module_& module) {
                  new (self) Policy(kind_of(name), weights_of(weights));
              })
         .def("order", &order_of);
+    bind_recent_prefixes(module);
     bind_fleet(module);
     nb::class_<RankingHandle>(module, "DecidedRanking")
         .def("__len__", [](const RankingHandle& self) { return self.get().able.size(); })

@@ -128,10 +128,11 @@ void Decider::sort_out(const Question& question, Scratch& scratch) {
     ranking.obstacles.clear();
     for (const u32 number : question.replicas) {
         const Replica& replica = (*question.fleet)[number];
-        const Obstacle obstacle = replica.obstacle(question.now, question.tenant);
+        const Load load = replica.load->all();
+        const Obstacle obstacle = replica.obstacle(question.now, question.tenant, load);
         Candidates& known = obstacle == Obstacle::none ? ranking.able : ranking.unable;
         if (obstacle != Obstacle::none) ranking.obstacles.push_back(obstacle);
-        known.states.push_back(state_of(replica, number, question));
+        known.states.push_back(state_of(replica, number, load, question));
     }
 }
 
@@ -141,8 +142,8 @@ bool Decider::knows_load(const Replica& replica, const Question& question) const
     return engine && question.now - engine->at <= settings_.engine_load_stale_after_s;
 }
 
-State Decider::state_of(const Replica& replica, u32 number, const Question& question) const {
-    const Load load = replica.load->all();
+State Decider::state_of(const Replica& replica, u32 number, const Load& load,
+                        const Question& question) const {
     State state{.replica = number,
                 .speed = replica.speed_at(question.now),
                 .is_suspect = replica.is_suspect(replica.caches.front().dp_rank),

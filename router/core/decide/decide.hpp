@@ -136,7 +136,8 @@ public:
 private:
     void find(const Question& question, Scratch& scratch);
     void sort_out(const Question& question, Scratch& scratch);
-    State state_of(const Replica& replica, u32 number, const Question& question) const;
+    State state_of(const Replica& replica, u32 number, const Load& load,
+                   const Question& question) const;
     State state_of_rank(const Replica& replica, u32 number, int dp_rank, const Load& load,
                         const Question& question) const;
     bool knows_load(const Replica& replica, const Question& question) const;

@@ -44,11 +44,11 @@ bool Replica::is_suspect(int dp_rank) const {
            std::find(suspects.begin(), suspects.end(), dp_rank) != suspects.end();
 }
 
-Obstacle Replica::obstacle(double now, std::string_view tenant, bool is_new) const {
+Obstacle Replica::obstacle(double now, std::string_view tenant, const Load& under_way,
+                           bool is_new) const {
     if (conditions->is_removed) return Obstacle::removed;
     if (!conditions->is_healthy) return Obstacle::not_healthy;
     if (conditions->is_draining) return Obstacle::draining;
-    const Load under_way = load->all();
     if (max_concurrent_requests && under_way.requests() >= *max_concurrent_requests) {
         return Obstacle::at_limit;
     }

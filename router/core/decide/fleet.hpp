@@ -121,8 +121,10 @@ struct Replica {
     bool is_suspect(int dp_rank) const;
     double speed_at(double now) const { return speed * conditions->gate.speed(now); }
 
-    // Why it cannot take a request. `is_new`: it can wait for room; one that failed elsewhere has.
-    Obstacle obstacle(double now, std::string_view tenant, bool is_new = true) const;
+    // Why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for room;
+    // one that failed elsewhere has.
+    Obstacle obstacle(double now, std::string_view tenant, const Load& under_way,
+                      bool is_new = true) const;
 };
 
 class Fleet {

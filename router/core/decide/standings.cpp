@@ -97,7 +97,12 @@ void Decider::add_what_is_known(const Asked& asked, const Question& question, Sc
         if (coming.run > std::max(coming.tokens, cached.gpu + cached.junction)) {
             cached.junction = coming.run - cached.gpu;
         }
-        if (cached.all > cached.gpu) add_lower(question, scratch, cache, number, out);
+        // Of a rank in any case: it may have to stand for others that have less on the GPU. The
+        // rule looks at the price also where a hit is longer than what is known of the prompt.
+        const bool is_rank = out.states[number].dp_rank != kAnyRank;
+        if (cached.all > cached.gpu || cached.all >= asked.prompt_tokens || is_rank) {
+            add_lower(question, scratch, cache, number, out);
+        }
         const auto& engine = (*question.fleet)[out.states[number].replica].conditions->engine;
         scratch.asked_.push_back({question.fleet->cache(cache).id,
                                   engine ? engine->cache_blocks : std::optional<i64>()});
