@@ -59,7 +59,7 @@ from router.replicas import (
     ServedModels,
     UpstreamFetch,
 )
-from router.replicas.load import LoadTracker
+from router.replicas.load import make_load_tracker
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
@@ -154,13 +154,14 @@ class RouterService:
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
         self._mirror = Mirror(config.policy.mirror_max_keys, load_price=config.weights.of_tier)
-        self._load = LoadTracker()
+        indexes = indexes or configured_index(config)
+        self._load = make_load_tracker(in_core=indexes.name == "native")
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         self._upstream = self._make_upstream(reserved_files_from)
         self._make_overload()
-        self._make_caches(indexes or configured_index(config))
+        self._make_caches(indexes)
         planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
