@@ -212,6 +212,11 @@ def _flights(ranks: int) -> st.SearchStrategy[tuple[int, int, int | None, bool]]
     return st.tuples(tokens, tokens, rank, st.booleans())
 
 
+CHANGES = (
+    *("sick", "well", "drained", "undrained", "lost", "found", "scraped", "faster", "ranks"),
+    *("cleared", "stored", "dropped", "sent"),
+)
+changes = st.lists(st.tuples(st.sampled_from(CHANGES), few), max_size=4)
 others = st.dictionaries(
     st.sampled_from("abz") | st.tuples(st.sampled_from("ab"), few),
     st.builds(ReplicaLoad, few, tokens, few, tokens),
@@ -230,6 +235,7 @@ questions = st.fixed_dictionaries(
         "tenant": st.sampled_from(["", "t"]),
         "session": st.none() | st.text(max_size=3),
         "by_load": seldom,
+        "before": changes,
     }
 )
 
@@ -348,6 +354,34 @@ class Setting:
         for replica in self.replicas:
             replica.look_at_gate()  # its speed in Python is that of the last look
 
+    def change(self, what: str, number: int) -> None:
+        """Let something happen between two questions."""
+        replica = self.replicas[number % len(self.replicas)]
+        source, record, index = replica.cache, replica.record, self.index
+        faster = replica.config.model_copy(update={"speed": 1.0 + number})
+        load = EngineLoad(number, 2, None, (), 100 * number)
+        ranks = tuple(EventSource(rank, "tcp://1:1") for rank in range(number))
+        steps: dict[str, Callable[[], object]] = {
+            "sick": lambda: record.check_failed("down"),
+            "well": record.check_passed,
+            "drained": lambda: setattr(replica, "draining", True),
+            "undrained": lambda: setattr(replica, "draining", False),
+            "lost": lambda: self.suspects.add(source),
+            "found": lambda: self.suspects.discard(source),
+            "scraped": lambda: replica.take_engine_load(load, 0, self.now),
+            "faster": lambda: replica.reconfigure(faster),
+            "ranks": lambda: setattr(replica, "sources", ranks),
+            "cleared": lambda: index.clear(source),
+            "stored": lambda: self._apply(source, "GPU", 20 * number, 0, "full_attention", None),
+            "dropped": lambda: index.drop(source),
+            "sent": lambda: self._send(replica, 500 * number),
+        }
+        steps[what]()
+
+    def _send(self, replica: Replica, tokens: int) -> None:
+        for planner in (self.readable, self.in_core):
+            self.flights.append(planner._load.started(replica.id, tokens, 900, 0))
+
     def ask(self, planner: RoutePlanner, question: dict[str, Any]) -> tuple[Any, Any]:
         request = RouteRequest(
             model="m", prompt_tokens=question["length"], session=question["session"]
@@ -401,6 +435,8 @@ def test_ranking_and_obstacles_are_those_of_the_readable_form(
     setting = Setting(fleet, policy, follows)
     setting.take_others(others)
     for question in asked:
+        for what, number in question["before"]:
+            setting.change(what, number)
         setting.pass_gates({told["id"]: told["gate"]["steps"] for told in fleet})
         expected, left_out = setting.ask(setting.readable, question)
         found, excluded = setting.ask(setting.in_core, question)
