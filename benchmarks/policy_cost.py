@@ -1,9 +1,9 @@
-"""What a decision costs, and how much memory the mirror takes.
+"""What a decision costs in the compiled core and in Python, and how much memory the mirror takes.
 
-A decision is what the router does between the index's answer and the ranking: candidates are made
-of replicas, hits, loads and what the mirror says, and the policy orders them. The index's own
-look-up is measured in `index_match`. Replicas are busy: each has requests in prefill and in decode,
-and evicts.
+A decision is the index's look-up, and what the router does from there to the ranking: candidates
+are made of replicas, hits, loads and what the mirror says, and the policy orders them. Replicas are
+busy: each has requests in prefill and in decode, and evicts. `--hit` bounds how much of the prompt
+they hold: the look-up alone is measured in `index_match`. The core and Python decide in turn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.figures import report
+from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
-from router.index import HashedPrompt, Hit, SourceId, choose_index, create_index
+from router.index import SourceId, choose_index, create_index
 from router.mirror import STEP, create_mirror
 from router.replicas.health import HealthRecord
-from router.replicas.load import LoadTracker
+from router.replicas.load import make_load_tracker
 from router.replicas.replica import Replica
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
@@ -30,6 +31,7 @@ from router.scoring import LEAST_DELAY, PolicySettings, RouteRequest, make_polic
 from router.scoring.policies import BUILT_IN
 
 PROMPT_TOKENS = 4096
+_BLOCK = 16
 MODEL = "m"
 
 
@@ -42,31 +44,26 @@ def main() -> None:
         "--decisions", type=int, default=20_000, help="times the number of replicas"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hit", type=int, default=PROMPT_TOKENS, help="tokens, at most")
     options = parser.parse_args()
     # First: memory that the rest has given back would be taken again, and not be seen to grow.
     _report_memory()
     for replicas in options.replicas:
         decisions = max(options.decisions // replicas, 20)
         for policy in BUILT_IN:
-            decide = _decider(policy, replicas)
-            costs = [_microseconds(decide, decisions) for _ in range(options.repeats)]
+            deciders = [_decider(policy, replicas, options.hit, each) for each in (False, True)]
+            costs = [
+                [_microseconds(decide, decisions) for decide in deciders]
+                for _ in range(options.repeats)
+            ]
+            in_python, in_core = (min(each) for each in zip(*costs, strict=True))
             report(
-                "policy_cost", policy=policy, replicas=replicas, decision_us=round(min(costs), 2)
+                "policy_cost",
+                policy=policy,
+                replicas=replicas,
+                decision_us=round(in_core, 2),
+                in_python_us=round(in_python, 2),
             )
-
-
-class _KnownHits:
-    """An index whose answer is ready: what is measured is all but the look-up."""
-
-    def __init__(self, hits: dict[SourceId, Hit]) -> None:
-        self._index = create_index()
-        self._hits = hits
-
-    def match_prompt(self, _prompt: HashedPrompt) -> dict[SourceId, Hit]:
-        return self._hits
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._index, name)
 
 
 def _microseconds(decide: Callable[[], object], decisions: int) -> float:
@@ -78,12 +75,10 @@ def _microseconds(decide: Callable[[], object], decisions: int) -> float:
     return (time.process_time() - started) / decisions * 1e6
 
 
-def _decider(policy: str, count: int) -> Callable[[], object]:
-    random = Random(1)
+def _decider(policy: str, count: int, most_hit: int, in_core: bool) -> Callable[[], object]:
+    random, index = Random(1), create_index()
     names = [f"replica-{number:03}" for number in range(count)]
-    hits = {SourceId(name): _hit(random) for name in names}
-    index = _KnownHits(hits)
-    load, mirror = LoadTracker(), create_mirror(choose_index())
+    load, mirror = make_load_tracker(in_core), create_mirror(choose_index())
     is_new = policy == LEAST_DELAY
     planner = RoutePlanner(
         make_policy(policy, PolicySettings(random=Random(1))),
@@ -92,25 +87,40 @@ def _decider(policy: str, count: int) -> Callable[[], object]:
         (),
         mirror=mirror if is_new else None,
     )
-    for name in names:
+    prompt = _tokens(random)
+    flights = []
+    for number_of, name in enumerate(names):
+        index.apply(SourceId(name), _stored(prompt, random.randrange(most_hit + 1), number_of))
         for number in range(4):
-            prompt = index._index.prepare(_tokens(random), extra_steps=(STEP,))
-            visit = mirror.begin(
-                MODEL, index._index, SourceId(name), [prompt], PROMPT_TOKENS, PROMPT_TOKENS
-            )
-            flight = load.started(name, PROMPT_TOKENS, PROMPT_TOKENS, visit=visit)
-            planner.remember([prompt], SourceId(name))
+            sent = index.prepare(_tokens(random), extra_steps=(STEP,))
+            visit = mirror.begin(MODEL, index, SourceId(name), [sent], PROMPT_TOKENS, PROMPT_TOKENS)
+            flights.append(load.started(name, PROMPT_TOKENS, PROMPT_TOKENS, visit=visit))
+            planner.remember([sent], SourceId(name))
             if number:
-                flight.first_token()
-    prompts = [index._index.prepare(_tokens(random), extra_steps=(STEP,))]
+                flights[-1].first_token()
+    prompts = [index.prepare(prompt, extra_steps=(STEP,))]
     request = RouteRequest(model=MODEL, prompt_tokens=PROMPT_TOKENS, session="a session")
     replicas = [_replica(name) for name in names]
-    return lambda: planner.rank(request, index, prompts, replicas)
+
+    def decide() -> object:
+        assert len(flights) == 4 * count, "they are under way as long as they are known"
+        return planner.rank(request, index, prompts, replicas)
+
+    return decide
 
 
-def _hit(random: Random) -> Hit:
-    tokens = random.randrange(0, PROMPT_TOKENS, 16)
-    return Hit(tokens, tokens)
+def _stored(prompt: array[int], tokens: int, number: int) -> EventBatch:
+    """A replica holds the beginning of a prompt, and one block of another."""
+    blocks = max(tokens // _BLOCK, 1)
+    held = prompt[: blocks * _BLOCK] if tokens >= _BLOCK else array("I", range(_BLOCK))
+    event = BlockStored(
+        block_hashes=[(number << 40) + block for block in range(1, blocks + 1)],
+        parent_block_hash=None,
+        token_ids=list(held),
+        medium="GPU",
+        block_size=_BLOCK,
+    )
+    return EventBatch(0.0, [event])
 
 
 def _tokens(random: Random) -> array[int]:

@@ -1,15 +1,20 @@
 """The compiled core, built from `core/`; see `core/binding/`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvevents.events import BlockHash
 from router.index.base import ApplyResult, Hit, SourceId
 from router.mirror.in_prefill import Coming
 from router.mirror.loading import ByTier
 from router.mirror.mirror import Outlook
+from router.scoring import Candidate, Weights
 
 core_version: int
+
+_Load: TypeAlias = tuple[int, int, int, int, int]
+"""The fields of a `ReplicaLoad`."""
+_ComputedHashes: TypeAlias = tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]
 
 class StateError(ValueError):
     """The state of a source that contradicts itself."""
@@ -367,3 +372,175 @@ class Plane:
     def stop(self) -> None: ...
     def counts(self) -> dict[str, int]: ...
     def clients(self) -> int: ...
+
+class Books:
+    """What all decisions of a process read, and all requests write."""
+
+    def __init__(self) -> None: ...
+    def cache_id(self, replica: str, dp_rank: int) -> int: ...
+    def load_of(self, replica: str) -> _Load: ...
+    def look_at(self, replica: str) -> _Load: ...
+    def others_at(self, replica: str) -> _Load: ...
+    def loads_of_ranks(self, replica: str, dp_ranks: Sequence[int]) -> list[_Load]: ...
+    def places(self) -> list[tuple[str, int | None, _Load]]: ...
+    def take_others(self, loads: Sequence[tuple[str, int | None, _Load]]) -> None: ...
+    def counts(self) -> tuple[int, int, int]: ...
+
+class Flight:
+    """One request's share of the load. Steps say whether they had an effect."""
+
+    def __init__(
+        self,
+        books: Books,
+        replica: str,
+        uncached_tokens: int,
+        prompt_tokens: int,
+        dp_rank: int | None,
+    ) -> None: ...
+    def first_token(self) -> bool: ...
+    def generated(self, tokens: int) -> bool: ...
+    def retried(self, replica: str, uncached_tokens: int, dp_rank: int | None) -> bool: ...
+    def ended(self) -> bool: ...
+
+class TokenIdsRequest:
+    """One request for token ids, until it ends."""
+
+    def __init__(self, books: Books, replica: str) -> None: ...
+    def ended(self) -> None: ...
+
+class Policy:
+    """A built-in policy alone."""
+
+    def __init__(self, name: str, weights: Weights) -> None: ...
+    def order(
+        self,
+        model: str,
+        session: bytes,
+        prompt_tokens: int,
+        prefill_tokens_per_s: float,
+        keys: Sequence[int],
+        candidates: list[Candidate],
+        draws: Sequence[float],
+    ) -> tuple[list[float], list[int], int, float]:
+        """Costs, numbers from the best on, the best, and the mean congestion.
+
+        Args:
+            model: Of the request, as the next four.
+            session: Empty: it has none.
+            prompt_tokens: Its length.
+            prefill_tokens_per_s: At speed 1.
+            keys: Of its prefixes.
+            candidates: One at least.
+            draws: In place of random numbers, by candidate.
+        """
+
+class RecentPrefixes:
+    """Which prefixes were just sent to which cache."""
+
+    def __init__(self, ttl_s: float, max_entries: int) -> None: ...
+    def remember(self, cache: int, keys: Sequence[int], now: float) -> None: ...
+    def match(self, keys: Sequence[int], step: int, now: float) -> list[tuple[int, int]]: ...
+    def forget(self, cache: int) -> None: ...
+    def counts(self) -> tuple[int, int, int]: ...
+
+class Conditions:
+    """How a replica is; all versions of a fleet share it."""
+
+    def __init__(self, books: Books) -> None: ...
+    def set(self, is_healthy: bool, is_draining: bool, is_removed: bool) -> None: ...
+    def set_gate(
+        self,
+        most_requests: int | None,
+        most_prefill_tokens: int | None,
+        open_until: float | None,
+        probe_until: float,
+        backs_off_until: float,
+        tenants_back_off_until: Sequence[tuple[str, float]],
+        started_at: float | None,
+        slow_start_s: float,
+    ) -> None: ...
+    def set_engine(
+        self,
+        at: float,
+        foreign: int,
+        waiting: int,
+        ranks: Sequence[tuple[int, int, int]],
+        cache_blocks: int | None,
+        cache_tokens: int | None,
+    ) -> None: ...
+    def set_suspects(self, dp_ranks: Sequence[int]) -> None: ...
+
+class Fleet:
+    """Which replicas exist; never changes.
+
+    Each is its id, speed, limit of requests, address for peers, models, adapters, caches - with the
+    rank, the id, and the source's number in *index* of each - and `Conditions`.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        version: int,
+        index: SharedIndex | None,
+        replicas: Sequence[
+            tuple[
+                str,
+                float,
+                int | None,
+                tuple[str, int] | None,
+                Sequence[str],
+                Sequence[tuple[str, str]],
+                Sequence[tuple[int, int, int | None]],
+                Conditions,
+            ]
+        ],
+    ) -> None: ...
+
+class DecidedRanking:
+    """What a decision found. Numbers are those of candidates that can take the request."""
+
+    def __len__(self) -> int: ...
+    def first(self) -> int: ...
+    def has_failed(self) -> bool: ...
+    def prefill_tokens_per_s(self) -> float: ...
+    def mean_congestion(self) -> float: ...
+    def numbers(self) -> list[int]: ...
+    def cost(self, number: int) -> float: ...
+    def candidate(self, number: int) -> tuple[Any, ...]: ...
+    def excluded(self) -> list[tuple[tuple[Any, ...], int]]: ...
+
+class Decider:
+    """Decides by one policy."""
+
+    def __init__(
+        self,
+        books: Books,
+        policy: str,
+        weights: Weights,
+        engine_load_stale_after_s: float,
+        seed: int,
+    ) -> None: ...
+    def share_lots(self) -> None: ...
+    def give_lots(self, ties: Sequence[float], lots: Sequence[float]) -> None: ...
+    def rank(
+        self,
+        fleet: Fleet,
+        model: str,
+        session: bytes,
+        tenant: str,
+        prompt_tokens: int,
+        index: SharedIndex | None,
+        prompts: list[Prompt],
+        computed: Sequence[Sequence[_ComputedHashes]],
+        given: tuple[
+            float | None,
+            list[float] | None,
+            list[tuple[float | None, float, float, float, float]] | None,
+            Sequence[tuple[int, int, int]],
+            Callable[[int, str], float | None] | None,
+            Sequence[tuple[int, int, float, float | None, float]],
+        ]
+        | None,
+        choice: tuple[bool, int | None, bool],
+        now: float,
+    ) -> DecidedRanking: ...

@@ -71,7 +71,7 @@ from router.replicas import (
     ServedModels,
     UpstreamFetch,
 )
-from router.replicas.load import LoadTracker
+from router.replicas.load import make_load_tracker
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
@@ -167,7 +167,7 @@ class RouterService:
         self._lots = Random()
         indexes = indexes or configured_index(config)
         self._mirror = _mirror(config, indexes)
-        self._load = LoadTracker()
+        self._load = make_load_tracker(in_core=indexes.name == "native")
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)

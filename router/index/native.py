@@ -538,14 +538,30 @@ class NativeIndex(PrefixIndex):
     @override
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, NativePrompt)
+        found = self.core.match(prompt.hashed, self._slots, self.computed(prompt))
+        if self._sharing.sources:
+            return {**found, **self._sharing.match_prompt(prompt)}
+        return found
+
+    # What whole decisions in the core need.
+
+    @property
+    def is_all_in_core(self) -> bool:
+        """Whether the core knows all sources: not those that share a store."""
+        return not self._sharing.sources
+
+    @property
+    def slots(self) -> Mapping[SourceId, int]:
+        """Of every source. Another mapping when one comes or goes, and never changed itself."""
+        return self._slots
+
+    def computed(self, prompt: NativePrompt) -> list[Computed]:
+        """A prompt's hashes by the engines of those sources where blocks are only found by them."""
         computed: list[Computed] = []
         if self._searching and len(prompt.hashed) >= 2:
             for source, known in list(self._searching.items()):
                 computed += self._computed(source, known, prompt)
-        found = self.core.match(prompt.hashed, self._slots, computed)
-        if self._sharing.sources:
-            return {**found, **self._sharing.match_prompt(prompt)}
-        return found
+        return computed
 
     @override
     def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:

@@ -15,6 +15,10 @@ from router.overload.engine_order import EngineOrder
 from router.overload.entrance import Entrance, line_limits
 from router.overload.gate import (
     AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    BEING_PROBED,
+    BREAKER_OPEN,
     PASSING,
     TENANT_BACKING_OFF,
     Breaker,
@@ -27,6 +31,10 @@ from router.overload.room import NoTurn, RoomListener, Waiting, WaitingRoom
 
 __all__ = [
     "AT_LIMIT",
+    "AT_TOKEN_LIMIT",
+    "BACKING_OFF",
+    "BEING_PROBED",
+    "BREAKER_OPEN",
     "PASSING",
     "TENANT_BACKING_OFF",
     "Breaker",

@@ -49,6 +49,21 @@ class GateOptions(NamedTuple):
     slow_start_s: float = 0.0
 
 
+class GateFacts(NamedTuple):
+    """All that decides whether a gate is shut or full at a moment; times are on its clock."""
+
+    in_flight: int | None
+    prefill_tokens: int | None
+    open_until: float | None
+    """The breaker's, which is half open from then on; None: it is closed."""
+    probe_until: float
+    backs_off_until: float
+    tenants_back_off_until: list[tuple[str, float]]
+    started_at: float | None
+    """Since when it starts slowly; None: it has grown."""
+    slow_start_s: float
+
+
 class Breaker(Enum):
     """Its states."""
 
@@ -74,6 +89,7 @@ class ReplicaGate:
         "_outcomes",
         "_probe_until",
         "_started_at",
+        "on_changed",
         "opened",
         "told_off",
     )
@@ -89,6 +105,8 @@ class ReplicaGate:
         self._back_off_until: dict[str, float] = {}
         """By tenant; an empty name stands for everybody."""
         self._started_at: float | None = None
+        self.on_changed: Callable[[], None] | None = None
+        """Called when its facts have changed."""
         self.opened = 0
         """Times that the breaker opened, from `CLOSED` or again."""
         self.told_off = 0
@@ -100,11 +118,13 @@ class ReplicaGate:
         """A request is sent there."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._probe_until = self._clock() + max(self._open_s, self._options.breaker_open_s)
+            self._tell()
 
     def answered(self) -> None:
         """A request has a response."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._open_until, self._open_s = None, 0.0
+            self._tell()
         if self._outcomes:
             self._outcomes = self._outcomes << 1 & self._window
 
@@ -131,13 +151,30 @@ class ReplicaGate:
         told_off[tenant] = max(told_off.get(tenant, 0.0), until)
         if len(told_off) > MAX_TENANTS_TOLD_OFF:
             del told_off[min(told_off, key=lambda name: told_off[name])]
+        self._tell()
 
     def start_slowly(self) -> None:
         """It has just joined others that can take its share meanwhile."""
         if self._options.slow_start_s:
             self._started_at = self._clock()
+            self._tell()
 
     # --- what it says -----------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> GateFacts:
+        """For whoever judges it elsewhere."""
+        options, until = self._options, self._back_off_until
+        return GateFacts(
+            options.in_flight,
+            options.prefill_tokens,
+            self._open_until,
+            self._probe_until,
+            until.get("", 0.0),
+            [(tenant, time_s) for tenant, time_s in until.items() if tenant],
+            self._started_at,
+            options.slow_start_s,
+        )
 
     @property
     def is_watching(self) -> bool:
@@ -231,3 +268,8 @@ class ReplicaGate:
         self._probe_until = 0.0
         self._outcomes = 0
         self.opened += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_changed is not None:
+            self.on_changed()

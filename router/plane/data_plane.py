@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
-from router.plane.exchanges import PlaneExchange
+from router.plane.exchanges import Handler, PlaneExchange
 from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
@@ -19,7 +19,6 @@ from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Plane
-    from router.http.uvicorn_protocol import ExchangeHandler
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class DataPlane:
 
     def __init__(
         self,
-        handler: ExchangeHandler,
+        handler: Handler,
         proxy: PlaneProxy,
         options: PlaneOptions,
         control_path: str,
@@ -185,7 +184,7 @@ class DataPlane:
         self._exchanges[number] = exchange
         exchange.on_over = self._forget
         exchange.receive(body, is_whole)
-        exchange.server = opens(exchange)  # type: ignore[arg-type]
+        exchange.server = opens(exchange)
         exchange.server.proceed()
 
     def _body(self, number: int, piece: bytes, is_whole: bool) -> None:

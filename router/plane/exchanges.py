@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Plane
-    from router.http.uvicorn_protocol import ExchangeServer
+
+
+class Server(Protocol):
+    """Serves one exchange. No call may raise."""
+
+    def proceed(self) -> None:
+        """More of the request has arrived."""
+
+    def client_left(self) -> None:
+        """The client's connection is closed, and the response is not complete."""
+
+
+class Handler(Protocol):
+    """Takes requests, and serves them."""
+
+    def opens(self, method: str, path: str, query: bytes) -> Callable[[Any], Server] | None:
+        """What serves a request; None leaves it to the application.
+
+        Args:
+            method: Of the request.
+            path: Of the request, decoded.
+            query: As on the wire.
+        """
 
 
 class PlaneExchange:
@@ -95,7 +117,7 @@ class PlaneExchange:
         """The body, where it came in one piece."""
         self._pieces: list[bytes] = []
         self._is_split = False
-        self.server: ExchangeServer | None = None
+        self.server: Server | None = None
         self.on_over: Callable[[int], object] = _nobody
 
     # --- the request ------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.replicas.types import Health
 
 MAX_ERROR_CHARS = 300
@@ -25,6 +27,8 @@ class HealthRecord:
 
     def __init__(self, unhealthy_after: int, healthy_after: int) -> None:
         self.health = Health.STARTING
+        self.on_changed: Callable[[], None] | None = None
+        """Called when *health* has changed."""
         self.last_error: str | None = None
         self.times_unhealthy = 0
         self.checks = self.failed_checks = self.failed_requests = 0
@@ -41,9 +45,9 @@ class HealthRecord:
         self._passed_in_a_row += 1
         if self.health is Health.HEALTHY or self._passed_in_a_row < self._healthy_after:
             return False
-        self.health = Health.HEALTHY
-        self.last_error = None
         self._failed_requests_in_a_row = 0
+        self.last_error = None
+        self._become(Health.HEALTHY)
         return True
 
     def check_failed(self, error: str) -> bool:
@@ -95,7 +99,12 @@ class HealthRecord:
     def _become_unhealthy(self) -> bool:
         if self.health is Health.UNHEALTHY:
             return False
-        self.health = Health.UNHEALTHY
         self.times_unhealthy += 1
         self._passed_in_a_row = self._failed_requests_in_a_row = 0
+        self._become(Health.UNHEALTHY)
         return True
+
+    def _become(self, health: Health) -> None:
+        self.health = health
+        if self.on_changed is not None:
+            self.on_changed()

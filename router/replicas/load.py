@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -105,6 +106,9 @@ class LoadStatistics:
 class LoadTracker:
     """The sums by replica and rank. Memory is bounded by what is in flight: a replica without
     requests has no entry, nor has such a rank."""
+
+    is_in_core = False
+    """Whether the compiled core keeps them."""
 
     def __init__(self) -> None:
         self._loads: dict[_Place, ReplicaLoad] = {}
@@ -254,6 +258,18 @@ class LoadTracker:
         if not (load.prefilling_requests or load.decoding_requests or load.tokenizing_requests):
             assert load.prefill_tokens == load.context_tokens == 0
             del self._loads[place]
+
+
+def make_load_tracker(in_core: bool) -> LoadTracker:
+    """An empty tracker.
+
+    Args:
+        in_core: Whether the compiled core is to keep the sums, which must be there.
+    """
+    if not in_core:
+        return LoadTracker()
+    made: LoadTracker = import_module("router.replicas.core_load").CoreLoadTracker()
+    return made
 
 
 class Follower(Protocol):

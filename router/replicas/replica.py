@@ -43,6 +43,8 @@ class Replica:
         self.config = config
         self.gate = gate or ReplicaGate(GateOptions())
         self.id = config.replica_id
+        self.listeners: list[Callable[[Replica], None]] = []
+        """Hear of every change of what decisions look at."""
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record
@@ -72,6 +74,7 @@ class Replica:
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
         self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
+        record.on_changed = self.gate.on_changed = self._tell
 
     def look_at_gate(self) -> None:
         """Something has happened there, or its gate is watching. With most replicas, nothing has to
@@ -93,6 +96,7 @@ class Replica:
     def draining(self, draining: bool) -> None:
         self._draining = draining
         self._note_usual()
+        self._tell()
 
     def reconfigure(self, config: ReplicaConfig) -> None:
         """Take over other options: its key, speed and limit. Its address, models and event sources
@@ -101,6 +105,7 @@ class Replica:
         self.headers = _authorization(config)
         self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
+        self._tell()
 
     @property
     def sources(self) -> tuple[EventSource, ...]:
@@ -114,6 +119,7 @@ class Replica:
         """Its only cache, or the first of several."""
         self.has_ranks = len(sources) > 1
         self._note_usual()
+        self._tell()
 
     @property
     def peer_address(self) -> tuple[str, int] | None:
@@ -185,6 +191,11 @@ class Replica:
             rank.dp_rank: max(0, rank.requests - own_by_rank.get(rank.dp_rank, 0))
             for rank in load.ranks
         }
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener(self)
 
     def state_of_rank(
         self,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib import import_module
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -47,6 +48,9 @@ from router.scoring import (
     waits,
 )
 from router.tokenize import TokenizedPrompt
+
+if TYPE_CHECKING:
+    from router.routing.core_planner import CorePlanner
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
@@ -139,6 +143,14 @@ class RoutePlanner:
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
         self._lots: Random | None = None
+        self._core: CorePlanner | None = None
+        """Ranks where it can."""
+        if load.is_in_core:
+            core_planner = import_module("router.routing.core_planner")
+            self._core = core_planner.make_core_planner(
+                *(policy, load, self._weights, suspects, engine_load_stale_after_s),
+                *(random or Random(), mirror, approximate),
+            )
 
     def share(
         self, catch_up: Callable[[], None], tell: Callable[[], None], lots: Random | None = None
@@ -152,6 +164,8 @@ class RoutePlanner:
                 get the same prompt at the same moment send it to the same replica.
         """
         self._catch_up, self._tell, self._lots = catch_up, tell, lots
+        if self._core is not None and lots is not None:
+            self._core.decider.share_lots()
 
     def rank(
         self,
@@ -176,6 +190,10 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
+        if self._core is not None and self._core.knows(index):
+            if self._catch_up is not None:
+                self._catch_up()
+            return self._rank_in_core(self._core, request, index, prompts, replicas, choice, tenant)
         found = self._find(index, prompts, request.prompt_tokens)
         replicas = list(replicas)
         may_pull = choice.may_pull and len(prompts) == 1
@@ -196,6 +214,8 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
+        if self._core is not None:
+            return self._rank_in_core(self._core, request, None, (), replicas, UNREAD_RANK, tenant)
         found = _Found({}, {}, self._clock())
         return self._rank(request, found, replicas, UNREAD_RANK, tenant)
 
@@ -327,6 +347,22 @@ class RoutePlanner:
         """No replica serves this model any more."""
         if self._mirror is not None:
             self._mirror.forget_model(model)
+
+    def _rank_in_core(
+        self,
+        core: CorePlanner,
+        request: RouteRequest,
+        index: PrefixIndex | None,
+        prompts: Sequence[HashedPrompt],
+        replicas: Iterable[Replica],
+        choice: RankChoice,
+        tenant: str,
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
+        now, tokens = self._clock(), request.prompt_tokens if len(prompts) == 1 else 0
+        coming = [
+            self._coming(prompt, prompt.prefix_keys(RECENT_STEP), tokens, now) for prompt in prompts
+        ]
+        return core.rank(request, index, prompts, list(replicas), choice, tenant, now, coming)
 
     def _rank(
         self,

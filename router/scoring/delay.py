@@ -16,6 +16,7 @@ from router.scoring.standings import (
     Order,
     RanksByOrder,
     Standings,
+    Why,
     fewest_requests,
     share_that_counts,
     speed_of,
@@ -84,14 +85,15 @@ class LeastDelayPolicy(RanksByOrder):
     """
 
     needs_outlook = True
+    name_in_core = "least_delay"
 
     def __init__(self, weights: Weights, random: Random) -> None:
-        self._weights = weights
+        self.weights = weights
         self._random = random.random
 
     @override
     def order(self, request: RouteRequest, standings: Standings) -> Order:
-        weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
+        weights, tokens, speed = self.weights, request.prompt_tokens, request.prefill_tokens_per_s
         mean = _mean_congestion(standings, speed)
         costs = _costs(tokens, standings, speed, weights, mean)
         home = _home(request.keys, standings)
@@ -100,7 +102,12 @@ class LeastDelayPolicy(RanksByOrder):
         else:
             _equalize(costs, standings)
             tie = home
-        return Order(costs, tie, partial(_reason, tokens, speed, weights, mean))
+        return Order(costs, tie, self.why(request, mean))
+
+    def why(self, request: RouteRequest, mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        tokens, speed = request.prompt_tokens, request.prefill_tokens_per_s
+        return partial(_reason, tokens, speed, self.weights, mean_congestion)
 
 
 def _equalize(costs: list[float], standings: Standings) -> None:

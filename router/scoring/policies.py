@@ -25,6 +25,7 @@ from router.scoring.standings import (
     Order,
     RanksByOrder,
     Standings,
+    Why,
     fewest_requests,
     share_that_counts,
     state_of,
@@ -149,19 +150,23 @@ class PrefixPolicy(RanksByOrder):
     """
 
     needs_outlook = False
+    name_in_core = "prefix"
 
     def __init__(self, weights: Weights, random: Random) -> None:
-        self._weights = weights
+        self.weights = weights
         self._random = random.random
 
     @override
     def order(self, request: RouteRequest, standings: Standings) -> Order:
-        tokens, weights = request.prompt_tokens, self._weights
         return Order(
-            waits(tokens, standings, weights),
+            waits(request.prompt_tokens, standings, self.weights),
             fewest_requests(standings, self._random),
-            partial(_parts, tokens, weights),
+            self.why(request, 0.0),
         )
+
+    def why(self, request: RouteRequest, _mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        return partial(_parts, request.prompt_tokens, self.weights)
 
 
 # --- without a look at the cache ------------------------------------------------------------------
@@ -176,6 +181,8 @@ class RoundRobinPolicy(RanksByOrder):
 
     MAX_MODELS = 1024
     needs_outlook = False
+    name_in_core = "round_robin"
+    weights = None
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
@@ -187,6 +194,10 @@ class RoundRobinPolicy(RanksByOrder):
         numbers = sorted(range(len(by_id)), key=by_id.__getitem__)
         start = self._next_turn(request.model) % len(by_id)
         return _in_order(numbers[start:] + numbers[:start], _turn_reason)
+
+    def why(self, _request: RouteRequest, _mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        return _turn_reason
 
     def _next_turn(self, model: str) -> int:
         turn = self._turns.get(model, 0)
@@ -200,6 +211,8 @@ class RandomPolicy(RanksByOrder):
     """Any order, each as likely as the others."""
 
     needs_outlook = False
+    name_in_core = "random"
+    weights = None
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -210,24 +223,32 @@ class RandomPolicy(RanksByOrder):
         self._random.shuffle(numbers)
         return _in_order(numbers, _random_reason)
 
+    def why(self, _request: RouteRequest, _mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        return _random_reason
+
 
 class LeastLoadedPolicy(RanksByOrder):
     """The replica with the least to do first, whatever is cached there; ties at random."""
 
     needs_outlook = False
+    name_in_core = "least_loaded"
 
     def __init__(self, weights: Weights, random: Random) -> None:
-        self._weights = weights
+        self.weights = weights
         self._random = random.random
 
     @override
     def order(self, request: RouteRequest, standings: Standings) -> Order:
-        weights = self._weights
         return Order(
-            _waits_in_line(standings, weights),
+            _waits_in_line(standings, self.weights),
             fewest_requests(standings, self._random),
             _load_reason,
         )
+
+    def why(self, _request: RouteRequest, _mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        return _load_reason
 
 
 def _waits_in_line(standings: Standings, weights: Weights) -> list[float]:
@@ -270,8 +291,10 @@ class SessionPolicy(RanksByOrder):
     """
 
     needs_outlook = False
+    name_in_core = "session"
 
     def __init__(self, weights: Weights, random: Random) -> None:
+        self.weights = weights
         self._without_session = LeastLoadedPolicy(weights, random)
 
     @override
@@ -283,6 +306,10 @@ class SessionPolicy(RanksByOrder):
         session, states = request.session.encode("utf-8", "surrogatepass"), standings.states
         draws = [draw(session, state[0], state[2]) for state in states]
         return Order(draws, lambda number: states[number][0], _session_reason)
+
+    def why(self, request: RouteRequest, _mean_congestion: float) -> Why:
+        """See `OrdersInCore`."""
+        return _session_reason if request.session else _load_reason
 
 
 def draw(session: bytes, replica_id: str, speed: float) -> float:

@@ -259,6 +259,10 @@ def _outlook_of(candidate: Candidate) -> Outlook:
 # --- the order ------------------------------------------------------------------------------------
 
 
+Why: TypeAlias = Callable[[Candidate, float, int], str]
+"""The reason of a candidate with its cost in a place, 0 for the first, as a sentence for people."""
+
+
 class Order(NamedTuple):
     """How a policy orders standings: by cost."""
 
@@ -267,9 +271,11 @@ class Order(NamedTuple):
     tie: Callable[[int], Any]
     """What decides between candidates of equal cost, by their numbers: the least value first. The
     values can be compared with each other."""
-    why: Callable[[Candidate, float, int], str]
-    """The reason of a candidate with its cost in a place, 0 for the first, as a sentence for
-    people."""
+    why: Why
+
+    def cost(self, number: int) -> float:
+        """Of candidate *number*."""
+        return self.costs[number]
 
     def first(self) -> int:
         """The number of the best candidate; there is one."""
@@ -317,12 +323,57 @@ class OrdersStandings(Protocol):
         """
 
 
+@runtime_checkable
+class OrdersInCore(Protocol):
+    """A built-in policy that the compiled core has as well: there it is found by its name."""
+
+    name_in_core: str
+
+    @property
+    def weights(self) -> Weights | None:
+        """What things cost; None: it asks for nothing."""
+
+    def why(self, request: RouteRequest, mean_congestion: float, /) -> Why:
+        """Why candidates are in their places.
+
+        Args:
+            request: What is known of it.
+            mean_congestion: That the order was found with, see `delay.mean_congestion`.
+        """
+
+
+class Ordered(Protocol):
+    """An `Order`, wherever it was found."""
+
+    @property
+    def why(self) -> Why:
+        """The reasons."""
+
+    def cost(self, number: int) -> float:
+        """Of candidate *number*."""
+
+    def first(self) -> int:
+        """The number of the best candidate."""
+
+    def numbers(self) -> list[int]:
+        """The numbers of all candidates, best first."""
+
+
+class Stands(Protocol):
+    """`Standings`, wherever they are."""
+
+    def __len__(self) -> int: ...
+
+    def candidate(self, number: int) -> Candidate:
+        """Candidate *number* as an object."""
+
+
 class Ranking(Sequence[Ranked]):
     """Standings in the order of a policy. Each place is made when it is asked for."""
 
     __slots__ = ("_best", "_order", "_places", "_standings")
 
-    def __init__(self, order: Order, standings: Standings) -> None:
+    def __init__(self, order: Ordered, standings: Stands) -> None:
         """
         Args:
             order: Of a policy.
@@ -334,7 +385,7 @@ class Ranking(Sequence[Ranked]):
         self._places: list[Ranked] | None = None
 
     def __len__(self) -> int:
-        return len(self._standings.states)
+        return len(self._standings)
 
     @overload
     def __getitem__(self, index: int) -> Ranked: ...
@@ -365,7 +416,7 @@ class Ranking(Sequence[Ranked]):
         return self._places
 
     def _place(self, number: int, place: int) -> Ranked:
-        candidate, cost = self._standings.candidate(number), self._order.costs[number]
+        candidate, cost = self._standings.candidate(number), self._order.cost(number)
         return Ranked(candidate, cost, partial(self._order.why, candidate, cost, place))
 
 

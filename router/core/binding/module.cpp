@@ -5,11 +5,12 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 14;  // as CORE_VERSION of router/index/choice.py
+    module.attr("core_version") = 15;  // as CORE_VERSION of router/index/choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
     kvroute::binding::bind_http(module);
     kvroute::binding::bind_index(module);
     kvroute::binding::bind_plane(module);
     kvroute::binding::bind_mirror(module);
+    kvroute::binding::bind_decide(module);
 }

@@ -12,12 +12,19 @@ import pytest
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
-from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
+from router.index import (
+    REFERENCE,
+    HashedPrompt,
+    PrefixIndex,
+    SourceId,
+    choose_index,
+    create_index,
+)
 from router.mirror import ApproximateCaches, Mirror
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import LoadTracker
+from router.replicas.load import InFlight, make_load_tracker
 from router.routing.planner import (
     ANY_RANK,
     LEAST_PULL,
@@ -39,12 +46,24 @@ OTHER_IDS = list(range(5000, 5016))
 R0 = SourceId("r0")
 
 
+@pytest.fixture(autouse=True, params=["readable", "in core"])
+def _planned_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs with the planner in Python, and with the compiled one where there is one."""
+    in_core = request.param == "in core"
+    if in_core and choose_index() is REFERENCE:
+        pytest.skip("the compiled core is not built")
+    monkeypatch.setattr(Planning, "in_core", in_core)
+
+
 class Planning:
     """A planner with its real parts; only the clock stands still, and losses are set by hand."""
 
+    in_core = False
+
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = create_index()
-        self.load = LoadTracker()
+        self.load = make_load_tracker(self.in_core)
+        self.flights: list[InFlight] = []
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
             make_policy(policy),
@@ -103,7 +122,7 @@ class Planning:
         source = SourceId(chosen.replica_id)
         visit = self.planner.visit("m", self.index, prompts, source, tokens, chosen)
         uncached = uncached_tokens(tokens, chosen)
-        self.load.started(chosen.replica_id, uncached, tokens, visit=visit)
+        self.flights.append(self.load.started(chosen.replica_id, uncached, tokens, visit=visit))
         return chosen.replica_id
 
     def only(
@@ -507,12 +526,13 @@ def test_a_busy_holder_s_prefix_is_pulled_by_an_idle_replica(policy: str) -> Non
     fleet = [replica("r0", p2p=PEERS), replica("r1", p2p=PEERS)]
     prompts = planning.prompts(LONG)
     assert planning.rank(prompts, *fleet, tokens=4000)[0].candidate.replica_id == "r0"
-    planning.load.started("r0", 6000, 6000)
+    busy = planning.load.started("r0", 6000, 6000)
     chosen = planning.rank(prompts, *fleet, tokens=4000)[0].candidate
     assert (chosen.replica_id, chosen.pull_from) == ("r1", "r0")
     assert (chosen.gpu_cached_tokens, chosen.cached_tokens) == (0, 3200)
     assert chosen.by_tier == (("PEER", 3200),)
     assert uncached_tokens(4000, chosen) == 800
+    busy.ended()
 
 
 def test_only_what_the_other_s_memory_holds_can_be_pulled() -> None:

@@ -3,6 +3,7 @@ plane: a program for sanitizers, run by `test_sanitized.py` with the module buil
 
 from __future__ import annotations
 
+import contextlib
 import random
 import selectors
 import socket
@@ -29,38 +30,36 @@ def replica(listener: socket.socket) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Serve the requests of a connection."""
+    """Serve the requests of a connection, until one of the two leaves."""
     draw = random.Random(connection.fileno())
-    with connection:
-        while True:
-            try:
-                head = b""
-                while b"\r\n\r\n" not in head or len(head.partition(b"\r\n\r\n")[2]) < len(BODY):
-                    if not (piece := connection.recv(65536)):
-                        return
-                    head += piece
-                kind = draw.randrange(6)
-                if kind == 0:
-                    return
-                if kind == 1:
-                    connection.sendall(b"HTTP/1.1 503 X\r\ncontent-length: 1\r\n\r\nx")
-                elif kind == 2:
-                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
-                    connection.sendall(b"y" * 100_000)
-                elif kind == 3:
-                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf")
-                    return
-                else:
-                    connection.sendall(
-                        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-                        b"transfer-encoding: chunked\r\n\r\n"
-                    )
-                    for at in range(0, len(STREAM), 7):
-                        piece = STREAM[at : at + 7]
-                        connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-                    connection.sendall(b"0\r\n\r\n")
-            except OSError:
-                return
+    with connection, contextlib.suppress(OSError):
+        while respond(connection, draw.randrange(6)):
+            pass
+
+
+def respond(connection: socket.socket, kind: int) -> bool:
+    """Serve a request; returns whether the connection stays."""
+    head = b""
+    while b"\r\n\r\n" not in head or len(head.partition(b"\r\n\r\n")[2]) < len(BODY):
+        if not (piece := connection.recv(65536)):
+            return False
+        head += piece
+    if kind == 1:
+        connection.sendall(b"HTTP/1.1 503 X\r\ncontent-length: 1\r\n\r\nx")
+    elif kind == 2:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"y" * 100_000)
+    elif kind == 3:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf")
+    elif kind > 3:
+        connection.sendall(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        for at in range(0, len(STREAM), 7):
+            piece = STREAM[at : at + 7]
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        connection.sendall(b"0\r\n\r\n")
+    return kind not in (0, 3)
 
 
 def client(port: int, seed: int) -> None:

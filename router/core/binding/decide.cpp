@@ -1,0 +1,711 @@
+// What Python sees of decisions: the books, fleets, and rankings that it reads one place at a time.
+//
+// Whatever Python has to be asked is asked before the mutex of the books is taken.
+
+#include "decide/decide.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <map>
+
+#include "binding/index.hpp"
+#include "binding/module.hpp"
+#include "binding/support.hpp"
+
+namespace nb = nanobind;
+using namespace kvroute;
+using namespace kvroute::binding;
+using namespace kvroute::decide;
+
+namespace {
+
+using BooksPointer = std::shared_ptr<Books>;
+using Rank = std::optional<int>;
+
+// --- load ---
+
+// The fields of `router.replicas.load.ReplicaLoad`.
+using LoadTuple = std::tuple<i64, i64, i64, i64, i64>;
+
+LoadTuple tuple_of(const Load& load) {
+    return {load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens,
+            load.tokenizing};
+}
+
+Load load_of(const LoadTuple& fields) {
+    const auto& [prefilling, prefill_tokens, decoding, context_tokens, tokenizing] = fields;
+    return {prefilling, prefill_tokens, decoding, context_tokens, tokenizing};
+}
+
+// An `InFlight` that takes the mutex for each step.
+class Flight {
+public:
+    Flight(BooksPointer books, const std::string& replica, i64 uncached_tokens, i64 prompt_tokens,
+           Rank dp_rank)
+        : books_(std::move(books)) {
+        Locked locked(books_->mutex);
+        flight_.emplace(books_->load, books_->load.of(replica), uncached_tokens, prompt_tokens,
+                        dp_rank);
+    }
+    ~Flight() {
+        Locked locked(books_->mutex);
+        flight_.reset();
+    }
+    Flight(const Flight&) = delete;
+    Flight& operator=(const Flight&) = delete;
+
+    bool first_token() { return Locked(books_->mutex), flight_->first_token(); }
+    bool generated(i64 tokens) { return Locked(books_->mutex), flight_->generated(tokens); }
+    bool ended() { return Locked(books_->mutex), flight_->ended(); }
+    bool retried(const std::string& replica, i64 uncached_tokens, Rank dp_rank) {
+        Locked locked(books_->mutex);
+        return flight_->retried(books_->load.of(replica), uncached_tokens, dp_rank);
+    }
+
+private:
+    BooksPointer books_;
+    std::optional<InFlight> flight_;
+};
+
+// The same of a request for token ids.
+class TokenIdsRequest {
+public:
+    TokenIdsRequest(BooksPointer books, const std::string& replica) : books_(std::move(books)) {
+        Locked locked(books_->mutex);
+        request_.emplace(books_->load.of(replica));
+    }
+    ~TokenIdsRequest() { ended(); }
+    TokenIdsRequest(const TokenIdsRequest&) = delete;
+    TokenIdsRequest& operator=(const TokenIdsRequest&) = delete;
+
+    void ended() {
+        Locked locked(books_->mutex);
+        request_.reset();
+    }
+
+private:
+    BooksPointer books_;
+    std::optional<Tokenizing> request_;
+};
+
+template <class Read>
+LoadTuple read_load(Books& books, const std::string& replica, Read&& read) {
+    Locked locked(books.mutex);
+    const std::shared_ptr<ReplicaLoad> load = books.load.find(replica);
+    return tuple_of(load == nullptr ? Load() : read(*load));
+}
+
+std::vector<LoadTuple> loads_of_ranks(Books& books, const std::string& replica,
+                                      const std::vector<int>& dp_ranks) {
+    std::vector<Load> loads(dp_ranks.size());
+    {
+        Locked locked(books.mutex);
+        const std::shared_ptr<ReplicaLoad> load = books.load.find(replica);
+        if (load != nullptr) load->of_ranks(dp_ranks, loads);
+    }
+    std::vector<LoadTuple> found;
+    for (const Load& each : loads) found.push_back(tuple_of(each));
+    return found;
+}
+
+using PlaceTuple = std::tuple<std::string, Rank, LoadTuple>;
+
+std::vector<PlaceTuple> places(Books& books) {
+    std::vector<PlaceTuple> found;
+    Locked locked(books.mutex);
+    books.load.each([&](const ReplicaLoad& load) {
+        found.emplace_back(load.id(), Rank(), tuple_of(load.own()));
+        for (const ReplicaLoad::OfRank& rank : load.ranks()) {
+            if (!rank.own.is_empty()) {
+                found.emplace_back(load.id(), rank.dp_rank, tuple_of(rank.own));
+            }
+        }
+    });
+    return found;
+}
+
+void take_others(Books& books, const std::vector<PlaceTuple>& loads) {
+    std::vector<OthersLoad> others;
+    for (const auto& [replica, dp_rank, load] : loads) {
+        others.push_back({replica, dp_rank, load_of(load)});
+    }
+    Locked locked(books.mutex);
+    books.load.take_others(others);
+}
+
+nb::tuple counts(Books& books) {
+    Locked locked(books.mutex);
+    return nb::make_tuple(books.load.in_flight(), books.load.started(), books.load.retried());
+}
+
+void bind_load(nb::module_& module) {
+    nb::class_<Books>(module, "Books")
+        .def(nb::new_([] { return std::make_shared<Books>(); }))
+        .def("cache_id",
+             [](Books& books, const std::string& replica, int dp_rank) {
+                 Locked locked(books.mutex);
+                 return books.cache_ids.of(replica, dp_rank);
+             })
+        .def("load_of",
+             [](Books& books, const std::string& replica) {
+                 return read_load(books, replica, [](ReplicaLoad& load) { return load.own(); });
+             })
+        .def("look_at",
+             [](Books& books, const std::string& replica) {
+                 return read_load(books, replica, [](ReplicaLoad& load) { return load.all(); });
+             })
+        .def("others_at",
+             [](Books& books, const std::string& replica) {
+                 return read_load(books, replica, [](ReplicaLoad& load) { return load.others(); });
+             })
+        .def("loads_of_ranks", &loads_of_ranks)
+        .def("places", &places)
+        .def("take_others", &take_others)
+        .def("counts", &counts);
+    nb::class_<Flight>(module, "Flight")
+        .def(nb::init<BooksPointer, const std::string&, i64, i64, Rank>(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg().none())
+        .def("first_token", &Flight::first_token)
+        .def("generated", &Flight::generated)
+        .def("retried", &Flight::retried, nb::arg(), nb::arg(), nb::arg().none())
+        .def("ended", &Flight::ended);
+    nb::class_<TokenIdsRequest>(module, "TokenIdsRequest")
+        .def(nb::init<BooksPointer, const std::string&>())
+        .def("ended", &TokenIdsRequest::ended);
+}
+
+// --- candidates ---
+
+Policy::Kind kind_of(const std::string& name) {
+    static const std::map<std::string, Policy::Kind> kinds{
+        {"least_delay", Policy::Kind::least_delay},   {"prefix", Policy::Kind::prefix},
+        {"least_loaded", Policy::Kind::least_loaded}, {"round_robin", Policy::Kind::round_robin},
+        {"random", Policy::Kind::random},             {"session", Policy::Kind::session}};
+    const auto found = kinds.find(name);
+    if (found == kinds.end()) throw nb::value_error("no such policy");
+    return found->second;
+}
+
+template <class Value>
+Value read(nb::handle object, const char* field) {
+    return nb::cast<Value>(object.attr(field));
+}
+
+// From `router.scoring.Weights`.
+Weights weights_of(nb::handle from) {
+    Weights weights;
+    weights.lower_tier_token = read<double>(from, "lower_tier_token");
+    for (const auto& [tier, cost] : nb::dict(from.attr("tier_token"))) {
+        weights.tier_token.emplace_back(nb::cast<std::string>(tier), nb::cast<double>(cost));
+    }
+    weights.queued_prefill_token = read<double>(from, "queued_prefill_token");
+    weights.decode_request = read<double>(from, "decode_request");
+    weights.decode_context_token = read<double>(from, "decode_context_token");
+    weights.waiting_request = read<double>(from, "waiting_request");
+    weights.foreign_request = read<double>(from, "foreign_request");
+    weights.suspect_trust = read<double>(from, "suspect_trust");
+    weights.recent_trust = read<double>(from, "recent_trust");
+    return weights;
+}
+
+// From a `router.scoring.Candidate`. `number`: its replica's.
+void append_candidate(nb::handle from, u32 number, Candidates& out) {
+    const nb::object load = from.attr("load");
+    out.states.push_back({number, read<Rank>(from, "dp_rank").value_or(kAnyRank),
+                          read<double>(from, "speed"), read<bool>(from, "suspect"),
+                          read<std::optional<double>>(from, "approximate_trust").value_or(0.0),
+                          read<i64>(load, "queued_prefill_tokens"),
+                          read<i64>(load, "prefilling_requests"),
+                          read<i64>(load, "decoding_requests"),
+                          read<i64>(load, "decode_context_tokens"),
+                          read<i64>(load, "foreign_requests"),
+                          read<i64>(load, "waiting_requests")});
+    out.cached.push_back({read<i64>(from, "gpu_cached_tokens"), read<i64>(from, "cached_tokens"),
+                          read<i64>(from, "junction_tokens"), read<i64>(from, "recent_tokens")});
+    out.outlooks.push_back({read<double>(from, "progress_tokens"),
+                            read<std::optional<double>>(from, "eviction_age_s"),
+                            read<double>(from, "reuse_probability"),
+                            read<double>(from, "uncached_tokens_per_s"),
+                            read<double>(from, "arrivals_per_s"), read<double>(from, "refill")});
+    Lower lower;
+    lower.first_share = static_cast<u32>(out.shares.size());
+    for (nb::handle each : nb::borrow<nb::tuple>(from.attr("by_tier"))) {
+        out.shares.push_back({nb::cast<std::string>(each[0]), nb::cast<i64>(each[1])});
+        lower.shares += 1;
+    }
+    lower.price = read<std::optional<double>>(from, "load_price");
+    out.lower.push_back(lower);
+}
+
+Fleet fleet_of_candidates(const nb::list& candidates) {
+    std::vector<Replica> replicas;
+    for (nb::handle each : candidates) {
+        replicas.emplace_back().id = read<std::string>(each, "replica_id");
+    }
+    return Fleet(0, std::move(replicas));
+}
+
+// A policy alone, with candidates from Python: their costs, their order, the best, the mean
+// congestion.
+nb::tuple order_of(Policy& policy, const std::string& model, nb::bytes session, i64 prompt_tokens,
+                   double prefill_tokens_per_s, const std::vector<u64>& keys, const nb::list& from,
+                   std::vector<double> draws) {
+    Candidates candidates;
+    const Fleet fleet = fleet_of_candidates(from);
+    for (u32 number = 0; number < fleet.size(); ++number) {
+        append_candidate(from[number], number, candidates);
+    }
+    const Asked asked{model, {session.c_str(), session.size()}, prompt_tokens,
+                      prefill_tokens_per_s, keys};
+    Lots lots(0);
+    lots.give(std::move(draws));
+    Order order;
+    policy.order(asked, candidates, fleet, lots.next(), order);
+    std::vector<u32> numbers;
+    order.numbers(candidates, fleet, numbers);
+    return nb::make_tuple(order.costs, numbers, order.first(candidates, fleet),
+                          order.mean_congestion);
+}
+
+// --- fleets ---
+
+// A `Conditions` that takes the mutex for each change.
+class ConditionsHandle {
+public:
+    explicit ConditionsHandle(BooksPointer books) : books_(std::move(books)) {}
+
+    const std::shared_ptr<Conditions>& get() const { return conditions_; }
+
+    void set(bool is_healthy, bool is_draining, bool is_removed) {
+        Locked locked(books_->mutex);
+        conditions_->is_healthy = is_healthy;
+        conditions_->is_draining = is_draining;
+        conditions_->is_removed = is_removed;
+    }
+
+    void set_gate(std::optional<i64> most_requests, std::optional<i64> most_prefill_tokens,
+                  std::optional<double> open_until, double probe_until, double backs_off_until,
+                  const std::vector<std::pair<std::string, double>>& tenants,
+                  std::optional<double> started_at, double slow_start_s) {
+        Gate gate{most_requests,   most_prefill_tokens, open_until, probe_until,
+                  backs_off_until, {tenants.begin(), tenants.end()}, started_at, slow_start_s};
+        Locked locked(books_->mutex);
+        conditions_->gate = std::move(gate);
+    }
+
+    void set_engine(double at, i64 foreign, i64 waiting,
+                    const std::vector<std::tuple<int, i64, i64>>& ranks,
+                    std::optional<i64> cache_blocks, std::optional<i64> cache_tokens) {
+        EngineLoad engine{at, foreign, waiting, {}, cache_blocks, cache_tokens};
+        for (const auto& [dp_rank, of_others, waits] : ranks) {
+            engine.ranks.push_back({dp_rank, of_others, waits});
+        }
+        Locked locked(books_->mutex);
+        conditions_->engine = std::move(engine);
+    }
+
+    void set_suspects(std::vector<int> dp_ranks) {
+        Locked locked(books_->mutex);
+        conditions_->suspects = std::move(dp_ranks);
+    }
+
+private:
+    BooksPointer books_;
+    std::shared_ptr<Conditions> conditions_ = std::make_shared<Conditions>();
+};
+
+struct FleetHandle {
+    std::shared_ptr<const Fleet> fleet;
+};
+
+using Limit = std::optional<i64>;
+using Names = std::vector<std::string>;
+using Peer = std::optional<std::pair<std::string, int>>;
+using CacheTuple = std::tuple<int, CacheId, std::optional<SourceNumber>>;
+using Adapters = std::vector<std::pair<std::string, std::string>>;
+// Id, speed, limit of requests, peer, models, adapters, caches, conditions.
+using ReplicaTuple = std::tuple<std::string, double, Limit, Peer, Names, Adapters,
+                                std::vector<CacheTuple>, nb::object>;
+
+// `index`: that in which the sources of caches have their numbers.
+Replica replica_of(Books& books, const std::shared_ptr<SharedIndex>& index, ReplicaTuple fields) {
+    auto& [id, speed, limit, peer, models, adapters, caches, conditions] = fields;
+    Replica replica;
+    replica.speed = speed;
+    replica.max_concurrent_requests = limit;
+    replica.peer = std::move(peer);
+    replica.models = std::move(models);
+    replica.adapters = std::move(adapters);
+    for (const auto& [dp_rank, cache, source] : caches) {
+        replica.caches.push_back({dp_rank, cache, {}});
+        if (source) replica.caches.back().sources.push_back({index, *source});
+    }
+    replica.conditions = nb::cast<const ConditionsHandle&>(conditions).get();
+    {
+        Locked locked(books.mutex);
+        replica.load = books.load.of(id);
+    }
+    replica.id = std::move(id);
+    return replica;
+}
+
+FleetHandle make_fleet(Books& books, u64 version, std::shared_ptr<SharedIndex> index,
+                       std::vector<ReplicaTuple> fields) {
+    std::vector<Replica> replicas;
+    for (ReplicaTuple& each : fields) {
+        replicas.push_back(replica_of(books, index, std::move(each)));
+    }
+    return {std::make_shared<const Fleet>(version, std::move(replicas))};
+}
+
+// --- decisions ---
+
+double double_in(nb::handle tuple, Py_ssize_t at) {
+    const double value = PyFloat_AsDouble(PyTuple_GetItem(tuple.ptr(), at));
+    if (value == -1.0 && PyErr_Occurred()) throw nb::python_error();
+    return value;
+}
+
+// What follows the caches in Python, asked beforehand.
+class Given : public Outlooks {
+public:
+    std::optional<double> tokens_per_s;
+    std::vector<Outlook> of_caches;  // by number in the fleet; none: nobody knows
+    std::vector<ComingAt> coming;    // of all prompts together
+    std::map<std::pair<CacheId, std::string>, double, std::less<>> prices;
+    std::map<CacheId, Estimate> estimates;
+
+    explicit Given(std::shared_ptr<const Fleet> fleet) : fleet_(std::move(fleet)) {}
+
+    // Progress, and the tuples of router/mirror: age, reuse, two rates, refill.
+    void take_outlooks(const nb::list& progress, const nb::list& tuples) {
+        of_caches.resize(nb::len(tuples));
+        for (std::size_t number = 0; number < of_caches.size(); ++number) {
+            const nb::handle tuple = tuples[number];
+            Outlook& outlook = of_caches[number];
+            outlook.progress_tokens = PyFloat_AsDouble(nb::handle(progress[number]).ptr());
+            if (PyTuple_GetItem(tuple.ptr(), 0) != Py_None) {
+                outlook.eviction_age_s = double_in(tuple, 0);
+            }
+            outlook.reuse_probability = double_in(tuple, 1);
+            outlook.uncached_tokens_per_s = double_in(tuple, 2);
+            outlook.arrivals_per_s = double_in(tuple, 3);
+            outlook.refill = double_in(tuple, 4);
+        }
+    }
+
+    void outlooks(std::string_view, std::span<const Cache> caches, double,
+                  std::span<Outlook> out) override {
+        for (std::size_t at = 0; at < caches.size(); ++at) {
+            const u32 number = fleet_->cache_number(caches[at].id);
+            if (number < of_caches.size()) out[at] = of_caches[number];
+        }
+    }
+    void in_prefill(const Sought&, double, std::vector<ComingAt>& out) override {
+        out.insert(out.end(), coming.begin(), coming.end());
+        coming.clear();
+    }
+    std::optional<double> load_price(CacheId cache, std::string_view tier) override {
+        const auto found = prices.find(std::pair(cache, std::string(tier)));
+        return found == prices.end() ? std::nullopt : std::optional(found->second);
+    }
+    std::optional<double> prefill_tokens_per_s(std::string_view) override { return tokens_per_s; }
+    bool estimates_any() override { return !estimates.empty(); }
+    bool is_silent(CacheId cache) override { return estimates.contains(cache); }
+    std::optional<Estimate> estimate(CacheId cache, std::optional<i64>,
+                                     const EstimateOf&) override {
+        const auto found = estimates.find(cache);
+        return found == estimates.end() ? std::nullopt : std::optional(found->second);
+    }
+
+private:
+    std::shared_ptr<const Fleet> fleet_;
+};
+
+using ComingTuple = std::tuple<u32, i64, i64>;  // a cache's number, tokens, run
+// A cache's number, tokens, trust, age, reuse.
+using EstimateTuple = std::tuple<u32, i64, double, std::optional<double>, double>;
+// Tokens per second, progress, outlooks, what is in prefill, what asks for a price, estimates.
+using GivenTuple =
+    std::tuple<std::optional<double>, std::optional<nb::list>, std::optional<nb::list>,
+               std::vector<ComingTuple>, nb::object, std::vector<EstimateTuple>>;
+
+std::unique_ptr<Given> given_of(std::shared_ptr<const Fleet> fleet, const GivenTuple& from) {
+    const auto& [tokens_per_s, progress, outlooks, coming, price_of, estimates] = from;
+    auto given = std::make_unique<Given>(fleet);
+    given->tokens_per_s = tokens_per_s;
+    if (progress && outlooks) given->take_outlooks(*progress, *outlooks);
+    for (const auto& [cache, tokens, run] : coming) {
+        given->coming.push_back({fleet->cache(cache).id, {tokens, run}});
+    }
+    for (const auto& [cache, tokens, trust, age, reuse] : estimates) {
+        given->estimates[fleet->cache(cache).id] = {tokens, trust, age, reuse};
+    }
+    return given;
+}
+
+// Asks for the prices of what is below the GPU of each cache, and of what it could pull.
+void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, i64 prompt_tokens,
+                nb::handle price_of) {
+    const auto ask = [&](u32 cache, const std::string& tier) {
+        const nb::object price = price_of(cache, tier);
+        if (!price.is_none()) {
+            given.prices[{fleet.cache(cache).id, tier}] = nb::cast<double>(price);
+        }
+    };
+    for (const u32 number : fleet.numbers()) {
+        const Replica& replica = fleet[number];
+        for (u32 cache = replica.first_cache; cache < replica.first_cache + replica.caches.size();
+             ++cache) {
+            const CachedTokens& hit = hits.at(cache);
+            const bool is_usual = hit.all == hit.gpu && hit.all < prompt_tokens;
+            if (is_usual && !replica.peer && !replica.has_ranks()) continue;
+            hits.each_share(cache, [&](const std::string& tier, i64) { ask(cache, tier); });
+            ask(cache, "");
+            if (replica.peer) ask(cache, "PEER");
+        }
+    }
+}
+
+struct Deciding;
+
+// One decision's ranking. It keeps the memory that it was found in, which is used again afterwards.
+class RankingHandle {
+public:
+    RankingHandle(std::shared_ptr<Deciding> deciding, std::unique_ptr<Scratch> scratch)
+        : deciding_(std::move(deciding)), scratch_(std::move(scratch)) {}
+    ~RankingHandle();
+    RankingHandle(const RankingHandle&) = delete;
+    RankingHandle& operator=(const RankingHandle&) = delete;
+
+    const Ranking& get() const { return scratch_->ranking; }
+    const std::vector<u32>& numbers() { return scratch_->ranking.numbers(); }
+
+    double cost(std::size_t number) const { return get().order.costs.at(number); }
+    nb::tuple candidate(std::size_t number) const { return tuple_of(get().able, number); }
+    nb::list excluded() const {
+        nb::list found;
+        for (std::size_t number = 0; number < get().unable.size(); ++number) {
+            const auto obstacle = static_cast<int>(get().obstacles[number]);
+            found.append(nb::make_tuple(tuple_of(get().unable, number), obstacle));
+        }
+        return found;
+    }
+
+private:
+    // The fields of `router.scoring.Candidate` in their order, with those of its load in one tuple.
+    nb::tuple tuple_of(const Candidates& of, std::size_t number) const {
+        const State& state = of.states.at(number);
+        const CachedTokens& cached = of.cached[number];
+        const Outlook& outlook = of.outlooks[number];
+        const Lower& lower = of.lower[number];
+        nb::list by_tier;
+        for (const TierShare& share : of.shares_of(lower)) {
+            by_tier.append(nb::make_tuple(text(share.tier), share.tokens));
+        }
+        const Fleet& fleet = *get().fleet;
+        return nb::make_tuple(
+            text(fleet[state.replica].id), cached.gpu, cached.all, nb::tuple(by_tier),
+            or_none(lower.price),
+            lower.pull_from == kNobody ? nb::none() : text(fleet[lower.pull_from].id),
+            cached.junction, cached.recent, outlook.progress_tokens,
+            or_none(outlook.eviction_age_s), outlook.reuse_probability,
+            outlook.uncached_tokens_per_s, outlook.arrivals_per_s, outlook.refill, state.is_suspect,
+            state.estimate_trust == 0.0 ? nb::none() : nb::cast(state.estimate_trust),
+            nb::make_tuple(state.queued_tokens, state.prefilling, state.decoding,
+                           state.context_tokens, state.foreign, state.waiting),
+            state.speed, state.dp_rank == kAnyRank ? nb::none() : nb::cast(state.dp_rank));
+    }
+    static nb::object or_none(const std::optional<double>& value) {
+        return value ? nb::cast(*value) : nb::none();
+    }
+
+    std::shared_ptr<Deciding> deciding_;
+    std::unique_ptr<Scratch> scratch_;
+};
+
+struct Deciding {
+    BooksPointer books;
+    Decider decider;
+    std::vector<std::unique_ptr<Scratch>> idle;  // with the interpreter lock
+};
+
+RankingHandle::~RankingHandle() {
+    constexpr std::size_t kMostIdle = 16;
+    if (deciding_->idle.size() < kMostIdle) deciding_->idle.push_back(std::move(scratch_));
+}
+
+class DeciderHandle {
+public:
+    DeciderHandle(BooksPointer books, const std::string& policy, nb::handle weights,
+                  double engine_load_stale_after_s, u64 seed)
+        : deciding_(std::make_shared<Deciding>(
+              std::move(books), Decider({kind_of(policy), weights_of(weights),
+                                         engine_load_stale_after_s, seed, false}))) {}
+
+    void share_lots() {
+        Locked locked(deciding_->books->mutex);
+        deciding_->decider.shares_lots = true;
+    }
+    void give_lots(std::vector<double> ties, std::vector<double> lots) {
+        Locked locked(deciding_->books->mutex);
+        deciding_->decider.ties.give(std::move(ties));
+        deciding_->decider.lots.give(std::move(lots));
+    }
+
+    std::unique_ptr<RankingHandle> rank(
+        const FleetHandle& fleet, const std::string& model, nb::bytes session,
+        const std::string& tenant, i64 prompt_tokens, std::shared_ptr<SharedIndex> index,
+        const nb::list& prompts, const std::vector<std::vector<ComputedTuple>>& computed,
+        const std::optional<GivenTuple>& from, std::tuple<bool, Rank, bool> choice, double now) {
+        Question question;
+        question.fleet = fleet.fleet;
+        question.replicas = fleet.fleet->numbers();
+        question.model = model;
+        question.session = {session.c_str(), session.size()};
+        question.tenant = tenant;
+        question.prompt_tokens = prompt_tokens;
+        question.index = index.get();
+        const auto& [is_read, asked, may_pull] = choice;
+        question.choice = {is_read, asked, may_pull};
+        question.now = now;
+        std::vector<Prompt*> hashed;
+        for (nb::handle each : prompts) {
+            hashed.push_back(nb::cast<const PromptHandle&>(each).prompt.get());
+        }
+        question.prompts = hashed;
+        std::vector<std::vector<Computed>> by_prompt;
+        for (const auto& each : computed) {
+            by_prompt.push_back(computed_of(index->index.space(), each));
+        }
+        question.computed = by_prompt;
+        return rank(question, from);
+    }
+
+private:
+    std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from) {
+        std::unique_ptr<Scratch> scratch = taken();
+        const bool is_long = std::any_of(
+            question.prompts.begin(), question.prompts.end(),
+            [](const Prompt* each) { return each->tokens().size() > kLongPrompt; });
+        {
+            ReleasedIf released(is_long);
+            deciding_->decider.match(question, *scratch);
+        }
+        std::unique_ptr<Given> given;
+        if (from) {
+            given = given_of(question.fleet, *from);
+            const nb::object& price_of = std::get<4>(*from);
+            if (!price_of.is_none()) {
+                ask_prices(*given, *question.fleet, scratch->hits, question.prompt_tokens,
+                           price_of);
+            }
+        }
+        question.outlooks = given.get();
+        {
+            Locked locked(deciding_->books->mutex);
+            deciding_->decider.rank(question, *scratch);
+        }
+        return std::make_unique<RankingHandle>(deciding_, std::move(scratch));
+    }
+
+    std::unique_ptr<Scratch> taken() {
+        if (deciding_->idle.empty()) return std::make_unique<Scratch>();
+        std::unique_ptr<Scratch> scratch = std::move(deciding_->idle.back());
+        deciding_->idle.pop_back();
+        return scratch;
+    }
+
+    static constexpr std::size_t kLongPrompt = 1 << 14;  // as in binding/index.cpp
+
+    std::shared_ptr<Deciding> deciding_;
+};
+
+// Of one that no decider has.
+std::vector<std::pair<CacheId, i64>> matched(RecentPrefixes& recent, const std::vector<u64>& keys,
+                                             i64 step, double now) {
+    std::vector<ComingAt> found;
+    recent.match(keys, step, now, found);
+    std::vector<std::pair<CacheId, i64>> tokens;
+    for (const ComingAt& each : found) tokens.emplace_back(each.cache, each.coming.tokens);
+    return tokens;
+}
+
+void bind_recent_prefixes(nb::module_& module) {
+    nb::class_<RecentPrefixes>(module, "RecentPrefixes")
+        .def(nb::init<double, std::size_t>())
+        .def("remember",
+             [](RecentPrefixes& recent, CacheId cache, const std::vector<u64>& keys, double now) {
+                 recent.remember(cache, keys, now);
+             })
+        .def("match", &matched)
+        .def("forget", &RecentPrefixes::forget)
+        .def("counts", [](const RecentPrefixes& recent) {
+            return nb::make_tuple(recent.entries(), recent.evicted(), recent.truncated());
+        });
+}
+
+void bind_fleet(nb::module_& module) {
+    nb::class_<ConditionsHandle>(module, "Conditions")
+        .def(nb::init<BooksPointer>())
+        .def("set", &ConditionsHandle::set)
+        .def("set_gate", &ConditionsHandle::set_gate, nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
+        .def("set_engine", &ConditionsHandle::set_engine, nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg().none(), nb::arg().none())
+        .def("set_suspects", &ConditionsHandle::set_suspects);
+    nb::class_<FleetHandle>(module, "Fleet")
+        .def("__init__",
+             [](FleetHandle* self, Books& books, u64 version, std::shared_ptr<SharedIndex> index,
+                std::vector<ReplicaTuple> replicas) {
+                 new (self) FleetHandle(
+                     make_fleet(books, version, std::move(index), std::move(replicas)));
+             },
+             nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+}
+
+}  // namespace
+
+void kvroute::binding::bind_decide(nb::module_& module) {
+    bind_load(module);
+    nb::class_<Policy>(module, "Policy")
+        .def("__init__",
+             [](Policy* self, const std::string& name, nb::handle weights) {
+                 new (self) Policy(kind_of(name), weights_of(weights));
+             })
+        .def("order", &order_of);
+    bind_recent_prefixes(module);
+    bind_fleet(module);
+    nb::class_<RankingHandle>(module, "DecidedRanking")
+        .def("__len__", [](const RankingHandle& self) { return self.get().able.size(); })
+        .def("first", [](const RankingHandle& self) { return self.get().first; })
+        .def("has_failed", [](const RankingHandle& self) { return self.get().has_failed(); })
+        .def("prefill_tokens_per_s",
+             [](const RankingHandle& self) { return self.get().prefill_tokens_per_s; })
+        .def("mean_congestion",
+             [](const RankingHandle& self) { return self.get().order.mean_congestion; })
+        .def("numbers", &RankingHandle::numbers)
+        .def("cost", &RankingHandle::cost)
+        .def("candidate", &RankingHandle::candidate)
+        .def("excluded", &RankingHandle::excluded);
+    nb::class_<DeciderHandle>(module, "Decider")
+        .def(nb::init<BooksPointer, const std::string&, nb::handle, double, u64>())
+        .def("share_lots", &DeciderHandle::share_lots)
+        .def("give_lots", &DeciderHandle::give_lots)
+        .def("rank", nb::overload_cast<const FleetHandle&, const std::string&, nb::bytes,
+                                       const std::string&, i64, std::shared_ptr<SharedIndex>,
+                                       const nb::list&,
+                                       const std::vector<std::vector<ComputedTuple>>&,
+                                       const std::optional<GivenTuple>&,
+                                       std::tuple<bool, Rank, bool>, double>(&DeciderHandle::rank),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+             nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
+}

@@ -1,0 +1,79 @@
+// The candidates of one decision as columns: item i of each is about candidate i.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "decide/outlook.hpp"
+
+namespace kvroute::decide {
+
+constexpr int kAnyRank = -1;  // the engine chooses
+constexpr u32 kNobody = ~u32{0};
+
+// What does not depend on the prompt.
+struct State {
+    u32 replica = 0;  // its number in the fleet
+    int dp_rank = kAnyRank;
+    double speed = 1.0;  // relative to other replicas
+    bool is_suspect = false;  // events were lost, so its hit is doubtful
+    double estimate_trust = 0.0;  // where an estimate stands in for events, the share that counts
+    i64 queued_tokens = 0;  // uncached ones of requests in prefill
+    i64 prefilling = 0, decoding = 0;  // requests
+    i64 context_tokens = 0;  // of those in decode
+    i64 foreign = 0, waiting = 0;  // requests of others, and those in the engine's own queue
+
+    i64 requests() const { return prefilling + decoding + foreign; }
+    bool is_doubtful() const { return is_suspect || estimate_trust != 0.0; }
+    // Of a hit that is doubtful.
+    double share_that_counts(double suspect_trust) const {
+        return estimate_trust != 0.0 ? estimate_trust : suspect_trust;
+    }
+};
+
+// What it has of the prompt, in tokens.
+struct CachedTokens {
+    i64 gpu = 0;
+    i64 all = 0;  // those and what lower tiers would bring back
+    i64 junction = 0;  // behind the GPU's hit, those of which only full attention is there
+    i64 recent = 0;  // that were sent there so recently that events may not show them yet
+};
+
+// What a lower tier or shared store would bring back. Nearly all names fit into the string itself.
+struct TierShare {
+    std::string tier;
+    i64 tokens = 0;
+};
+
+// What it has below its GPU.
+struct Lower {
+    u32 first_share = 0, shares = 0;  // in `Candidates::shares`
+    std::optional<double> price;  // of a token, in tokens to compute, as it was measured there
+    u32 pull_from = kNobody;  // the replica from whose memory a part is pulled
+};
+
+struct Candidates {
+    std::vector<State> states;
+    std::vector<CachedTokens> cached;
+    std::vector<Outlook> outlooks;
+    std::vector<Lower> lower;
+    std::vector<TierShare> shares;  // of all, one candidate's behind another's
+
+    std::size_t size() const { return states.size(); }
+
+    void clear() {
+        states.clear();
+        cached.clear();
+        outlooks.clear();
+        lower.clear();
+        shares.clear();
+    }
+
+    std::span<const TierShare> shares_of(const Lower& of) const {
+        return std::span(shares).subspan(of.first_share, of.shares);
+    }
+};
+
+}  // namespace kvroute::decide

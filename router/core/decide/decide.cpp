@@ -1,0 +1,223 @@
+#include "decide/decide.hpp"
+
+#include <algorithm>
+
+namespace kvroute::decide {
+
+namespace {
+
+Outlooks nobody_follows;
+
+Outlooks& outlooks_of(const Question& question) {
+    return question.outlooks == nullptr ? nobody_follows : *question.outlooks;
+}
+
+// Rounded up.
+i64 share_of(i64 whole, std::size_t count) {
+    const auto parts = static_cast<i64>(count);
+    return (whole + parts - 1) / parts;
+}
+
+// What a replica's memory holds of the prompt. With the index locked.
+i64 tokens_in_memory(const Question& question, const Replica& replica) {
+    SharedIndex& index = *question.index;
+    const u32 slot = index.slot_of(replica.caches.front().source_in(&index));
+    if (slot == kNone) return 0;
+    const Computed* computed = nullptr;
+    if (!question.computed.empty()) {
+        for (const Computed& each : question.computed.front()) {
+            if (each.slot == slot) computed = &each;
+        }
+    }
+    Prompt& prompt = *question.prompts.front();
+    return static_cast<i64>(index.matcher.match_tier(slot, prompt, "CPU", computed));
+}
+
+}  // namespace
+
+const std::vector<u32>& Ranking::numbers() {
+    if (numbers_.size() != able.size()) order.numbers(able, *fleet, numbers_);
+    return numbers_;
+}
+
+Decider::Decider(Settings settings)
+    : ties(settings.seed), lots(settings.seed + 1), shares_lots(settings.shares_lots),
+      settings_(std::move(settings)), policy_(settings_.policy, settings_.weights) {}
+
+void Decider::match(const Question& question, Scratch& scratch) const {
+    scratch.hits.begin(*question.fleet);
+    scratch.peer_prefix.reset();
+    static const std::vector<Computed> none;
+    for (std::size_t number = 0; number < question.prompts.size(); ++number) {
+        const auto& computed = question.computed.empty() ? none : question.computed[number];
+        scratch.hits.match(*question.fleet, question.replicas, *question.index,
+                           *question.prompts[number], computed, question.prompts.size() == 1);
+    }
+}
+
+const Ranking& Decider::decide(const Question& question, Books& books, Scratch& scratch) {
+    match(question, scratch);
+    const std::lock_guard locked(books.mutex);
+    return rank(question, scratch);
+}
+
+const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
+    Ranking& ranking = scratch.ranking;
+    ranking.fleet = question.fleet;
+    ranking.first = kNobody;
+    ranking.numbers_.clear();
+    find(question, scratch);
+    Asked asked{.model = question.model,
+                .session = question.session,
+                .prompt_tokens = question.prompt_tokens,
+                .keys = {}};
+    if (needs_outlook()) {
+        const auto tokens_per_s = outlooks_of(question).prefill_tokens_per_s(question.model);
+        if (tokens_per_s) {
+            asked.prefill_tokens_per_s = *tokens_per_s;
+            if (scratch.keys_.size() == 1) asked.keys = scratch.keys_[0];
+        }
+    }
+    ranking.prefill_tokens_per_s = asked.prefill_tokens_per_s;
+    if (question.choice.may_pull && question.prompts.size() == 1 && !scratch.peer_prefix) {
+        find_peer_prefix(question, scratch);
+    }
+    sort_out(question, scratch);
+    fill(asked, question, scratch, true);
+    if (scratch.peer_prefix) put_pulls(question, scratch);
+    if (ranking.able.size()) {
+        policy_.order(asked, ranking.able, *question.fleet, ties.next(), ranking.order);
+        ranking.first = ranking.order.first(ranking.able, *question.fleet);
+    }
+    if (ranking.unable.size()) fill(asked, question, scratch, false);
+    return ranking;
+}
+
+// What is known of the prompts besides hits.
+void Decider::find(const Question& question, Scratch& scratch) {
+    scratch.keys_.clear();
+    scratch.is_remembered_ = false;
+    scratch.coming_.assign(question.fleet->caches(), Coming());
+    const bool is_only_one = question.prompts.size() == 1;
+    for (Prompt* prompt : question.prompts) {
+        const std::vector<u64>& keys = prompt->prefix_keys(question.index->index.space(), kKeyStep);
+        scratch.keys_.push_back(keys);
+        scratch.is_remembered_ |= !keys.empty();
+        if (shares_lots && !keys.empty()) ties.begin(keys[0]);
+        scratch.found_.clear();
+        if (recent != nullptr) {
+            recent->match(keys, static_cast<i64>(kKeyStep), question.now, scratch.found_);
+        } else {
+            const Sought sought{*prompt, keys, is_only_one ? question.prompt_tokens : 0};
+            outlooks_of(question).in_prefill(sought, question.now, scratch.found_);
+        }
+        for (const ComingAt& each : scratch.found_) {
+            const u32 cache = question.fleet->cache_number(each.cache);
+            if (cache == kNobody) continue;
+            scratch.coming_[cache].tokens += each.coming.tokens;
+            scratch.coming_[cache].run += each.coming.run;
+        }
+    }
+}
+
+// Who can take the request now, and who cannot.
+void Decider::sort_out(const Question& question, Scratch& scratch) {
+    Ranking& ranking = scratch.ranking;
+    ranking.able.clear();
+    ranking.unable.clear();
+    ranking.obstacles.clear();
+    for (const u32 number : question.replicas) {
+        const Replica& replica = (*question.fleet)[number];
+        const Load load = replica.load->all();
+        const Obstacle obstacle = replica.obstacle(question.now, question.tenant, load);
+        Candidates& known = obstacle == Obstacle::none ? ranking.able : ranking.unable;
+        if (obstacle != Obstacle::none) ranking.obstacles.push_back(obstacle);
+        known.states.push_back(state_of(replica, number, load, question));
+    }
+}
+
+// An engine's own load counts only while it is young.
+bool Decider::knows_load(const Replica& replica, const Question& question) const {
+    const auto& engine = replica.conditions->engine;
+    return engine && question.now - engine->at <= settings_.engine_load_stale_after_s;
+}
+
+State Decider::state_of(const Replica& replica, u32 number, const Load& load,
+                        const Question& question) const {
+    State state{.replica = number,
+                .speed = replica.speed_at(question.now),
+                .is_suspect = replica.is_suspect(replica.caches.front().dp_rank),
+                .queued_tokens = load.prefill_tokens,
+                .prefilling = load.prefilling,
+                .decoding = load.decoding,
+                .context_tokens = load.context_tokens};
+    if (knows_load(replica, question)) {
+        state.foreign = replica.conditions->engine->foreign;
+        state.waiting = replica.conditions->engine->waiting;
+    }
+    return state;
+}
+
+// One of several ranks. The engine's load is shared out where its metrics do not tell ranks apart.
+State Decider::state_of_rank(const Replica& replica, u32 number, int dp_rank, const Load& load,
+                             const Question& question) const {
+    State state{.replica = number,
+                .dp_rank = dp_rank,
+                .speed = replica.speed_at(question.now),
+                .is_suspect = replica.is_suspect(dp_rank),
+                .queued_tokens = load.prefill_tokens,
+                .prefilling = load.prefilling,
+                .decoding = load.decoding,
+                .context_tokens = load.context_tokens};
+    if (!knows_load(replica, question)) return state;
+    const EngineLoad& engine = *replica.conditions->engine;
+    const auto told =
+        std::find_if(engine.ranks.begin(), engine.ranks.end(),
+                     [&](const EngineLoad::OfRank& each) { return each.dp_rank == dp_rank; });
+    if (told != engine.ranks.end()) {
+        state.foreign = told->foreign;
+        state.waiting = told->waiting;
+    } else {
+        state.foreign = share_of(engine.foreign, replica.caches.size());
+        state.waiting = share_of(engine.waiting, replica.caches.size());
+    }
+    return state;
+}
+
+// Replicas whose memory others may read, the one with the most of the prompt first.
+void Decider::find_holders(const Question& question, Scratch& scratch) {
+    std::vector<Scratch::Holder>& holders = scratch.holders_;
+    holders.clear();
+    const Draws draws = lots.next();
+    for (const u32 number : question.replicas) {
+        const Replica& replica = (*question.fleet)[number];
+        if (!replica.peer || !replica.conditions->is_healthy ||
+            replica.is_suspect(replica.caches.front().dp_rank)) {
+            continue;
+        }
+        holders.push_back({scratch.hits.at(replica.first_cache).all,
+                           draws.of(static_cast<u32>(holders.size())), number});
+    }
+    std::stable_sort(holders.begin(), holders.end(), [](const auto& left, const auto& right) {
+        return left.cached != right.cached ? left.cached > right.cached : left.draw > right.draw;
+    });
+}
+
+// The longest prefix that a replica's memory holds for others, by its events; of equally long ones
+// any.
+void Decider::find_peer_prefix(const Question& question, Scratch& scratch) {
+    find_holders(question, scratch);
+    if (scratch.holders_.size() < 2) return;
+    i64 most = scratch.holders_.back().cached + kLeastPull - 1;
+    const std::lock_guard locked(question.index->mutex);
+    for (const Scratch::Holder& each : scratch.holders_) {
+        if (each.cached <= most) break;  // its memory holds no more than it has in all
+        const i64 tokens = tokens_in_memory(question, (*question.fleet)[each.replica]);
+        if (tokens > most) {
+            scratch.peer_prefix = PeerPrefix{tokens, each.replica};
+            most = tokens;
+        }
+    }
+}
+
+}  // namespace kvroute::decide

@@ -1,0 +1,113 @@
+#include "decide/fleet.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "decide/draws.hpp"
+
+namespace kvroute::decide {
+
+double Gate::speed(double now) const {
+    if (!started_at || slow_start_s <= 0) return 1.0;
+    const double grown = (now - *started_at) / slow_start_s;
+    return grown >= 1 ? 1.0 : std::max(grown, kSlowest);
+}
+
+Obstacle Gate::shut(double now, std::string_view tenant) const {
+    if (now < backs_off_until) return Obstacle::backing_off;
+    if (!tenant.empty() && !tenants_back_off_until.empty()) {
+        const auto found = tenants_back_off_until.find(tenant);
+        if (found != tenants_back_off_until.end() && now < found->second) {
+            return Obstacle::tenant_backing_off;
+        }
+    }
+    if (!open_until) return Obstacle::none;
+    if (now < *open_until) return Obstacle::breaker_open;
+    return now < probe_until ? Obstacle::being_probed : Obstacle::none;
+}
+
+Obstacle Gate::full(double now, const Load& load) const {
+    const auto reaches = [&](i64 count, i64 limit, double least) {
+        const double now_allowed = static_cast<double>(limit) * speed(now);
+        return static_cast<double>(count) >= std::max(now_allowed, least);
+    };
+    if (most_requests && reaches(load.requests(), *most_requests, 1.0)) return Obstacle::at_limit;
+    if (most_prefill_tokens && reaches(load.prefill_tokens, *most_prefill_tokens, 0.0)) {
+        return Obstacle::at_token_limit;
+    }
+    return Obstacle::none;
+}
+
+bool Replica::is_suspect(int dp_rank) const {
+    const std::vector<int>& suspects = conditions->suspects;
+    return !suspects.empty() &&
+           std::find(suspects.begin(), suspects.end(), dp_rank) != suspects.end();
+}
+
+Obstacle Replica::obstacle(double now, std::string_view tenant, const Load& under_way,
+                           bool is_new) const {
+    if (conditions->is_removed) return Obstacle::removed;
+    if (!conditions->is_healthy) return Obstacle::not_healthy;
+    if (conditions->is_draining) return Obstacle::draining;
+    if (max_concurrent_requests && under_way.requests() >= *max_concurrent_requests) {
+        return Obstacle::at_limit;
+    }
+    const Obstacle shut = conditions->gate.shut(now, tenant);
+    return shut != Obstacle::none || !is_new ? shut : conditions->gate.full(now, under_way);
+}
+
+Fleet::Fleet(u64 version, std::vector<Replica> replicas)
+    : version_(version), replicas_(std::move(replicas)) {
+    numbers_.resize(replicas_.size());
+    std::iota(numbers_.begin(), numbers_.end(), u32{0});
+    for (u32 number = 0; number < replicas_.size(); ++number) {
+        Replica& replica = replicas_[number];
+        replica.name_crc = crc32(replica.id);
+        by_id_[replica.id] = number;
+        const auto add = [&](const std::string& name) {
+            std::vector<u32>& serving = serving_[name];
+            if (serving.empty() || serving.back() != number) serving.push_back(number);
+        };
+        for (const std::string& model : replica.models) add(model);
+        for (const auto& [adapter, model] : replica.adapters) add(adapter);
+    }
+    number_caches();
+    sort_names();
+}
+
+void Fleet::number_caches() {
+    for (Replica& replica : replicas_) {
+        replica.first_cache = static_cast<u32>(caches_.size());
+        for (const Cache& cache : replica.caches) caches_.push_back(&cache);
+    }
+    for (u32 number = 0; number < caches_.size(); ++number) {
+        const CacheId id = caches_[number]->id;
+        if (id >= cache_numbers_.size()) cache_numbers_.resize(id + 1, kNobody);
+        cache_numbers_[id] = number;
+    }
+}
+
+void Fleet::sort_names() {
+    std::vector<u32> sorted = numbers_;
+    std::sort(sorted.begin(), sorted.end(),
+              [&](u32 left, u32 right) { return replicas_[left].id < replicas_[right].id; });
+    for (u32 place = 0; place < sorted.size(); ++place) {
+        replicas_[sorted[place]].place_by_name = place;
+    }
+}
+
+std::span<const u32> Fleet::serving(std::string_view name) const {
+    const auto found = serving_.find(name);
+    return found == serving_.end() ? std::span<const u32>() : found->second;
+}
+
+u32 Fleet::number_of(std::string_view id) const {
+    const auto found = by_id_.find(id);
+    return found == by_id_.end() ? kNobody : found->second;
+}
+
+CacheId CacheIds::of(const std::string& replica, int dp_rank) {
+    return ids_.try_emplace({replica, dp_rank}, static_cast<CacheId>(ids_.size())).first->second;
+}
+
+}  // namespace kvroute::decide

@@ -1,0 +1,182 @@
+// The *Fleet* seam: which replicas exist and how they are, from Python to the core.
+//
+// What exists - replicas, their caches, names, speeds, limits - is a `Fleet`, which never changes:
+// a change makes a new version that takes the old one's place as a whole, so a decision that is
+// under way, or a ranking that is read later, keeps the one that it began with. What happens all
+// the time and changes nothing of that - a health check, a scrape of an engine's load, a breaker
+// that opens, a loss of events - is in a replica's `Conditions`, which all versions share: with
+// some hundred replicas that are scraped every second, a version for each would be most of the
+// work. Conditions and loads are plain values under the books' mutex rather than atomics: a
+// decision holds it anyhow, and must not see a health of now beside a load of then.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "decide/candidates.hpp"
+#include "index/shared.hpp"
+
+namespace kvroute::decide {
+
+// Why a replica cannot take a request; the words for each are Python's.
+enum class Obstacle : u8 {
+    none,
+    not_healthy,
+    draining,
+    at_limit,
+    at_token_limit,
+    backing_off,
+    tenant_backing_off,
+    breaker_open,
+    being_probed,
+    removed,
+};
+
+// What router/overload/gate.py watches, as plain values; times are seconds on a monotonic clock.
+struct Gate {
+    static constexpr double kSlowest = 0.1;  // at the beginning of a slow start
+
+    std::optional<i64> most_requests;        // under way there
+    std::optional<i64> most_prefill_tokens;  // of these
+    std::optional<double> open_until;        // the breaker's, which is half open from then on
+    double probe_until = 0.0;
+    double backs_off_until = 0.0;
+    std::map<std::string, double, std::less<>> tenants_back_off_until;
+    std::optional<double> started_at;  // since when it starts slowly
+    double slow_start_s = 0.0;
+
+    // By how much it has grown since it joined: up to 1.
+    double speed(double now) const;
+    // Why nothing of a tenant is sent there, whatever has room.
+    Obstacle shut(double now, std::string_view tenant) const;
+    // Why it has no room for a request that can wait.
+    Obstacle full(double now, const Load& load) const;
+};
+
+// An engine's own metrics.
+struct EngineLoad {
+    struct OfRank {
+        int dp_rank = 0;
+        i64 foreign = 0, waiting = 0;
+    };
+
+    double at = 0.0;  // when they were read
+    i64 foreign = 0;  // requests there that were not this router's then
+    i64 waiting = 0;
+    std::vector<OfRank> ranks;  // none where they are not told apart
+    std::optional<i64> cache_blocks, cache_tokens;  // of each rank
+};
+
+struct Conditions {
+    bool is_healthy = false;
+    bool is_draining = false;
+    bool is_removed = false;
+    Gate gate;
+    std::optional<EngineLoad> engine;
+    std::vector<int> suspects;  // ranks of which events were lost
+};
+
+// One data-parallel rank.
+struct Cache {
+    struct In {
+        std::shared_ptr<SharedIndex> index;
+        SourceNumber source = kNone;
+    };
+
+    int dp_rank = 0;
+    CacheId id = 0;
+    std::vector<In> sources;  // one for each model whose index knows it: usually one
+
+    SourceNumber source_in(const SharedIndex* index) const {
+        for (const In& each : sources) {
+            if (each.index.get() == index) return each.source;
+        }
+        return kNone;
+    }
+};
+
+struct Replica {
+    std::string id;
+    double speed = 1.0;  // relative to others, when it has grown
+    std::optional<i64> max_concurrent_requests;
+    std::optional<std::pair<std::string, int>> peer;  // where others pull from its memory
+    std::vector<std::string> models;
+    std::vector<std::pair<std::string, std::string>> adapters;  // and the model of each
+    std::vector<Cache> caches;  // one at least; several are ranks
+    std::shared_ptr<ReplicaLoad> load;
+    std::shared_ptr<Conditions> conditions;
+
+    // Set by the fleet:
+    u32 name_crc = 0;
+    u32 place_by_name = 0;
+    u32 first_cache = 0;  // its number among those of the fleet
+
+    bool has_ranks() const { return caches.size() > 1; }
+    bool is_suspect(int dp_rank) const;
+    double speed_at(double now) const { return speed * conditions->gate.speed(now); }
+
+    // Why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for room;
+    // one that failed elsewhere has.
+    Obstacle obstacle(double now, std::string_view tenant, const Load& under_way,
+                      bool is_new = true) const;
+};
+
+class Fleet {
+public:
+    Fleet(u64 version, std::vector<Replica> replicas);
+    Fleet(const Fleet&) = delete;
+    Fleet& operator=(const Fleet&) = delete;
+
+    u64 version() const { return version_; }
+    std::size_t size() const { return replicas_.size(); }
+    const Replica& operator[](u32 number) const { return replicas_[number]; }
+    // All.
+    std::span<const u32> numbers() const { return numbers_; }
+    // Those that serve a model or an adapter by this name, whatever their state.
+    std::span<const u32> serving(std::string_view name) const;
+    // `kNobody`: there is none of this id.
+    u32 number_of(std::string_view id) const;
+
+    std::size_t caches() const { return caches_.size(); }
+    const Cache& cache(u32 number) const { return *caches_[number]; }
+    // Of a cache by its id; `kNobody`: it is not of this fleet.
+    u32 cache_number(CacheId id) const {
+        return id < cache_numbers_.size() ? cache_numbers_[id] : kNobody;
+    }
+
+private:
+    struct Hash : std::hash<std::string_view> {
+        using is_transparent = void;
+    };
+    template <class Value>
+    using ByName = std::unordered_map<std::string, Value, Hash, std::equal_to<>>;
+
+    void number_caches();
+    void sort_names();
+
+    u64 version_;
+    std::vector<Replica> replicas_;
+    std::vector<u32> numbers_;
+    std::vector<const Cache*> caches_;
+    std::vector<u32> cache_numbers_;  // by id
+    ByName<u32> by_id_;
+    ByName<std::vector<u32>> serving_;
+};
+
+// Ids of caches. What is kept of one, some 100 bytes, is never given up: another that got its id
+// would get what is known of it.
+class CacheIds {
+public:
+    CacheId of(const std::string& replica, int dp_rank);
+
+private:
+    std::map<std::pair<std::string, int>, CacheId> ids_;
+};
+
+}  // namespace kvroute::decide

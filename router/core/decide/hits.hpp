@@ -1,0 +1,50 @@
+// What each cache of a fleet has of a request's prompts, by the cache's number in the fleet.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "decide/fleet.hpp"
+
+namespace kvroute::decide {
+
+class FleetHits {
+public:
+    // Nothing is known of any.
+    void begin(const Fleet& fleet);
+    // Adds what the index knows of one prompt, at the caches of some replicas. `computed`: see
+    // `Matcher::match`. Junctions are those of the first prompt: several have none together.
+    void match(const Fleet& fleet, std::span<const u32> replicas, SharedIndex& index,
+               Prompt& prompt, const std::vector<Computed>& computed, bool is_only_one);
+
+    void add(u32 cache, const CachedTokens& hit);
+    // Of a lower tier or store, behind those that the cache has.
+    void add_share(u32 cache, std::string_view tier, i64 tokens);
+
+    const CachedTokens& at(u32 cache) const { return at_[cache]; }
+
+    template <class See>
+    void each_share(u32 cache, See&& see) const {
+        for (u32 at = first_[cache]; at != kNobody; at = shares_[at].next) {
+            see(shares_[at].tier, shares_[at].tokens);
+        }
+    }
+
+private:
+    struct Share {
+        std::string tier;
+        i64 tokens;
+        u32 next;  // of the same cache
+    };
+
+    void add_shares(SharedIndex& index);
+
+    std::vector<CachedTokens> at_;
+    std::vector<u32> first_;  // share of each cache
+    std::vector<Share> shares_;
+    std::vector<u32> cache_of_slot_;
+};
+
+}  // namespace kvroute::decide

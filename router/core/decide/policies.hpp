@@ -1,0 +1,111 @@
+// The built-in policies: hits and load in, a cost for each candidate out, and who comes first among
+// equals. They equal those of router/scoring, which explains them and writes their reasons.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "decide/candidates.hpp"
+#include "decide/draws.hpp"
+
+namespace kvroute::decide {
+
+class Fleet;
+
+// What things cost, in prefill tokens; router/scoring/types.py says why.
+struct Weights {
+    double lower_tier_token = 0.1;
+    std::vector<std::pair<std::string, double>> tier_token;  // by name, in upper case
+    double queued_prefill_token = 0.5;
+    double decode_request = 16.0;
+    double decode_context_token = 0.01;
+    double waiting_request = 256.0;
+    double foreign_request = 64.0;
+    double suspect_trust = 0.5;
+    double recent_trust = 0.9;
+
+    double of_tier(std::string_view name) const;
+    // The mean of the tokens below the GPU, as it was measured or else by their tiers.
+    double of_lower(const Candidates& candidates, u32 number) const;
+};
+
+// What a policy may know of a request.
+struct Asked {
+    std::string_view model;
+    std::string_view session;  // empty: the client names none
+    i64 prompt_tokens = 0;     // 0: unknown
+    double prefill_tokens_per_s = 10'000.0;  // of a replica at speed 1, as it was learned
+    std::span<const u64> keys;  // of its prefixes of 64 tokens, 128, ...; none for a batch
+};
+
+// What decides between candidates of equal cost: the least value.
+struct Tie {
+    enum class By : u8 { number, requests, home, name };
+
+    By by = By::number;
+    Draws draws;  // by requests: where these are equal, too
+    u64 key = 0;  // by home: of a prefix that none has; all routers draw alike for it
+
+    bool is_less(const Candidates& candidates, const Fleet& fleet, u32 left, u32 right) const;
+};
+
+// How a policy orders candidates: by cost.
+struct Order {
+    std::vector<double> costs;  // by candidate
+    Tie tie;
+    double mean_congestion = 0.0;  // that `least_delay` found
+
+    bool is_finite() const;
+    u32 first(const Candidates& candidates, const Fleet& fleet) const;
+    // All, best first.
+    void numbers(const Candidates& candidates, const Fleet& fleet, std::vector<u32>& out) const;
+};
+
+// Whose turn it is, per model.
+class Turns {
+public:
+    u64 next(std::string_view model);
+
+private:
+    static constexpr std::size_t kMaxModels = 1024;
+
+    struct Hash : std::hash<std::string_view> {
+        using is_transparent = void;
+    };
+    std::unordered_map<std::string, u64, Hash, std::equal_to<>> turns_;
+};
+
+class Policy {
+public:
+    enum class Kind : u8 { least_delay, prefix, least_loaded, round_robin, random, session };
+
+    Policy(Kind kind, Weights weights) : kind_(kind), weights_(std::move(weights)) {}
+
+    Kind kind() const { return kind_; }
+    const Weights& weights() const { return weights_; }
+    // Whether it reads what caches are doing. If so, it also chooses among the ranks of a replica.
+    bool needs_outlook() const { return kind_ == Kind::least_delay; }
+
+    // Orders candidates; there is one at least. With the books locked, for the sake of turns.
+    void order(const Asked& asked, const Candidates& candidates, const Fleet& fleet,
+               const Draws& draws, Order& out);
+
+private:
+    void in_turn(const Asked& asked, const Candidates& candidates, const Fleet& fleet, Order& out);
+    void at_random(const Candidates& candidates, const Draws& draws, Order& out);
+
+    Kind kind_;
+    Weights weights_;
+    Turns turns_;
+    std::vector<u32> numbers_;  // of the order at hand: its memory is used again
+};
+
+// The wait of a prompt at each candidate, in prefill tokens: what `prefix` orders by, and what
+// chooses among ranks where the policy does not.
+void find_waits(i64 prompt_tokens, const Candidates& candidates, const Weights& weights,
+                std::vector<double>& out);
+
+}  // namespace kvroute::decide

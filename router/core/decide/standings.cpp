@@ -1,0 +1,233 @@
+// What each candidate of a decision has: hits, outlooks, estimates, its best rank, what it would
+// pull.
+
+#include <algorithm>
+
+#include "decide/decide.hpp"
+
+namespace kvroute::decide {
+
+namespace {
+
+constexpr double kLeastTrust = 0.001;  // in an estimate; none at all would read as certainty
+constexpr std::string_view kPeer = "PEER";
+
+void copy_candidate(const Candidates& from, u32 number, Candidates& to, u32 place) {
+    to.states[place] = from.states[number];
+    to.cached[place] = from.cached[number];
+    to.outlooks[place] = from.outlooks[number];
+    Lower lower = from.lower[number];
+    const auto shares = from.shares_of(lower);
+    lower.first_share = static_cast<u32>(to.shares.size());
+    to.shares.insert(to.shares.end(), shares.begin(), shares.end());
+    to.lower[place] = lower;
+}
+
+// As it was measured at a cache; nothing where nothing was.
+std::optional<double> mean_price(Outlooks& outlooks, CacheId cache,
+                                 std::span<const TierShare> shares) {
+    i64 tokens = 0;
+    double cost = 0.0;
+    for (const TierShare& share : shares) {
+        const std::optional<double> price = outlooks.load_price(cache, share.tier);
+        if (!price) return std::nullopt;
+        cost += static_cast<double>(share.tokens) * *price;
+        tokens += share.tokens;
+    }
+    return tokens ? cost / static_cast<double>(tokens) : outlooks.load_price(cache, "");
+}
+
+// The engine sends the request to any of the ranks, whichever is asked for: `best` with what each
+// of them would reuse.
+void put_worst(const Candidates& ranks, Candidates& out, u32 place) {
+    u32 least = 0;
+    CachedTokens& cached = out.cached[place];
+    State& state = out.states[place];
+    for (u32 number = 0; number < ranks.size(); ++number) {
+        const CachedTokens& other = ranks.cached[number];
+        if (other.all < ranks.cached[least].all) least = number;
+        cached.gpu = std::min(cached.gpu, other.gpu);
+        cached.junction = std::min(cached.junction, other.junction);
+        cached.recent = std::min(cached.recent, other.recent);
+        const double trust = ranks.states[number].estimate_trust;
+        const double known = state.estimate_trust;
+        if (trust != 0.0) state.estimate_trust = known == 0.0 ? trust : std::min(known, trust);
+        state.is_suspect |= ranks.states[number].is_suspect;
+    }
+    if (state.estimate_trust != 0.0) state.is_suspect = false;
+    cached.all = ranks.cached[least].all;
+    Lower lower = ranks.lower[least];
+    const auto shares = ranks.shares_of(lower);
+    lower.first_share = static_cast<u32>(out.shares.size());
+    out.shares.insert(out.shares.end(), shares.begin(), shares.end());
+    out.lower[place] = lower;
+}
+
+}  // namespace
+
+// Everything about the candidates whose states are known.
+void Decider::fill(const Asked& asked, const Question& question, Scratch& scratch, bool is_able) {
+    Candidates& out = is_able ? scratch.ranking.able : scratch.ranking.unable;
+    scratch.caches_.clear();
+    for (const State& state : out.states) {
+        scratch.caches_.push_back((*question.fleet)[state.replica].first_cache);
+    }
+    add_what_is_known(asked, question, scratch, out);
+    for (u32 place = 0; place < out.size(); ++place) {
+        if ((*question.fleet)[out.states[place].replica].has_ranks()) {
+            put_best_rank(asked, question, scratch, place, out);
+        }
+    }
+}
+
+// Of candidates whose states are known, and each of which stands for one of `scratch.caches_`.
+void Decider::add_what_is_known(const Asked& asked, const Question& question, Scratch& scratch,
+                                Candidates& out) {
+    const std::size_t count = out.size();
+    out.cached.resize(count);
+    out.lower.assign(count, Lower());
+    out.outlooks.assign(count, Outlook());
+    scratch.asked_.clear();
+    for (u32 number = 0; number < count; ++number) {
+        const u32 cache = scratch.caches_[number];
+        const Coming& coming = scratch.coming_[cache];
+        CachedTokens& cached = out.cached[number] = scratch.hits.at(cache);
+        cached.recent = coming.tokens;
+        // What full attention is going to have beyond a hit counts as a junction, too.
+        if (coming.run > std::max(coming.tokens, cached.gpu + cached.junction)) {
+            cached.junction = coming.run - cached.gpu;
+        }
+        // Of a rank in any case: it may have to stand for others that have less on the GPU. The
+        // rule looks at the price also where a hit is longer than what is known of the prompt.
+        const bool is_rank = out.states[number].dp_rank != kAnyRank;
+        if (cached.all > cached.gpu || cached.all >= asked.prompt_tokens || is_rank) {
+            add_lower(question, scratch, cache, number, out);
+        }
+        const auto& engine = (*question.fleet)[out.states[number].replica].conditions->engine;
+        scratch.asked_.push_back({question.fleet->cache(cache).id,
+                                  engine ? engine->cache_blocks : std::optional<i64>()});
+    }
+    if (question.outlooks == nullptr) return;
+    if (needs_outlook()) {
+        question.outlooks->outlooks(question.model, scratch.asked_, question.now, out.outlooks);
+    }
+    if (question.outlooks->estimates_any()) put_estimates(asked, question, scratch, out);
+}
+
+void Decider::add_lower(const Question& question, const Scratch& scratch, u32 cache, u32 number,
+                        Candidates& out) const {
+    Lower& lower = out.lower[number];
+    lower.first_share = static_cast<u32>(out.shares.size());
+    scratch.hits.each_share(cache, [&](const std::string& tier, i64 tokens) {
+        out.shares.push_back({tier, tokens});
+        lower.shares += 1;
+    });
+    if (question.outlooks != nullptr) {
+        const CacheId id = question.fleet->cache(cache).id;
+        lower.price = mean_price(*question.outlooks, id, out.shares_of(lower));
+    }
+}
+
+// Puts estimates where events do not tell, or have not told for long.
+void Decider::put_estimates(const Asked& asked, const Question& question, Scratch& scratch,
+                            Candidates& out) {
+    // An engine always computes the last token of a prompt.
+    const i64 most = asked.prompt_tokens - static_cast<i64>(scratch.keys_.size());
+    const Outlooks::EstimateOf of{question.model, scratch.keys_, most, question.now};
+    for (u32 number = 0; number < out.size(); ++number) {
+        State& state = out.states[number];
+        const CacheId cache = question.fleet->cache(scratch.caches_[number]).id;
+        if (!state.is_suspect && !question.outlooks->is_silent(cache)) continue;
+        const auto& engine = (*question.fleet)[state.replica].conditions->engine;
+        const std::optional<Estimate> found = question.outlooks->estimate(
+            cache, engine ? engine->cache_tokens : std::optional<i64>(), of);
+        if (!found) continue;
+        state.is_suspect = false;
+        state.estimate_trust = std::max(found->trust, kLeastTrust);
+        CachedTokens& cached = out.cached[number];
+        cached = {found->tokens, found->tokens, 0, cached.recent};
+        out.lower[number] = Lower();
+        if (!found->eviction_age_s) continue;
+        out.outlooks[number].eviction_age_s = found->eviction_age_s;
+        out.outlooks[number].reuse_probability = found->reuse_probability;
+    }
+}
+
+// Lets the best of its ranks stand for a replica.
+void Decider::put_best_rank(const Asked& asked, const Question& question, Scratch& scratch,
+                            u32 place, Candidates& out) {
+    const u32 number = out.states[place].replica;
+    const Replica& replica = (*question.fleet)[number];
+    const std::optional<int> wanted = question.choice.asked;
+    scratch.dp_ranks_.clear();
+    bool has_wanted = false;
+    for (const Cache& cache : replica.caches) {
+        scratch.dp_ranks_.push_back(cache.dp_rank);
+        has_wanted |= wanted == cache.dp_rank;
+    }
+    replica.load->of_ranks(scratch.dp_ranks_, scratch.rank_loads_);
+    Candidates& ranks = scratch.ranks_;
+    ranks.clear();
+    scratch.caches_.clear();
+    for (u32 at = 0; at < replica.caches.size(); ++at) {
+        const int dp_rank = scratch.dp_ranks_[at];
+        if (has_wanted && wanted != dp_rank) continue;
+        ranks.states.push_back(
+            state_of_rank(replica, number, dp_rank, scratch.rank_loads_[at], question));
+        scratch.caches_.push_back(replica.first_cache + at);
+    }
+    add_what_is_known(asked, question, scratch, ranks);
+    const u32 best = best_rank(asked, question, scratch);
+    copy_candidate(ranks, best, out, place);
+    if (!question.choice.is_read && ranks.size() > 1) {
+        put_worst(ranks, out, place);
+        return;
+    }
+    const std::vector<double>& costs = scratch.rank_order_.costs;
+    const bool are_equal =
+        std::all_of(costs.begin(), costs.end(), [&](double cost) { return cost == costs[0]; });
+    if (!scratch.is_remembered_ && are_equal && wanted != out.states[place].dp_rank) {
+        out.states[place].dp_rank = kAnyRank;
+    }
+}
+
+// The one that the policy prefers if it looks at what each cache is doing; else the one where the
+// request would wait least: turns and sessions are about replicas.
+u32 Decider::best_rank(const Asked& asked, const Question& question, Scratch& scratch) {
+    const Candidates& ranks = scratch.ranks_;
+    Order& order = scratch.rank_order_;
+    if (needs_outlook()) {
+        policy_.order(asked, ranks, *question.fleet, ties.next(), order);
+    } else {
+        find_waits(asked.prompt_tokens, ranks, settings_.weights, order.costs);
+    }
+    order.tie = {Tie::By::requests, lots.next(), 0};
+    return order.first(ranks, *question.fleet);
+}
+
+// Lets each replica pull the prefix that has less of it, and reads what peers hold.
+void Decider::put_pulls(const Question& question, Scratch& scratch) {
+    const PeerPrefix& prefix = *scratch.peer_prefix;
+    Candidates& able = scratch.ranking.able;
+    for (u32 place = 0; place < able.size(); ++place) {
+        const u32 number = able.states[place].replica;
+        const Replica& replica = (*question.fleet)[number];
+        const i64 pulled = prefix.tokens - able.cached[place].all;
+        if (number == prefix.source || !replica.peer || pulled < kLeastPull) continue;
+        Lower lower = able.lower[place];
+        const u32 first = static_cast<u32>(able.shares.size());
+        for (u32 at = 0; at < lower.shares; ++at) {
+            able.shares.push_back(TierShare(able.shares[lower.first_share + at]));
+        }
+        able.shares.push_back({std::string(kPeer), pulled});
+        lower = {first, lower.shares + 1, std::nullopt, prefix.source};
+        if (question.outlooks != nullptr) {
+            lower.price =
+                mean_price(*question.outlooks, replica.caches.front().id, able.shares_of(lower));
+        }
+        able.lower[place] = lower;
+        able.cached[place].all = prefix.tokens;
+    }
+}
+
+}  // namespace kvroute::decide

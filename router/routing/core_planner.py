@@ -1,0 +1,320 @@
+"""Ranks replicas in the compiled core, where a built-in policy decides and the index is compiled.
+
+The core matches, sorts out, and orders; a mirror that follows the caches in Python is asked
+beforehand. Candidates and their reasons are made from what the core found when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from router._core import DecidedRanking, Decider
+from router.errors import PolicyError
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index.native import NativeIndex, NativePrompt
+from router.mirror import STEP, ApproximateCaches, Coming, Mirror
+from router.overload import (
+    AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    BEING_PROBED,
+    BREAKER_OPEN,
+    TENANT_BACKING_OFF,
+)
+from router.replicas import Replica
+from router.replicas.core_load import CoreLoadTracker
+from router.replicas.load import LoadTracker
+from router.routing.fleets import FleetKeeper, KnownFleet
+from router.scoring import (
+    LEAST_TRUST,
+    Candidate,
+    CandidateLoad,
+    OrdersInCore,
+    Policy,
+    Ranked,
+    Ranking,
+    RouteRequest,
+    Weights,
+    Why,
+)
+
+_OBSTACLES = (
+    None,
+    "not healthy",
+    "draining",
+    AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    TENANT_BACKING_OFF,
+    BREAKER_OPEN,
+    BEING_PROBED,
+    "removed",
+)
+"""As `Obstacle` of core/decide/fleet.hpp counts them."""
+
+
+class CorePlanner:
+    """Ranks replicas by one policy."""
+
+    def __init__(
+        self,
+        policy: OrdersInCore,
+        load: CoreLoadTracker,
+        weights: Weights,
+        suspects: Collection[SourceId],
+        engine_load_stale_after_s: float,
+        random: Random,
+        mirror: Mirror | None,
+        approximate: ApproximateCaches | None,
+    ) -> None:
+        """
+        Args:
+            policy: A built-in one.
+            load: What is in flight.
+            weights: Those of the policy.
+            suspects: As for `RoutePlanner`, like all others.
+            engine_load_stale_after_s: When an engine's load no longer counts.
+            random: Seeds the core's.
+            mirror: Follows the caches.
+            approximate: Estimates some.
+        """
+        self._policy = policy
+        self._needs_outlook = getattr(policy, "needs_outlook", False)
+        self._suspects = suspects
+        self._mirror = mirror
+        self._approximate = approximate
+        self._fleets = FleetKeeper(load.books)
+        self.decider = Decider(
+            load.books,
+            policy.name_in_core,
+            weights,
+            engine_load_stale_after_s,
+            random.getrandbits(64),
+        )
+
+    @staticmethod
+    def knows(index: PrefixIndex | None) -> bool:
+        """Whether the core has all of an index."""
+        return index is None or (isinstance(index, NativeIndex) and index.is_all_in_core)
+
+    def rank(
+        self,
+        request: RouteRequest,
+        index: PrefixIndex | None,
+        prompts: Sequence[HashedPrompt],
+        replicas: list[Replica],
+        choice: tuple[bool, int | None, bool],
+        tenant: str,
+        now: float,
+        coming: Sequence[Mapping[SourceId, Coming]],
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
+        """Rank replicas for a request; see `RoutePlanner.rank`.
+
+        Args:
+            request: What the policy may know of it.
+            index: The model's; None: prompts are not looked at.
+            prompts: The request's.
+            replicas: Not to be changed any more.
+            choice: A `RankChoice`.
+            tenant: Whose it is.
+            now: Seconds.
+            coming: What each cache is computing of each prompt.
+        Raises:
+            PolicyError: A cost is not finite.
+        """
+        in_core = index if isinstance(index, NativeIndex) else None
+        fleet = self._fleets.fleet_of(request.model, replicas, in_core)
+        self._fleets.suspect(self._suspects, fleet)
+        hashed = [prompt for prompt in prompts if isinstance(prompt, NativePrompt)]
+        found = self.decider.rank(
+            fleet.core,
+            request.model,
+            b"" if not request.session else request.session.encode("utf-8", "surrogatepass"),
+            tenant,
+            request.prompt_tokens,
+            fleet.shared,
+            [prompt.hashed for prompt in hashed],
+            [] if in_core is None else [in_core.computed(prompt) for prompt in hashed],
+            self._given(request, prompts, fleet, now, coming),
+            choice,
+            now,
+        )
+        excluded = [_candidate(fields, obstacle) for fields, obstacle in found.excluded()]
+        if not len(found):
+            return (), excluded
+        if found.has_failed():
+            name = type(self._policy).__name__
+            raise PolicyError(f"policy {name}: some cost is not finite, and each must be")
+        return self._ranking(request, found), excluded
+
+    def _ranking(self, request: RouteRequest, found: DecidedRanking) -> Ranking:
+        if self._needs_outlook:
+            request = RouteRequest(
+                model=request.model,
+                prompt_tokens=request.prompt_tokens,
+                prefill_tokens_per_s=found.prefill_tokens_per_s(),
+            )
+        why = self._policy.why(request, found.mean_congestion())
+        return Ranking(_Order(found, why), _Found(found))
+
+    def _given(
+        self,
+        request: RouteRequest,
+        prompts: Sequence[HashedPrompt],
+        fleet: KnownFleet,
+        now: float,
+        coming: Sequence[Mapping[SourceId, Coming]],
+    ) -> Any:
+        """What is known in Python of what caches are doing; None: nothing."""
+        mirror, numbers = self._mirror, fleet.numbers
+        in_prefill = [
+            (numbers[source], tokens, run)
+            for of_prompt in coming
+            for source, (tokens, run) in of_prompt.items()
+            if source in numbers
+        ]
+        estimates = self._estimates(request, prompts, fleet, now)
+        if mirror is None:
+            return (
+                (None, None, None, in_prefill, None, estimates) if in_prefill or estimates else None
+            )
+        tokens_per_s, progress, outlooks = None, None, None
+        if self._needs_outlook:
+            tokens_per_s, owners = mirror.prefill_tokens_per_s(request.model), fleet.owners
+            progress, outlooks = mirror.outlooks(
+                request.model, fleet.caches, lambda number: owners[number].cache_blocks, now
+            )
+        price_of = self._prices(mirror, fleet)
+        return tokens_per_s, progress, outlooks, in_prefill, price_of, estimates
+
+    @staticmethod
+    def _prices(mirror: Mirror, fleet: KnownFleet) -> Callable[[int, str], float | None]:
+        def price_of(cache: int, tier: str) -> float | None:
+            prices = mirror.load_prices(fleet.caches[cache])
+            return None if prices is None else prices.of(tier)
+
+        return price_of
+
+    def _estimates(
+        self,
+        request: RouteRequest,
+        prompts: Sequence[HashedPrompt],
+        fleet: KnownFleet,
+        now: float,
+    ) -> list[tuple[int, int, float, float | None, float]]:
+        """Of caches whose events do not tell, or have not told for long; as `_estimate` of the
+        planner has them."""
+        approximate, suspects = self._approximate, self._suspects
+        if approximate is None or not (suspects or approximate.silent):
+            return []
+        found = []
+        keys = [prompt.prefix_keys(STEP) for prompt in prompts]
+        for number, source in enumerate(fleet.caches):
+            if source not in suspects and source not in approximate.silent:
+                continue
+            cache = approximate.stand_in(source, fleet.owners[number].cache_tokens, now)
+            if cache is None:
+                continue
+            hit = cache.hit(keys, request.prompt_tokens - len(keys))
+            age = None if self._mirror is None else cache.eviction_age_s(now)
+            reuse = 0.0
+            if age is not None and self._mirror is not None:
+                reuse = self._mirror.reuse_probability(request.model, age)
+            found.append((number, hit.tokens, max(hit.trust, LEAST_TRUST), age, reuse))
+        return found
+
+
+def make_core_planner(
+    policy: Policy,
+    load: LoadTracker,
+    weights: Weights,
+    suspects: Collection[SourceId],
+    engine_load_stale_after_s: float,
+    random: Random,
+    mirror: Mirror | None,
+    approximate: ApproximateCaches | None,
+) -> CorePlanner | None:
+    """The core in place of a planner with these parts; None where it has no such policy.
+
+    Args:
+        policy: Any. A subclass of a built-in one has rules of its own, and so has a plug-in.
+        load: What is in flight.
+        weights: Of the planner.
+        suspects: As for `RoutePlanner`, like all others.
+        engine_load_stale_after_s: When an engine's load no longer counts.
+        random: Seeds the core's.
+        mirror: Follows the caches.
+        approximate: Estimates some.
+    """
+    if not isinstance(load, CoreLoadTracker) or not isinstance(policy, OrdersInCore):
+        return None
+    if "name_in_core" not in vars(type(policy)) or policy.weights not in (None, weights):
+        return None
+    return CorePlanner(
+        *(policy, load, weights, suspects, engine_load_stale_after_s, random, mirror, approximate)
+    )
+
+
+class _Order:
+    """The order that the core found."""
+
+    __slots__ = ("cost", "first", "numbers", "why")
+
+    def __init__(self, found: DecidedRanking, why: Why) -> None:
+        self.cost, self.first, self.numbers = found.cost, found.first, found.numbers
+        self.why = why
+
+
+class _Found:
+    """The candidates that the core ordered."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, found: DecidedRanking) -> None:
+        self._found = found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def candidate(self, number: int) -> Candidate:
+        return _candidate(self._found.candidate(number))
+
+
+def _candidate(fields: tuple[Any, ...], obstacle: int = 0) -> Candidate:
+    """From what the core says of one."""
+    (name, gpu, cached, by_tier, price, pull_from, junction, recent, progress, age, reuse) = fields[
+        :11
+    ]
+    uncached, arrivals, refill, suspect, trust, load, speed, dp_rank = fields[11:]
+    queued, prefilling, decoding, context, foreign, waiting = load
+    return Candidate(
+        replica_id=name,
+        gpu_cached_tokens=gpu,
+        cached_tokens=cached,
+        by_tier=by_tier,
+        load_price=price,
+        pull_from=pull_from,
+        junction_tokens=junction,
+        recent_tokens=recent,
+        progress_tokens=progress,
+        eviction_age_s=age,
+        reuse_probability=reuse,
+        uncached_tokens_per_s=uncached,
+        arrivals_per_s=arrivals,
+        refill=refill,
+        suspect=suspect,
+        approximate_trust=trust,
+        load=CandidateLoad(
+            queued_prefill_tokens=queued,
+            prefilling_requests=prefilling,
+            decoding_requests=decoding,
+            decode_context_tokens=context,
+            foreign_requests=foreign,
+            waiting_requests=waiting,
+        ),
+        speed=speed,
+        obstacle=_OBSTACLES[obstacle],
+        dp_rank=dp_rank,
+    )

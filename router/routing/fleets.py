@@ -1,0 +1,196 @@
+"""Tells the compiled core which replicas there are, and how they are.
+
+A fleet stands for the replicas that serve one name, with the numbers of their sources in one
+index, and is made anew when any of these changes. How a replica is - its health, its gate, its
+engine's load - is told when it changes, and all fleets see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from router._core import Books, Conditions, Fleet, SharedIndex
+from router.index import SourceId
+from router.index.native import NativeIndex
+from router.replicas import Replica
+
+MAX_FLEETS = 256
+"""That are kept: of models, and of adapters that not all replicas of a model serve."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownFleet:
+    """A fleet of the core, and what its numbers stand for."""
+
+    replicas: list[Replica]
+    index: NativeIndex | None
+    slots: Any
+    """Of the index, when it was made."""
+    shared: SharedIndex | None
+    """That index in the core."""
+    core: Fleet
+    caches: list[SourceId]
+    """By number."""
+    owners: list[Replica]
+    """The replica of each of these."""
+    numbers: dict[SourceId, int]
+
+    def is_of(self, replicas: Sequence[Replica], index: NativeIndex | None) -> bool:
+        """Whether it still stands for *replicas* and the sources that *index* has."""
+        return (
+            self.index is index
+            and (index is None or self.slots is index.slots)
+            and self.replicas == replicas
+        )
+
+
+class FleetKeeper:
+    """The fleets of all models. Belongs to one event loop."""
+
+    def __init__(self, books: Books) -> None:
+        """
+        Args:
+            books: Where the load of replicas is kept.
+        """
+        self._books = books
+        self._known: WeakKeyDictionary[Replica, _Told] = WeakKeyDictionary()
+        self._fleets: dict[tuple[str, int], KnownFleet] = {}
+        self._versions = 0
+        self._suspected: set[Replica] = set()
+
+    def fleet_of(
+        self, model: str, replicas: list[Replica], index: NativeIndex | None
+    ) -> KnownFleet:
+        """The fleet of some replicas.
+
+        Args:
+            model: That they serve, to find it quickly; any text.
+            replicas: In any state; not to be changed any more.
+            index: Where the caches of these have sources; None: it is not asked.
+        """
+        key = (model if index is not None else f"{model} by load", len(replicas))
+        known = self._fleets.get(key)
+        if known is not None and known.is_of(replicas, index):
+            return known
+        if len(self._fleets) >= MAX_FLEETS:
+            self._fleets.clear()
+        made = self._fleets[key] = self._made(replicas, index)
+        return made
+
+    def suspect(self, suspects: Collection[SourceId], fleet: KnownFleet) -> None:
+        """Note of which caches events were lost.
+
+        Args:
+            suspects: All such, of any fleet.
+            fleet: Only of this one matters now.
+        """
+        if not suspects and not self._suspected:
+            return
+        ranks: dict[Replica, list[int]] = {}
+        for source in suspects:
+            number = fleet.numbers.get(source)
+            if number is not None:
+                ranks.setdefault(fleet.owners[number], []).append(source.dp_rank)
+        for replica in self._suspected.intersection(fleet.replicas) | ranks.keys():
+            told = self._told(replica)
+            found = sorted(ranks.get(replica, ()))
+            if found != told.suspects:
+                told.suspects = found
+                told.conditions.set_suspects(found)
+        self._suspected.difference_update(fleet.replicas)
+        self._suspected.update(ranks)
+
+    def _made(self, replicas: list[Replica], index: NativeIndex | None) -> KnownFleet:
+        caches = [_caches_of(replica) for replica in replicas]
+        flat = [cache for each in caches for cache in each]
+        owners = [owner for owner, each in zip(replicas, caches, strict=True) for _ in each]
+        shared = None if index is None else index.core.shared()
+        slots = None if index is None else index.slots
+        self._versions += 1
+        core = Fleet(
+            self._books,
+            self._versions,
+            shared,
+            [
+                self._fields(replica, each, index)
+                for replica, each in zip(replicas, caches, strict=True)
+            ],
+        )
+        numbers = {cache: number for number, cache in enumerate(flat)}
+        return KnownFleet(replicas, index, slots, shared, core, flat, owners, numbers)
+
+    def _fields(
+        self, replica: Replica, caches: Sequence[SourceId], index: NativeIndex | None
+    ) -> Any:
+        """As the core takes a replica; see its `Fleet`."""
+        return (
+            replica.id,
+            replica.config.speed,
+            replica.config.max_concurrent_requests,
+            replica.peer_address,
+            replica.served.models,
+            replica.served.adapters,
+            [
+                (source.dp_rank, self._books.cache_id(*source), _number_in(index, source))
+                for source in caches
+            ],
+            self._told(replica).conditions,
+        )
+
+    def _told(self, replica: Replica) -> _Told:
+        told = self._known.get(replica)
+        if told is None:
+            told = self._known[replica] = _Told(Conditions(self._books), _what_exists(replica))
+            replica.listeners.append(self._on_changed)
+            _tell(replica, told)
+        return told
+
+    def _on_changed(self, replica: Replica) -> None:
+        told = self._known[replica]
+        exists = _what_exists(replica)
+        if exists != told.exists:
+            told.exists = exists
+            self._fleets.clear()
+        _tell(replica, told)
+
+
+@dataclass(slots=True, eq=False)
+class _Told:
+    """What the core knows of a replica."""
+
+    conditions: Conditions
+    exists: Any
+    suspects: list[int] | None = None
+
+
+def _what_exists(replica: Replica) -> Any:
+    """What a fleet says of it."""
+    return replica.config, replica.sources
+
+
+def _tell(replica: Replica, told: _Told) -> None:
+    conditions = told.conditions
+    conditions.set(replica.is_healthy, replica.draining, False)
+    conditions.set_gate(*replica.gate.facts)
+    load = replica.engine_load
+    if load is not None:
+        foreign = replica.foreign_requests_by_rank
+        ranks = [(each.dp_rank, foreign[each.dp_rank], each.waiting) for each in load.ranks]
+        conditions.set_engine(
+            *(replica.engine_load_at, replica.foreign_requests, load.waiting, ranks),
+            *(load.cache_blocks, load.cache_tokens),
+        )
+
+
+def _caches_of(replica: Replica) -> list[SourceId]:
+    """One at least, also where nothing is published of it."""
+    if not replica.has_ranks:
+        return [replica.cache]
+    return [SourceId(replica.id, source.dp_rank) for source in replica.sources]
+
+
+def _number_in(index: NativeIndex | None, source: SourceId) -> int | None:
+    return None if index is None or source not in index.slots else index.number_of(source)

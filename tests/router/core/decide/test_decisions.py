@@ -1,0 +1,446 @@
+"""A whole decision of the core is that of the planner in Python, whatever the fleet is like."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvevents.events import BlockStored, EventBatch
+from router.config import PeerTierConfig, ReplicaConfig
+from router.index import REFERENCE, HashedPrompt, PrefixIndex, SourceId, choose_index, create_index
+from router.mirror import Coming
+from router.mirror.approximate import ApproximateHit
+from router.mirror.loading import LoadPrices
+from router.overload import GateOptions, ReplicaGate
+from router.replicas import EventSource, Replica
+from router.replicas.engine_load import EngineLoad, EngineRankLoad
+from router.replicas.health import HealthRecord
+from router.replicas.load import InFlight, LoadTracker, ReplicaLoad, make_load_tracker
+from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.recent_prefixes import RecentPrefixes
+from router.scoring import Candidate, PolicySettings, Ranked, RouteRequest, make_policy
+from router.tokenize import TokenizedPrompt
+
+if choose_index() is REFERENCE:
+    pytest.skip("the compiled core is not built", allow_module_level=True)
+
+BLOCK = 16
+PROMPT = list(range(1, 2200))
+PROMPTS = {
+    "whole": PROMPT,
+    "half as long": PROMPT[:1000],
+    "other": [*range(1, 400), *range(9000, 9600)],
+    "short": PROMPT[:40],
+}
+NOW = 1000.0
+
+few = st.integers(0, 3)
+lengths = st.sampled_from([0, 60, 130]) | st.integers(0, 130)
+seldom = st.sampled_from([False] * 6 + [True])
+tokens = st.sampled_from([0, 100, 640, 2000]) | st.integers(0, 2500)
+shares = st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1)
+
+
+class Half(Random):
+    """Draws the same number always, so that the place among the candidates decides."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+# --- what follows caches, as stubs that say what they are told to ---------------------------------
+
+
+class StubMirror:
+    """Says of each cache what was drawn for it."""
+
+    def __init__(self, told: Mapping[SourceId, dict[str, Any]]) -> None:
+        self._told = told
+
+    def prefill_tokens_per_s(self, _model: str) -> float:
+        return 9000.0
+
+    def reuse_probability(self, _model: str, idle_s: float) -> float:
+        return 1 / (1 + idle_s)
+
+    def load_prices(self, source: SourceId) -> LoadPrices | None:
+        told = self._told.get(source)
+        if told is None or told["price"] is None:
+            return None
+        return LoadPrices(lambda tier: told["price"] + len(tier) / 100)
+
+    def outlooks(
+        self,
+        _model: str,
+        sources: Sequence[SourceId],
+        capacity_of: Callable[[int], int | None],
+        _now: float,
+    ) -> tuple[list[float], list[Any]]:
+        progress, found = [], []
+        for number, source in enumerate(sources):
+            told = self._told.get(source)
+            progress.append(told["progress"] if told else 0.0)
+            age = (capacity_of(number) or 0) / 10 if told else None
+            found.append((age, *told["outlook"]) if told else (None, 0.0, 0.0, 0.0, 1.0))
+        return progress, found
+
+    def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
+        if not prompt.prefix_keys(64):
+            return {}
+        return {
+            source: Coming(*told["coming"])
+            for source, told in self._told.items()
+            if any(told["coming"]) and tokens >= 0
+        }
+
+
+class StubEstimates:
+    """Estimates for the caches that it was told of."""
+
+    def __init__(self, told: Mapping[SourceId, tuple[int, float, float | None]]) -> None:
+        self._told = told
+        self.silent = {source for source in told if source.dp_rank % 2 == 0}
+
+    def stand_in(self, source: SourceId, cache_tokens: int | None, _now: float) -> Any:
+        told = self._told.get(source)
+        return None if told is None else _Estimate(told, cache_tokens)
+
+
+class _Estimate:
+    def __init__(self, told: tuple[int, float, float | None], cache_tokens: int | None) -> None:
+        self._told = told
+        self._most = cache_tokens or 4000
+
+    def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> ApproximateHit:
+        keys = sum(map(len, prompts))
+        tokens = min(self._told[0], most_tokens, self._most, keys * 64)
+        return ApproximateHit(max(tokens, 0), self._told[1])
+
+    def eviction_age_s(self, _now: float) -> float | None:
+        return self._told[2]
+
+
+# --- fleets ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """What each replica is like."""
+    return [draw(_replicas(name)) for name in draw(st.sampled_from(["a", "ba", "abc", "cabed"]))]
+
+
+@st.composite
+def _replicas(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    ranks = draw(st.sampled_from([0, 1, 1, 1, 2, 3]))
+    sources = [SourceId(name, rank) for rank in range(max(ranks, 1))]
+    return {
+        "id": name,
+        "ranks": ranks,
+        "sources": sources,
+        "speed": draw(st.sampled_from([1.0, 1.0, 2.5])),
+        "limit": draw(st.integers(1, 3)) if draw(seldom) else None,
+        "healthy": not draw(seldom),
+        "draining": draw(seldom),
+        "peer": not draw(seldom),
+        "gate": draw(_gates) if draw(seldom) else {"options": GateOptions(), "steps": []},
+        "engine": draw(st.none() | _engines(ranks)),
+        "flights": draw(st.lists(_flights(ranks), max_size=3)),
+        "held": {source: draw(_held) for source in sources},
+        "suspect": [source for source in sources if draw(seldom)],
+        "mirrored": {source: draw(_mirrored) for source in sources if draw(st.booleans())},
+        "estimated": {source: draw(_estimated) for source in sources if draw(seldom)},
+        "recent": [draw(lengths) for _ in sources],
+    }
+
+
+_gates = st.fixed_dictionaries(
+    {
+        "options": st.builds(
+            GateOptions,
+            in_flight=st.none() | st.integers(1, 3),
+            prefill_tokens=st.none() | tokens,
+            breaker_failures=st.none() | st.just(1),
+            max_back_off_s=st.just(60.0),
+            slow_start_s=st.sampled_from([0.0, 20.0]),
+        ),
+        "steps": st.lists(
+            st.sampled_from(["busy", "busy for t", "failed", "sent", "answered", "start", "later"]),
+            max_size=4,
+        ),
+    }
+)
+
+_held = st.fixed_dictionaries(
+    {"GPU": lengths, "CPU": st.just(0) | lengths, "STORAGE": st.just(0) | lengths, "window": few}
+)
+_mirrored = st.fixed_dictionaries(
+    {
+        "progress": st.floats(0, 2000),
+        "outlook": st.tuples(shares, st.floats(0, 8000), st.sampled_from([0.0, 2.0]), shares),
+        "coming": st.tuples(tokens, tokens).map(lambda both: (min(both), max(both))),
+        "price": st.none() | st.floats(0, 1),
+    }
+)
+_estimated = st.tuples(tokens, shares, st.none() | st.floats(0, 50))
+
+
+@st.composite
+def _engines(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
+    told = draw(st.booleans()) and ranks > 1
+    return {
+        "load": EngineLoad(
+            draw(few),
+            draw(few),
+            None,
+            tuple(EngineRankLoad(rank, draw(few), draw(few)) for rank in range(ranks * told)),
+            draw(st.none() | st.integers(1, 900)),
+            draw(st.none() | st.integers(1, 3000)),
+        ),
+        "age": draw(st.sampled_from([1.0, 10.0, 10.5, 60.0])),
+    }
+
+
+def _flights(ranks: int) -> st.SearchStrategy[tuple[int, int, int | None, bool]]:
+    rank = st.none() | st.integers(0, max(ranks, 1) - 1)
+    return st.tuples(tokens, tokens, rank, st.booleans())
+
+
+CHANGES = (
+    *("sick", "well", "drained", "undrained", "lost", "found", "scraped", "faster", "ranks"),
+    *("cleared", "stored", "dropped", "sent"),
+)
+changes = st.lists(st.tuples(st.sampled_from(CHANGES), few), max_size=4)
+others = st.dictionaries(
+    st.sampled_from("abz") | st.tuples(st.sampled_from("ab"), few),
+    st.builds(ReplicaLoad, few, tokens, few, tokens),
+    max_size=3,
+)
+questions = st.fixed_dictionaries(
+    {
+        "prompts": st.lists(st.sampled_from(sorted(PROMPTS)), max_size=2) | st.just(["whole"]),
+        "length": st.just(len(PROMPT)) | st.integers(0, 2300),
+        "choice": st.builds(
+            RankChoice,
+            is_read=st.booleans(),
+            asked=st.none() | st.integers(0, 3),
+            may_pull=st.just(True) | st.booleans(),
+        ),
+        "tenant": st.sampled_from(["", "t"]),
+        "session": st.none() | st.text(max_size=3),
+        "by_load": seldom,
+        "before": changes,
+    }
+)
+
+
+class Setting:
+    """The same fleet before both planners."""
+
+    def __init__(self, fleet: list[dict[str, Any]], policy: str, follows: bool) -> None:
+        self.now = NOW
+        self.index: PrefixIndex = create_index()
+        self.replicas = [self._replica(each) for each in fleet]
+        self.suspects = {source for each in fleet for source in each["suspect"]}
+        told = {source: it for each in fleet for source, it in each["mirrored"].items()}
+        estimated = {source: it for each in fleet for source, it in each["estimated"].items()}
+        self._fleet = fleet
+        self._parts: dict[str, Any] = {
+            "mirror": StubMirror(told) if follows else None,
+            "approximate": StubEstimates(estimated) if follows or policy == "prefix" else None,
+        }
+        self._has_recent = policy != "least_delay" and not follows
+        self.flights: list[InFlight] = []
+        self.readable = self._planner(policy, make_load_tracker(in_core=False))
+        self.in_core = self._planner(policy, make_load_tracker(in_core=True))
+        core: Any = self.in_core._core
+        core.decider.give_lots([0.5], [0.5])
+
+    def _replica(self, told: dict[str, Any]) -> Replica:
+        record = HealthRecord(1, 1)
+        gate = ReplicaGate(told["gate"]["options"], lambda: self.now)
+        config = ReplicaConfig(
+            url="http://127.0.0.1:1",
+            id=told["id"],
+            speed=told["speed"],
+            max_concurrent_requests=told["limit"],
+            p2p=PeerTierConfig(port=7777) if told["peer"] else None,
+        )
+        made = Replica(config, record, self.now, gate=gate)
+        made.sources = tuple(EventSource(rank, "tcp://1:1") for rank in range(told["ranks"]))
+        if told["healthy"]:
+            record.check_passed()
+        made.draining = told["draining"]
+        if told["engine"] is not None:
+            made.take_engine_load(told["engine"]["load"], 1, NOW - told["engine"]["age"])
+        for source, held in told["held"].items():
+            self._store(source, held)
+        return made
+
+    def _store(self, source: SourceId, held: dict[str, int]) -> None:
+        kinds = [("full_attention", 0, None)]
+        if held["window"]:
+            kinds.append(("sliding_window", 1, 32))
+        for kind, group, window in kinds:
+            blocks = held["GPU"] // (held["window"] if group else 1)
+            self._apply(source, "GPU", blocks, group, kind, window)
+        for tier in ("CPU", "STORAGE"):
+            self._apply(source, tier, min(held[tier], 1), 0, "full_attention", None)
+            self._apply(source, tier, held[tier], 0, "full_attention", None)
+
+    def _apply(
+        self, source: SourceId, tier: str, blocks: int, group: int, kind: str, window: int | None
+    ) -> None:
+        if not blocks:
+            return
+        event = BlockStored(
+            [1 + number for number in range(blocks)],
+            None,
+            PROMPT[: blocks * BLOCK],
+            tier,
+            group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            block_size=BLOCK,
+        )
+        self.index.apply(source, EventBatch(0.0, [event]))
+
+    def _planner(self, policy: str, load: LoadTracker) -> RoutePlanner:
+        planner = RoutePlanner(
+            make_policy(policy, PolicySettings(random=Half())),
+            load,
+            RecentPrefixes(5.0) if self._has_recent else None,
+            self.suspects,
+            10.0,
+            lambda: self.now,
+            random=Half(),
+            **self._parts,
+        )
+        for told in self._fleet:
+            for uncached, prompt, rank, responds in told["flights"]:
+                self.flights.append(load.started(told["id"], uncached, prompt, rank))
+                if responds:
+                    self.flights[-1].first_token()
+            for source, blocks in zip(told["sources"], told["recent"], strict=True):
+                planner.remember(self._prepared([PROMPT[: blocks * BLOCK]]), source)
+        return planner
+
+    def _prepared(self, prompts: Sequence[Sequence[int]]) -> list[HashedPrompt]:
+        return prepare(self.index, [TokenizedPrompt(array("I", ids)) for ids in prompts])
+
+    def take_others(self, loads: Mapping[Any, ReplicaLoad]) -> None:
+        for planner in (self.readable, self.in_core):
+            planner._load.take_others(loads)
+
+    def pass_gates(self, steps: Mapping[str, Sequence[str]]) -> None:
+        """Let something happen at each replica."""
+        for replica in self.replicas:
+            gate = replica.gate
+            for step in steps[replica.id]:
+                if step == "later":
+                    self.now += 6.0
+                elif step == "start":
+                    gate.start_slowly()
+                elif step.startswith("busy"):
+                    gate.busy(9.0, "t" if step.endswith("t") else "")
+                else:
+                    getattr(gate, step)()
+        for replica in self.replicas:
+            replica.look_at_gate()  # its speed in Python is that of the last look
+
+    def change(self, what: str, number: int) -> None:
+        """Let something happen between two questions."""
+        replica = self.replicas[number % len(self.replicas)]
+        source, record, index = replica.cache, replica.record, self.index
+        faster = replica.config.model_copy(update={"speed": 1.0 + number})
+        load = EngineLoad(number, 2, None, (), 100 * number)
+        ranks = tuple(EventSource(rank, "tcp://1:1") for rank in range(number))
+        steps: dict[str, Callable[[], object]] = {
+            "sick": lambda: record.check_failed("down"),
+            "well": record.check_passed,
+            "drained": lambda: setattr(replica, "draining", True),
+            "undrained": lambda: setattr(replica, "draining", False),
+            "lost": lambda: self.suspects.add(source),
+            "found": lambda: self.suspects.discard(source),
+            "scraped": lambda: replica.take_engine_load(load, 0, self.now),
+            "faster": lambda: replica.reconfigure(faster),
+            "ranks": lambda: setattr(replica, "sources", ranks),
+            "cleared": lambda: index.clear(source),
+            "stored": lambda: self._apply(source, "GPU", 20 * number, 0, "full_attention", None),
+            "dropped": lambda: index.drop(source),
+            "sent": lambda: self._send(replica, 500 * number),
+        }
+        steps[what]()
+
+    def _send(self, replica: Replica, tokens: int) -> None:
+        for planner in (self.readable, self.in_core):
+            self.flights.append(planner._load.started(replica.id, tokens, 900, 0))
+
+    def ask(self, planner: RoutePlanner, question: dict[str, Any]) -> tuple[Any, Any]:
+        request = RouteRequest(
+            model="m", prompt_tokens=question["length"], session=question["session"]
+        )
+        if question["by_load"]:
+            return planner.rank_by_load(request, self.replicas, question["tenant"])
+        return planner.rank(
+            request,
+            self.index,
+            self._prepared([PROMPTS[name] for name in question["prompts"]]),
+            self.replicas,
+            question["choice"],
+            question["tenant"],
+        )
+
+
+def plain(candidate: Candidate) -> Candidate:
+    """Without a price where there is nothing to load: the core asks for none."""
+    has_lower = candidate.cached_tokens > candidate.gpu_cached_tokens
+    return candidate if has_lower else replace(candidate, load_price=None, by_tier=())
+
+
+def agree(found: Sequence[Ranked], expected: Sequence[Ranked]) -> None:
+    assert len(found) == len(expected)
+    costs = {each.candidate.replica_id: each.cost for each in expected}
+    for one, other in zip(found, expected, strict=True):
+        assert one.cost == pytest.approx(other.cost, rel=1e-9, abs=1e-9)
+        if one.candidate.replica_id != other.candidate.replica_id:  # from Python 3.12 on; see above
+            assert one.cost == pytest.approx(costs[one.candidate.replica_id], rel=1e-9)
+            continue
+        assert plain(one.candidate) == plain(other.candidate)
+        assert one.reason == other.reason
+
+
+@settings(max_examples=150)
+@pytest.mark.parametrize("policy", ["least_delay", "prefix", "round_robin", "session"])
+@given(
+    fleet=fleets(),
+    asked=st.lists(questions, min_size=1, max_size=3),
+    others=others,
+    follows=st.booleans(),
+)
+def test_ranking_and_obstacles_are_those_of_the_readable_form(
+    policy: str,
+    fleet: list[dict[str, Any]],
+    asked: list[dict[str, Any]],
+    others: dict[Any, ReplicaLoad],
+    follows: bool,
+) -> None:
+    """Hits, ranks, pulls, gates, doubts and loads meet in one decision: each alone says little."""
+    setting = Setting(fleet, policy, follows)
+    setting.take_others(others)
+    for question in asked:
+        for what, number in question["before"]:
+            setting.change(what, number)
+        setting.pass_gates({told["id"]: told["gate"]["steps"] for told in fleet})
+        expected, left_out = setting.ask(setting.readable, question)
+        found, excluded = setting.ask(setting.in_core, question)
+        agree(found, expected)
+        assert [plain(each) for each in excluded] == [plain(each) for each in left_out]
+        if expected:
+            assert found[0].candidate.replica_id == expected[0].candidate.replica_id
