@@ -19,9 +19,8 @@ from random import Random
 
 from benchmarks.figures import report
 from router.config import ReplicaConfig
-from router.index import HashedPrompt, Hit, SourceId, create_index
-from router.mirror import Mirror
-from router.mirror.mirror import STEP
+from router.index import HashedPrompt, Hit, SourceId, choose_index, create_index
+from router.mirror import STEP, create_mirror
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
@@ -84,7 +83,7 @@ def _decider(policy: str, count: int) -> Callable[[], object]:
     names = [f"replica-{number:03}" for number in range(count)]
     hits = {SourceId(name): _hit(random) for name in names}
     index = _KnownHits(hits)
-    load, mirror = LoadTracker(), Mirror()
+    load, mirror = LoadTracker(), create_mirror(choose_index())
     is_new = policy == LEAST_DELAY
     planner = RoutePlanner(
         make_policy(policy, PolicySettings(random=Random(1))),
@@ -97,7 +96,7 @@ def _decider(policy: str, count: int) -> Callable[[], object]:
         for number in range(4):
             prompt = index._index.prepare(_tokens(random), extra_steps=(STEP,))
             visit = mirror.begin(
-                MODEL, index, SourceId(name), [prompt], PROMPT_TOKENS, PROMPT_TOKENS
+                MODEL, index._index, SourceId(name), [prompt], PROMPT_TOKENS, PROMPT_TOKENS
             )
             flight = load.started(name, PROMPT_TOKENS, PROMPT_TOKENS, visit=visit)
             planner.remember([prompt], SourceId(name))
@@ -126,7 +125,7 @@ def _replica(name: str) -> Replica:
 
 def _report_memory() -> None:
     """Bytes for each key, with a cache full of prompts that share nothing."""
-    random, index, mirror = Random(2), create_index(), Mirror()
+    random, index, mirror = Random(2), create_index(), create_mirror(choose_index())
     before = _resident_bytes()
     for _ in range(2000):
         prompt = index.prepare(_tokens(random), extra_steps=(STEP,))

@@ -14,7 +14,7 @@ from kvevents.events import EventBatch
 from router.config import PeerTierConfig
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, choose_index
-from router.mirror import Mirror
+from router.mirror import create_mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
@@ -77,7 +77,7 @@ class SimulatedRouter:
             None if has_mirror else RecentPrefixes(),
             (),
             clock=clock,
-            mirror=Mirror(clock=clock) if has_mirror else None,
+            mirror=create_mirror(choose_index(), clock=clock) if has_mirror else None,
         )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:

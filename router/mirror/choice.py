@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import cast
 
 from router.index import IndexImplementation, SourceId
@@ -14,9 +15,9 @@ from router.mirror.mirror import Mirror
 
 def create_mirror(
     indexes: IndexImplementation,
-    max_keys: int,
-    tier_prices: Mapping[str, float],
-    other_price: float,
+    max_keys: int = 1_048_576,
+    tier_prices: Mapping[str, float] = MappingProxyType({}),
+    other_price: float = 0.1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Mirror:
     """A mirror beside indexes of one kind: the compiled one reads compiled indexes, and no others.

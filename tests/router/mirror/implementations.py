@@ -26,6 +26,6 @@ def choose(name: str) -> None:
         pytest.skip("the compiled core is not built")
 
 
-def new_mirror(max_keys: int = 1_048_576, **options: Any) -> Mirror:
+def new_mirror(**options: Any) -> Mirror:
     """A mirror of the one that was chosen. Where that is the one in Python, any index serves."""
-    return create_mirror(Chosen.indexes, max_keys, {}, 0.1, **options)
+    return create_mirror(Chosen.indexes, **options)

@@ -3,6 +3,7 @@ compared at every question that a planner has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -49,11 +50,11 @@ def test_both_say_the_same_of_engines_that_serve(
     needs_core()
     made: list[BothMirrors] = []
 
-    def make(**options: object) -> BothMirrors:
-        made.append(BothMirrors(**options))  # type: ignore[arg-type]
+    def make(_indexes: object, clock: Callable[[], float]) -> BothMirrors:
+        made.append(BothMirrors(clock=clock))
         return made[-1]
 
-    monkeypatch.setattr(routing, "Mirror", make)
+    monkeypatch.setattr(routing, "create_mirror", make)
     config = replica_config(layout, CACHE)
     if memory:
         config = with_memory_tier(config, memory)

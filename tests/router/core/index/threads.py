@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,17 @@ def stored(number: int, blocks: int) -> tuple[bytes, list[int]]:
 
 
 def main(path: Path) -> None:
-    """Apply in one thread, hash and match in three, until the one is done."""
+    """Apply in one thread, hash, match and serve in three, until the one is done."""
     module = load(path)
     from router.index.base import NO_HIT, ApplyResult  # noqa: PLC0415  # after the module
+    from router.mirror.in_prefill import Coming  # noqa: PLC0415
 
     core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192, 4096], NO_HIT, ApplyResult)
     for _ in range(SOURCES):
         add_source(core)
     batches = [stored(number, blocks) for number, blocks in enumerate(BLOCKS, 1)]
     slots = {f"source {slot}": slot for slot in range(SOURCES)}
+    mirror = module.Mirror(10_000, time.monotonic, [], 0.1, 0, Coming)
     is_done = threading.Event()
     failures: list[BaseException] = []
 
@@ -57,6 +60,7 @@ def main(path: Path) -> None:
             while not is_done.is_set():
                 for _, tokens in batches:
                     look_up(module, core, tokens, slots)
+                    serve(module, core, mirror, tokens)
         except BaseException as error:  # noqa: BLE001  # reported by the main thread
             failures.append(error)
 
@@ -100,6 +104,22 @@ def look_up(module: Any, core: Any, tokens: Sequence[int], slots: dict[str, int]
     hits = core.match(prompt, slots, [])
     assert {hit.gpu_cached_tokens for hit in hits.values()} <= {0, len(tokens)}
     core.statistics(0)
+
+
+def serve(module: Any, core: Any, mirror: Any, tokens: Sequence[int]) -> None:
+    """A request at one of the caches: the mirror reads the index while batches are applied."""
+    prompt, count = module.Prompt([*tokens, 1], None, None, b""), len(tokens) + 1
+    core.hash(prompt)
+    cache = count % SOURCES
+    sources = list(range(SOURCES))
+    mirror.in_prefill(prompt, count, sources)
+    mirror.outlooks(0, sources, dict(zip(sources, sources, strict=True)), lambda _: 5000, 0.0)
+    mirror.expected(cache, prompt, count, 16, 0)
+    shared, prompts = core.shared(), [prompt]
+    visit = mirror.begin(0, shared, cache, cache, prompts, [], count, count, 0, 1.0, (), 0, ())
+    visit.first_token()
+    mirror.prefilling()
+    visit.ended()
 
 
 if __name__ == "__main__":
