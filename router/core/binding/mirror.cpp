@@ -12,9 +12,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "binding/index.hpp"
+#include "binding/mirror.hpp"
 #include "binding/module.hpp"
 #include "binding/support.hpp"
-#include "mirror/approximate.hpp"
 
 namespace nb = nanobind;
 using namespace kvroute;
@@ -33,18 +33,10 @@ using mirror::Tokens;
 
 namespace {
 
-struct Books {
-    std::mutex mutex;
-    mirror::Mirror mirror;
-    nb::object clock;
+using SharedBooks = std::shared_ptr<mirror::Books>;
 
-    Books(u64 max_keys, mirror::FirstPrices prices, u64 first_number, nb::object clock)
-        : mirror(max_keys, std::move(prices), first_number), clock(std::move(clock)) {}
-
-    double now() const { return nb::cast<double>(clock()); }
-};
-
-using SharedBooks = std::shared_ptr<Books>;
+// In seconds.
+double time_of(const nb::object& clock) { return nb::cast<double>(clock()); }
 
 // A named tuple of numbers, made without its Python constructor.
 nb::object make_coming(nb::handle type, Coming coming) {
@@ -76,26 +68,27 @@ u32 number_of(const nb::dict& numbers, nb::handle name) {
 
 class Visit {
 public:
-    Visit(SharedBooks books, std::shared_ptr<mirror::Visit> visit)
-        : books_(std::move(books)), visit_(std::move(visit)) {}
+    Visit(SharedBooks books, nb::object clock, std::shared_ptr<mirror::Visit> visit)
+        : books_(std::move(books)), clock_(std::move(clock)), visit_(std::move(visit)) {}
 
     u64 number() const { return visit_->number; }
     Tokens expected_tokens() const { return visit_->expected_tokens(); }
 
     void first_token() {
-        const double now = books_->now();
+        const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
         books_->mirror.first_token(visit_, now);
     }
 
     void ended(bool was_served) {
-        const double now = books_->now();
+        const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
         books_->mirror.ended(visit_, was_served, now);
     }
 
 private:
     SharedBooks books_;
+    nb::object clock_;
     std::shared_ptr<mirror::Visit> visit_;
 };
 
@@ -125,10 +118,10 @@ public:
     // class of what `in_prefill` finds.
     Mirror(u64 max_keys, nb::object clock, const std::vector<std::pair<std::string, double>>& prices,
            double other_price, u64 first_number, nb::object coming)
-        : books_(std::make_shared<Books>(
+        : books_(std::make_shared<mirror::Books>(
               max_keys, mirror::FirstPrices{{prices.begin(), prices.end()}, other_price},
-              first_number, std::move(clock))),
-          coming_(std::move(coming)) {}
+              first_number)),
+          clock_(std::move(clock)), coming_(std::move(coming)) {}
 
     const SharedBooks& books() const { return books_; }
 
@@ -147,13 +140,13 @@ public:
         const mirror::Sent sent{model, std::move(index), source, cache, look_ups, prompt_tokens,
                                 uncached_tokens, hit_tokens, speed, std::move(loads),
                                 junction_tokens, keep};
-        const double now = books_->now();
+        const double now = time_of(clock_);
         std::shared_ptr<mirror::Visit> visit;
         {
             Guarded guarded(books_->mutex);
             visit = books_->mirror.begin(sent, now);
         }
-        return {books_, std::move(visit)};
+        return {books_, clock_, std::move(visit)};
     }
 
     // Of each: its number, how many tokens are queued, and if it was not told before, its model, cache,
@@ -168,7 +161,7 @@ public:
             Tokens tokens;
             Keys keys;
         };
-        const double now = books_->now();
+        const double now = time_of(clock_);
         std::vector<Told> told;
         {
             Guarded guarded(books_->mutex);
@@ -272,7 +265,7 @@ public:
         nb::dict found;
         if (!prompt.index) return found;
         static thread_local mirror::ComingTable coming;
-        const double now = books_->now();
+        const double now = time_of(clock_);
         {
             Guarded guarded(books_->mutex);
             const mirror::Asked asked{*prompt.prompt, prompt.index->index.space()};
@@ -329,6 +322,7 @@ private:
     }
 
     SharedBooks books_;
+    nb::object clock_;
     nb::object coming_;
     nb::object idle_ = make_outlook({});
     std::vector<std::pair<Outlook, nb::object>> tuples_;  // by cache: what was returned last
@@ -389,8 +383,8 @@ private:
 
 class EstimatedVisit {
 public:
-    EstimatedVisit(SharedBooks books, std::shared_ptr<ApproximateVisit> visit, nb::object clock)
-        : books_(std::move(books)), visit_(std::move(visit)), clock_(std::move(clock)) {}
+    EstimatedVisit(SharedBooks books, nb::object clock, std::shared_ptr<ApproximateVisit> visit)
+        : books_(std::move(books)), clock_(std::move(clock)), visit_(std::move(visit)) {}
 
     void first_token() {
         Guarded guarded(books_->mutex);
@@ -398,30 +392,33 @@ public:
     }
 
     void ended(std::optional<Tokens> actual_tokens) {
-        const double now = nb::cast<double>(clock_());
+        const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
         visit_->ended(actual_tokens, now);
     }
 
 private:
     SharedBooks books_;
-    std::shared_ptr<ApproximateVisit> visit_;
     nb::object clock_;
+    std::shared_ptr<ApproximateVisit> visit_;
 };
 
 class Estimates {
 public:
     Estimates(const Mirror& mirror, double after_s, Tokens cache_tokens, u64 max_keys,
               nb::object clock)
-        : books_(mirror.books()), caches_(&books_->mirror, {after_s, cache_tokens, max_keys}),
-          clock_(std::move(clock)) {}
+        : books_(mirror.books()), clock_(std::move(clock)) {
+        const ApproximateCaches::Options options{after_s, cache_tokens, max_keys};
+        Guarded guarded(books_->mutex);
+        books_->estimates = std::make_unique<ApproximateCaches>(&books_->mirror, options);
+    }
 
     std::optional<Estimate> stand_in(CacheId cache, std::optional<double> lost_since,
                                      std::optional<Tokens> cache_tokens, double now) {
         std::shared_ptr<ApproximateCache> found;
         {
             Guarded guarded(books_->mutex);
-            found = caches_.stand_in(cache, lost_since, cache_tokens, now);
+            found = books_->estimates->stand_in(cache, lost_since, cache_tokens, now);
         }
         if (!found) return std::nullopt;
         return Estimate(books_, std::move(found), asked_);
@@ -432,20 +429,20 @@ public:
         std::shared_ptr<ApproximateVisit> found;
         {
             Guarded guarded(books_->mutex);
-            found = caches_.visit(cache, std::move(keys), hit_tokens);
+            found = books_->estimates->visit(cache, std::move(keys), hit_tokens);
         }
         if (!found) return std::nullopt;
-        return EstimatedVisit(books_, std::move(found), clock_);
+        return EstimatedVisit(books_, clock_, std::move(found));
     }
 
     void forget(const std::vector<CacheId>& caches) {
         Guarded guarded(books_->mutex);
-        caches_.forget(caches);
+        books_->estimates->forget(caches);
     }
 
     std::vector<CacheId> caches() const {
         Guarded guarded(books_->mutex);
-        return caches_.caches();
+        return books_->estimates->caches();
     }
 
     // Tokens, capacity and trust.
@@ -453,7 +450,7 @@ public:
         std::optional<mirror::ApproximateStatistics> found;
         {
             Guarded guarded(books_->mutex);
-            found = caches_.statistics(cache, lost_since, now);
+            found = books_->estimates->statistics(cache, lost_since, now);
         }
         if (!found) return nb::none();
         return nb::make_tuple(found->tokens, found->capacity_tokens, found->trust);
@@ -461,7 +458,6 @@ public:
 
 private:
     SharedBooks books_;
-    ApproximateCaches caches_;
     nb::object clock_;
     std::shared_ptr<LastAsked> asked_ = std::make_shared<LastAsked>();
 };
@@ -487,6 +483,10 @@ void bind_estimates(nb::module_& module) {
 }
 
 }  // namespace
+
+std::shared_ptr<mirror::Books> kvroute::binding::books_of(nb::handle mirror) {
+    return nb::cast<const Mirror&>(mirror).books();
+}
 
 void kvroute::binding::bind_mirror(nb::module_& module) {
     nb::class_<Visit>(module, "Visit")
