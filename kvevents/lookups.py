@@ -19,7 +19,7 @@ _under_way: dict[_Key, asyncio.Future[list[str]]] = {}
 
 
 @lru_cache(maxsize=1024)
-def _is_numeric(host: str) -> bool:
+def is_numeric(host: str) -> bool:
     """Whether it is an address already."""
     try:
         ipaddress.ip_address(host)
@@ -36,7 +36,7 @@ async def addresses(host: str) -> list[str]:
         OSError: It has no address.
         UnicodeError: It cannot be a name.
     """
-    if _is_numeric(host):
+    if is_numeric(host):
         return [host]
     loop = asyncio.get_running_loop()
     key = loop, host

@@ -320,6 +320,26 @@ class UsageCapture:
 def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
     """Model, token ids and whether it streams; None where the body needs a closer look."""
 
+class Placing:
+    """Decides completions of token ids without Python."""
+
+    def __init__(self, books: Books, mirror: Mirror, decider: Decider) -> None: ...
+    def serve(
+        self,
+        models: list[tuple[str, str, int, Fleet, SharedIndex, Sequence[tuple[Any, ...]], int]],
+        in_mirror: list[int],
+    ) -> None:
+        """What is served, in place of what was.
+
+        Args:
+            models: A name; the base model's, its number in the mirror, its fleet, its index, the
+                ways to each replica of the fleet - origin, host, port, authority, base path, fields
+                replaced and reported, timeouts, whether clients are told of hits - and the most
+                tokens of a prompt.
+            in_mirror: The mirror's number of each cache, by that of the books.
+        """
+    def under_way(self) -> int: ...
+
 class Plane:
     """The data plane's threads.
 
@@ -367,6 +387,7 @@ class Plane:
     def pass_on(self, id: int) -> None: ...
     def cut(self, id: int) -> None: ...
     def give_up(self, origin: str, silent_s: float) -> None: ...
+    def decide_by(self, placing: Placing | None) -> None: ...
     def cut_all(self) -> None: ...
     def close_idle(self) -> None: ...
     def stop(self) -> None: ...

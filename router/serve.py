@@ -49,7 +49,9 @@ from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
+from router.observability.request_observer import Settled
 from router.overload import EngineOrder
+from router.placing import HEADERS, NativeDecisions, native_decisions
 from router.plane import BehindPlane, DataPlane, PlaneOptions, PlaneProxy
 from router.process import (
     BACKLOG,
@@ -271,9 +273,13 @@ class _GuardedServer(uvicorn.Server):
         else:
             self.should_exit = True
             self.force_exit = self.signals > 2
-        logger.info("shutting down: %d requests under way", self._admission.under_way)
+        logger.info("shutting down: %d requests under way", self._under_way)
         if self.signals == 2:
             self._abort()
+
+    @property
+    def _under_way(self) -> int:
+        return self._admission.under_way
 
     def _abort(self) -> None:
         for connection in self._connections():
@@ -294,7 +300,7 @@ class _GuardedServer(uvicorn.Server):
                 connection.look_after(now)
         if self.signals and now >= self._stop_by:
             self._cut()
-        if self.signals and (now >= self._stop_by or not self._admission.under_way):
+        if self.signals and (now >= self._stop_by or not self._under_way):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True
@@ -305,10 +311,37 @@ class _ServerBehindPlane(_GuardedServer):
     """The same behind the data plane, which has the clients' connections."""
 
     def __init__(
-        self, config: uvicorn.Config, admission: Admission, grace_s: float, plane: DataPlane
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        grace_s: float,
+        plane: DataPlane,
+        natives: NativeDecisions | None,
     ) -> None:
         super().__init__(config, admission, grace_s)
         self._plane = plane
+        self._natives = natives
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start_deciding(self) -> None:
+        """Let the core decide what it can, if it may."""
+        if self._natives is not None:
+            self._keeping = asyncio.create_task(self._natives.run(self._plane))
+
+    def stop_deciding(self) -> None:
+        """From now on all requests are asked here: they are refused."""
+        if self._natives is not None and self._keeping is not None:
+            self._keeping.cancel()
+            self._natives.stop(self._plane)
+
+    def stop(self) -> None:
+        """See `_GuardedServer.stop`."""
+        self.stop_deciding()
+        super().stop()
+
+    @property
+    def _under_way(self) -> int:
+        return super()._under_way + (0 if self._natives is None else self._natives.under_way)
 
     def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
         return ()
@@ -408,7 +441,10 @@ async def _serve_behind_plane(
             _plane_options(service, app, reserved_from),
             f"{folder}/control",
             functools.partial(_count_refusal, service),
+            functools.partial(_settle, service),
+            lambda replica, failure, _status: service.observers.handed_over(replica, failure),
         )
+        natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
         server = _ServerBehindPlane(
             uvicorn.Config(
                 BehindPlane(app),
@@ -424,11 +460,13 @@ async def _serve_behind_plane(
             service.admission,
             config.server.timeouts.shutdown_grace_s,
             plane,
+            natives,
         )
         host, port = listener.getsockname()[:2]
 
         async def listens() -> None:
             plane.start([os.dup(listener.fileno()) for _ in range(config.server.threads)])
+            server.start_deciding()
             announce(f"kvroute listens on http://{in_url(host)}:{port}", config)
 
         server.on_listening = listens
@@ -436,8 +474,6 @@ async def _serve_behind_plane(
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(service.shortages.note_failure_of_loop)
         _heed(loop, server, None)
-        if server.on_listening is None:
-            server.on_listening = listens
         exempt_from_collection()
         async with _reloading(
             service, source, list(filter(None, [service.peer_certificate])), None
@@ -445,6 +481,7 @@ async def _serve_behind_plane(
             try:
                 await server.serve(sockets=[behind])
             finally:
+                server.stop_deciding()
                 await plane.close()
     logger.info("stopped")
 
@@ -462,7 +499,13 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(reserved_from, 2**31 - 1),
         dropped=app.gateway.dropped,
+        decided_without=HEADERS - {service.config.policy.session_header.encode()},
     )
+
+
+def _settle(service: RouterService, *what: Any) -> None:
+    """The core has served a request by itself."""
+    service.observers.settle(Settled(*what), service.config.policy.name)
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

@@ -97,6 +97,9 @@ from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 if TYPE_CHECKING:
+    from router.mirror.native import NativeMirror
+    from router.replicas.core_load import CoreLoadTracker
+    from router.routing.core_planner import CorePlanner
     from router.tracing.otel import OtelTracing
 
 logger = logging.getLogger(__name__)
@@ -174,7 +177,7 @@ class RouterService:
         self._upstream = self._make_upstream(reserved_files_from)
         self._make_overload()
         self._make_caches(indexes)
-        planner = self._make_routing()
+        planner = self._planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
         self.exchange = self._make_exchange(planner) if self._shared.boards else None
@@ -295,6 +298,14 @@ class RouterService:
         )
         self.proxy = self._make_proxy()
         return planner
+
+    @property
+    def parts_in_core(self) -> tuple[CorePlanner, NativeMirror, CoreLoadTracker] | None:
+        """What decides in the core: its planner, mirror and load; None where Python has to."""
+        core, mirror, load = self._planner.core, self._mirror, self._load
+        if core is None or isinstance(mirror, Mirror) or not load.is_in_core:
+            return None
+        return core, mirror, cast("CoreLoadTracker", load)
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its

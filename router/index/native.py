@@ -555,6 +555,11 @@ class NativeIndex(PrefixIndex):
         """Of every source. Another mapping when one comes or goes, and never changed itself."""
         return self._slots
 
+    @property
+    def searches(self) -> bool:
+        """Whether some source's blocks are found only by its engine's own hashes of a prompt."""
+        return bool(self._searching)
+
     def computed(self, prompt: NativePrompt) -> list[Computed]:
         """A prompt's hashes by the engines of those sources where blocks are only found by them."""
         computed: list[Computed] = []

@@ -197,6 +197,10 @@ class NativeMirror:
         """The cache that a number names."""
         return self._sources[number]
 
+    def number_of_model(self, name: str) -> int:
+        """By which the core knows a model."""
+        return self._model(name)
+
     def _model(self, name: str) -> int:
         number = self._models.get(name)
         if number is None:

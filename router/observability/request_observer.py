@@ -16,6 +16,7 @@ from router.observability.metrics import RouterMetrics, ServedMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
 from router.observability.shortages import Shortages
+from router.plane.relays import failure_of
 from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
 from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
@@ -133,6 +134,22 @@ class RequestObservers:
         self.log.add(request)
         return RequestObserver(self, decision, request)
 
+    def handed_over(self, replica_id: str, failure: str | None) -> None:
+        """A replica did not serve a request that the data plane had decided.
+
+        Args:
+            replica_id: The replica.
+            failure: How it failed; None: it responded that it cannot now.
+        """
+        if failure is None or replica_id not in self.replicas:
+            return
+        found = failure_of(failure)
+        self.metrics.retries.labels(replica_id, found.value).inc()
+        if found not in _CACHE_IS_THERE:
+            self.planner.forget(replica_id)
+        if found not in _NOT_HELD_AGAINST_IT:
+            self.replicas.report_failure(replica_id, found.value)
+
     def settle(self, settled: Settled, policy: str) -> RoutedRequest:
         """Count and log a request that was decided and served elsewhere; it is over.
 
@@ -166,7 +183,7 @@ class RequestObservers:
             self.replicas.report_served(settled.replica)
             served.began(settled.first_byte_s)
         if settled.failure is not None and is_known:
-            self.replicas.report_failure(settled.replica, settled.failure)
+            self.replicas.report_failure(settled.replica, failure_of(settled.failure).value)
         request.status, request.end = settled.status or None, settled.end
         request.seconds = settled.seconds
         served.ended(policy, request.status, settled.seconds, None)

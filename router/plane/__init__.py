@@ -18,6 +18,6 @@ The files:
 
 from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneOptions
-from router.plane.relays import PlaneProxy
+from router.plane.relays import Addresses, PlaneProxy
 
-__all__ = ["BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]
+__all__ = ["Addresses", "BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]

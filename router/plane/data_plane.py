@@ -61,6 +61,8 @@ class DataPlane:
         options: PlaneOptions,
         control_path: str,
         on_refusal: Callable[[str], object],
+        on_settled: Callable[..., object],
+        on_handed_over: Callable[[str, str | None, int], object],
     ) -> None:
         """
         Args:
@@ -69,12 +71,17 @@ class DataPlane:
             options: Of the core.
             control_path: The Unix socket of the application behind.
             on_refusal: Told why the core ended a connection by itself.
+            on_settled: Told of a request that the core decided, when it is over.
+            on_handed_over: Told of a replica that did not serve such a request, and how it failed,
+                or with which status.
         """
         self._handler = handler
         self._proxy = proxy
         self._options = options
         self._control_path = control_path
         self._on_refusal = on_refusal
+        self._on_settled = on_settled
+        self._on_handed_over = on_handed_over
         self._exchanges: dict[int, PlaneExchange] = {}
         self._controls: dict[int, _Unread] = {}
         """Requests for the application whose bodies are not whole."""
@@ -90,6 +97,8 @@ class DataPlane:
             "beginning": self._beginning,
             "ended": self._ended,
             "refused": self._refused,
+            "settled": self._settled,
+            "handed_over": self._handed_over,
         }
 
     @property
@@ -212,6 +221,12 @@ class DataPlane:
         self._exchanges.pop(number, None)
 
     # --- of requests that were sent on ------------------------------------------------------------
+
+    def _settled(self, _number: int, *what: Any) -> None:
+        self._on_settled(*what)
+
+    def _handed_over(self, _number: int, replica: str, failure: str | None, status: int) -> None:
+        self._on_handed_over(replica, failure, status)
 
     def _refused(self, _number: int, reason: str) -> None:
         self._on_refusal(reason)

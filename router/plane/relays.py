@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvevents.lookups import addresses
+from kvevents.lookups import addresses, is_numeric
 from router.plane.exchanges import PlaneExchange
 from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget
 from router.proxy.messages import error_body, error_event
@@ -42,6 +42,11 @@ _LOOKED_UP_S = 5.0
 """How long the addresses of a name are taken for known."""
 
 
+def failure_of(name: str) -> Failure:
+    """What the core calls so."""
+    return _FAILURES.get(name, Failure.CONNECT)
+
+
 def broken_events() -> list[bytes]:
     """What ends an event stream that a replica broke off, by dialect."""
     message = "the replica ended the stream before it was complete"
@@ -53,6 +58,7 @@ class Addresses:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}
+        self._looking_up: dict[str, asyncio.Task[None]] = {}
 
     def known(self, host: str) -> list[str] | None:
         """Those of *host*; None if it has to be looked up."""
@@ -60,6 +66,24 @@ class Addresses:
         if found is None or found[0] < asyncio.get_running_loop().time():
             return None
         return found[1]
+
+    def numeric(self, host: str) -> str | None:
+        """One of *host*, or of what it was; None while that is looked up for the first time."""
+        if is_numeric(host):
+            return host
+        if self.known(host) is None and host not in self._looking_up:
+            task = asyncio.get_running_loop().create_task(self._look_up_for_later(host))
+            self._looking_up[host] = task
+        found = self._known.get(host)
+        return found[1][0] if found is not None and found[1] else None
+
+    async def _look_up_for_later(self, host: str) -> None:
+        try:
+            await self.look_up(host)
+        except (OSError, UnicodeError):
+            self.forget(host)
+        finally:
+            del self._looking_up[host]
 
     async def look_up(self, host: str) -> list[str]:
         """Those of *host*.

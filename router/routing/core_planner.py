@@ -94,6 +94,18 @@ class CorePlanner:
             random.getrandbits(64),
         )
 
+    def fleet_of(self, model: str, replicas: list[Replica], index: NativeIndex) -> KnownFleet:
+        """The fleet of a model as the core has it, with what is doubted of its caches now.
+
+        Args:
+            model: Its name.
+            replicas: That serve it.
+            index: The model's.
+        """
+        fleet = self._fleets.fleet_of(model, replicas, index)
+        self._fleets.suspect(self._suspects, fleet)
+        return fleet
+
     @staticmethod
     def knows(index: PrefixIndex | None) -> bool:
         """Whether the core has all of an index."""

@@ -26,6 +26,22 @@ def common_length(replicas: Iterable[Replica], name: str | None) -> int | None:
     return length if type(length) is int and length > 0 else None
 
 
+def longest_certain(replicas: Iterable[Replica], name: str | None) -> int | None:
+    """The most tokens that any replica takes; None where that is not certain.
+
+    Args:
+        replicas: Those that serve the model.
+        name: What a request calls it.
+    """
+    longest = 0
+    for entry in _entries(replicas, name):
+        length = entry.get("max_model_len")
+        if type(length) is not int or length < 1 or entry.get("owned_by") == _CUTS:
+            return None
+        longest = max(longest, length)
+    return longest or None
+
+
 def check_length(
     endpoint: Endpoint,
     tokenized: Sequence[TokenizedPrompt],
@@ -47,13 +63,8 @@ def check_length(
     tokens = max((len(prompt.token_ids) for prompt in tokenized if prompt.exact), default=0)
     if endpoint in _MAY_CUT or not tokens:
         return
-    longest = 0
-    for entry in _entries(replicas, name):
-        length = entry.get("max_model_len")
-        if type(length) is not int or length < 1 or entry.get("owned_by") == _CUTS:
-            return
-        longest = max(longest, length)
-    if 0 < longest < tokens:
+    longest = longest_certain(replicas, name)
+    if longest is not None and longest < tokens:
         raise PromptTooLong(tokens, longest)
 
 

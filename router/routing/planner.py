@@ -152,6 +152,11 @@ class RoutePlanner:
                 *(random or Random(), mirror, approximate),
             )
 
+    @property
+    def core(self) -> CorePlanner | None:
+        """What ranks in the core; None where nothing does."""
+        return self._core
+
     def share(
         self, catch_up: Callable[[], None], tell: Callable[[], None], lots: Random | None = None
     ) -> None:

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <map>
 
+#include "binding/decide.hpp"
 #include "binding/index.hpp"
 #include "binding/module.hpp"
 #include "binding/support.hpp"
@@ -551,6 +552,8 @@ public:
               std::move(books), Decider({kind_of(policy), weights_of(weights),
                                          engine_load_stale_after_s, seed, false}))) {}
 
+    std::shared_ptr<Decider> decider() const { return {deciding_, &deciding_->decider}; }
+
     void share_lots() {
         Locked locked(deciding_->books->mutex);
         deciding_->decider.shares_lots = true;
@@ -673,6 +676,18 @@ void bind_fleet(nb::module_& module) {
 }
 
 }  // namespace
+
+std::shared_ptr<Books> kvroute::binding::decide_books_of(nb::handle books) {
+    return nb::cast<BooksPointer>(books);
+}
+
+std::shared_ptr<Decider> kvroute::binding::decider_of(nb::handle decider) {
+    return nb::cast<const DeciderHandle&>(decider).decider();
+}
+
+std::shared_ptr<const Fleet> kvroute::binding::fleet_of(nb::handle fleet) {
+    return nb::cast<const FleetHandle&>(fleet).fleet;
+}
 
 void kvroute::binding::bind_decide(nb::module_& module) {
     bind_load(module);

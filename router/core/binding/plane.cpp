@@ -1,12 +1,17 @@
 // What Python sees of the data plane: events come as tuples, commands go as plain values.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "binding/decide.hpp"
+#include "binding/index.hpp"
+#include "binding/mirror.hpp"
 #include "binding/module.hpp"
 #include "plane/ask.hpp"
+#include "plane/placing.hpp"
 #include "plane/plane.hpp"
 
 namespace nb = nanobind;
@@ -183,6 +188,46 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
+// A way to a replica: origin, host, port, authority, base path, replaced, reported, timeouts, and whether
+// clients are told of hits.
+Forward way_of(nb::handle from) {
+    Forward made;
+    made.origin = nb::cast<std::string>(from[0]);
+    const auto address = Address::parse(nb::cast<std::string>(from[1]), nb::cast<int>(from[2]));
+    if (!address) throw nb::value_error("not an address");
+    made.address = *address;
+    made.authority = text_of(from[3]);
+    made.base_path = text_of(from[4]);
+    for (nb::handle each : nb::object(from[5])) {
+        made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
+    }
+    made.reported = fields_of(nb::object(from[6]));
+    std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) =
+        nb::cast<std::tuple<double, double, double>>(from[7]);
+    made.shows_hit = nb::cast<bool>(from[8]);
+    return made;
+}
+
+// A name: the base model's, its number in the mirror, fleet, index, the ways to each replica of the
+// fleet, and the most tokens of a prompt.
+std::pair<std::string, std::shared_ptr<const Served>> served_of(nb::handle from) {
+    auto made = std::make_shared<Served>();
+    made->model = nb::cast<std::string>(from[1]);
+    made->in_mirror = nb::cast<u32>(from[2]);
+    made->fleet = kvroute::binding::fleet_of(nb::object(from[3]));
+    made->index = nb::cast<std::shared_ptr<kvroute::SharedIndex>>(nb::object(from[4]));
+    for (nb::handle way : nb::object(from[5])) made->ways.push_back(way_of(way));
+    made->most_tokens = nb::cast<u64>(from[6]);
+    if (made->ways.size() != made->fleet->size()) throw nb::value_error("a way for each replica");
+    return {nb::cast<std::string>(from[0]), std::move(made)};
+}
+
+void serve(Placing& placing, nb::list models, std::vector<u32> in_mirror) {
+    Placing::Models made;
+    for (nb::handle each : models) made.insert(served_of(each));
+    placing.serve(std::move(made), std::move(in_mirror));
+}
+
 nb::dict counts_of(const Plane& plane) {
     const PoolCounts counts = plane.counts();
     nb::dict made;
@@ -234,6 +279,14 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("feed", [](UsageCapture& self, nb::bytes piece) { self.feed({piece.c_str(), piece.size()}); })
         .def("finish", &finished);
     module.def("read_ask", &read_ask_of);
+    nb::class_<Placing>(module, "Placing")
+        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider) {
+            using namespace kvroute::binding;
+            return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
+                                             decider_of(decider));
+        }))
+        .def("serve", &serve)
+        .def("under_way", &Placing::under_way);
     nb::class_<Plane>(module, "Plane")
         .def("__init__",
              [](Plane* self, nb::dict options, const std::vector<int>& listeners) {
@@ -250,6 +303,11 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })
         .def("cut", [](Plane& self, ExchangeId id) { self.send({id, Cut{}}); })
         .def("give_up", &Plane::give_up)
+        .def("decide_by",
+             [](Plane& self, std::shared_ptr<Placing> placing) {
+                 self.decide_by(std::move(placing));
+             },
+             nb::arg().none())
         .def("cut_all", &Plane::cut_all)
         .def("close_idle", &Plane::close_idle)
         .def("stop", &Plane::stop, nb::call_guard<nb::gil_scoped_release>())

@@ -367,10 +367,10 @@ bool Client::place() {
         if (!thread_.options().decided_without.contains(lower(field.name))) return false;
     }
     const double began = clock_now();
-    request_id_ = head_.find("x-request-id");
-    std::optional<Placed> placed =
-        thread_.decider()->place({*ask, host_, request_id_, thread_.now()});
+    std::optional<Placed> placed = thread_.decider()->place(
+        {*ask, host_, head_.find("x-request-id"), clock_now()});
     if (!placed) return false;
+    request_id_ = std::move(placed->request_id);
     booking_ = std::move(placed->booking);
     prediction_ = std::move(placed->prediction);
     routing_s_ = clock_now() - began;

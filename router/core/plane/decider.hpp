@@ -36,6 +36,7 @@ struct Placed {
     std::unique_ptr<Booking> booking;
     Prediction prediction;
     Forward forward;
+    std::string request_id;
 };
 
 // A request that could be decided here.

@@ -55,6 +55,7 @@ struct Forward {
     bool may_reuse = true;       // a connection that was kept
     bool is_control = false;     // the server behind: sees the client's headers as they came
     bool wants_id = false;       // the beginning of the body is told
+    bool shows_hit = false;      // where it is decided here: the client is told of the hit
     u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
 };
 // A response of the router's own.

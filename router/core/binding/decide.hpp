@@ -1,0 +1,17 @@
+// How the other parts of the binding find what decides in what Python hands them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "decide/decide.hpp"
+
+namespace kvroute::binding {
+
+std::shared_ptr<decide::Books> decide_books_of(nanobind::handle books);
+// Of a `Decider` of this module.
+std::shared_ptr<decide::Decider> decider_of(nanobind::handle decider);
+std::shared_ptr<const decide::Fleet> fleet_of(nanobind::handle fleet);
+
+}  // namespace kvroute::binding

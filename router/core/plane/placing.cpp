@@ -1,0 +1,250 @@
+#include "plane/placing.hpp"
+
+#include <random>
+
+namespace kvroute::plane {
+namespace {
+
+using decide::Candidates;
+using decide::i64;
+
+constexpr std::size_t kMostRequestId = 128;
+
+// What the mirror says, to a decision. Whoever makes one holds the mutex of the mirror's books.
+class FromMirror final : public decide::Outlooks {
+public:
+    FromMirror(mirror::Mirror& mirror, mirror::ModelId model, const KeySpace& space,
+               const std::vector<mirror::CacheId>& in_mirror,
+               const std::vector<decide::CacheId>& in_books)
+        : mirror_(mirror), model_(model), space_(space), in_mirror_(in_mirror),
+          in_books_(in_books) {}
+
+    void outlooks(std::string_view, std::span<const Cache> caches, double now,
+                  std::span<decide::Outlook> out) override {
+        for (std::size_t at = 0; at < caches.size(); ++at) {
+            const std::optional<i64> blocks = caches[at].capacity_blocks;
+            const mirror::CacheId id = in_mirror_[caches[at].id];
+            const mirror::Outlook& found = mirror_.outlook(
+                model_, id, blocks ? std::optional<u64>(static_cast<u64>(*blocks)) : std::nullopt,
+                now);
+            out[at] = {mirror_.progress_tokens(id, now), found.eviction_age_s,
+                       found.reuse_probability,          found.uncached_tokens_per_s,
+                       found.arrivals_per_s,             found.refill};
+        }
+    }
+
+    void in_prefill(const decide::Sought& sought, double now,
+                    std::vector<decide::ComingAt>& out) override {
+        thread_local mirror::ComingTable table;
+        table.clear();
+        mirror_.in_prefill({sought.prompt, space_}, sought.tokens, now, table);
+        for (const mirror::CacheId cache : table.caches()) {
+            if (cache >= in_books_.size() || in_books_[cache] == decide::kNobody) continue;
+            const mirror::Coming coming = table.of(cache);
+            out.push_back({in_books_[cache], {coming.tokens, coming.run}});
+        }
+    }
+
+    std::optional<double> load_price(decide::CacheId cache, std::string_view tier) override {
+        const auto prices = mirror_.load_prices(in_mirror_[cache]);
+        return prices == nullptr ? std::nullopt : std::optional(prices->of(tier));
+    }
+
+    std::optional<double> prefill_tokens_per_s(std::string_view) override {
+        return mirror_.prefill_tokens_per_s(model_);
+    }
+
+private:
+    mirror::Mirror& mirror_;
+    mirror::ModelId model_;
+    const KeySpace& space_;
+    const std::vector<mirror::CacheId>& in_mirror_;
+    const std::vector<decide::CacheId>& in_books_;
+};
+
+class Booked final : public Booking {
+public:
+    // With the mutexes of both books held.
+    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
+           std::shared_ptr<std::atomic<u64>> under_way, const decide::Replica& replica,
+           i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
+           const mirror::Sent& sent, double now)
+        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
+          under_way_(std::move(under_way)),
+          flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
+          visit_(mirror_books_->mirror.begin(sent, now)) {
+        ++*under_way_;
+    }
+    ~Booked() override { end(false, 0.0); }
+
+    u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
+
+    void first_byte(double now) override {
+        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        flight_.first_token();
+        mirror_books_->mirror.first_token(visit_, now);
+    }
+    void generated(u64 events, double) override {
+        std::lock_guard locked(books_->mutex);
+        flight_.generated(static_cast<i64>(events));
+    }
+    void ended(bool was_served, double now) override { end(was_served, now); }
+
+private:
+    void end(bool was_served, double now) {
+        if (is_over_) return;
+        is_over_ = true;
+        --*under_way_;
+        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        flight_.ended();
+        mirror_books_->mirror.ended(visit_, was_served, now);
+    }
+
+    std::shared_ptr<decide::Books> books_;
+    std::shared_ptr<mirror::Books> mirror_books_;
+    std::shared_ptr<std::atomic<u64>> under_way_;
+    decide::InFlight flight_;
+    std::shared_ptr<mirror::Visit> visit_;
+    bool is_over_ = false;
+};
+
+std::string new_request_id() {
+    thread_local std::mt19937_64 random{std::random_device()()};
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string made(32, '0');
+    for (std::size_t half = 0; half < 2; ++half) {
+        u64 bits = random();
+        for (std::size_t at = 0; at < 16; ++at, bits >>= 4) made[half * 16 + at] = kDigits[bits & 15];
+    }
+    return made;
+}
+
+// The whole prompt's keys at every step that is asked for, with no mutex held.
+void hash(Prompt& prompt, SharedIndex& index) {
+    std::vector<Prompt::Step> steps;
+    {
+        std::lock_guard locked(index.mutex);
+        steps = index.matcher.steps();
+    }
+    const KeySpace& space = index.index.space();
+    for (const Prompt::Step step : steps) prompt.keys(space, step);
+    prompt.prefix_keys(space, decide::kKeyStep);
+}
+
+}  // namespace
+
+void Placing::serve(Models models, std::vector<mirror::CacheId> in_mirror) {
+    auto known = std::make_shared<Known>();
+    known->models = std::move(models);
+    known->in_mirror = std::move(in_mirror);
+    for (decide::CacheId id = 0; id < known->in_mirror.size(); ++id) {
+        const mirror::CacheId other = known->in_mirror[id];
+        if (other == decide::kNobody) continue;
+        if (other >= known->in_books.size()) known->in_books.resize(other + 1, decide::kNobody);
+        known->in_books[other] = id;
+    }
+    std::lock_guard locked(mutex_);
+    known_ = std::move(known);
+}
+
+std::shared_ptr<const Placing::Known> Placing::known() const {
+    std::lock_guard locked(mutex_);
+    return known_;
+}
+
+std::optional<Placed> Placing::place(const Question& question) {
+    const std::shared_ptr<const Known> known = this->known();
+    const auto found = known->models.find(question.ask.model);
+    if (found == known->models.end()) return std::nullopt;
+    const std::shared_ptr<const Served> served = found->second;
+    if (question.ask.tokens.size() > served->most_tokens) return std::nullopt;
+    auto prompt = std::make_shared<Prompt>(question.ask.tokens, std::nullopt, std::nullopt,
+                                           std::vector<u8>());
+    hash(*prompt, *served->index);
+    return book(question, *served, std::move(prompt), *known);
+}
+
+std::optional<Placed> Placing::book(const Question& question, const Served& served,
+                                    std::shared_ptr<Prompt> prompt, const Known& known) const {
+    thread_local decide::Scratch scratch;
+    Prompt* const prompts[] = {prompt.get()};
+    decide::Question asked;
+    asked.fleet = served.fleet;
+    asked.replicas = served.fleet->numbers();
+    asked.model = served.model;
+    asked.prompt_tokens = static_cast<i64>(question.ask.tokens.size());
+    asked.index = served.index.get();
+    asked.prompts = prompts;
+    asked.now = question.now;
+    decider_->match(asked, scratch);
+
+    std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+    FromMirror outlooks(mirror_books_->mirror, served.in_mirror, served.index->index.space(),
+                        known.in_mirror, known.in_books);
+    asked.outlooks = &outlooks;
+    const decide::Ranking& ranking = decider_->rank(asked, scratch);
+    if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
+
+    const Candidates& able = ranking.able;
+    const decide::State& state = able.states[ranking.first];
+    const decide::CachedTokens& cached = able.cached[ranking.first];
+    const decide::Lower& lower = able.lower[ranking.first];
+    // What an estimate or a peer promises is Python's to follow.
+    if (state.estimate_trust != 0.0 || lower.pull_from != decide::kNobody) return std::nullopt;
+    const decide::Replica& replica = (*served.fleet)[state.replica];
+    const decide::Cache* cache = &replica.caches.front();
+    std::optional<int> dp_rank;
+    if (replica.has_ranks()) {
+        if (state.dp_rank == decide::kAnyRank) return std::nullopt;
+        dp_rank = state.dp_rank;
+        for (const decide::Cache& each : replica.caches) {
+            if (each.dp_rank == *dp_rank) cache = &each;
+        }
+    }
+    const i64 uncached = std::max<i64>(asked.prompt_tokens - std::max(cached.all, cached.recent), 0);
+    const mirror::LookUp look_ups[] = {{prompt, nullptr}};
+    mirror::Sent sent;
+    sent.model = served.in_mirror;
+    sent.index = served.index;
+    sent.source = cache->source_in(served.index.get());
+    sent.cache = known.in_mirror[cache->id];
+    sent.prompts = look_ups;
+    sent.prompt_tokens = asked.prompt_tokens;
+    sent.uncached_tokens = uncached;
+    sent.hit_tokens = cached.all;
+    sent.speed = state.speed;
+    for (const decide::TierShare& share : able.shares_of(lower)) {
+        sent.loads.emplace_back(share.tier, share.tokens);
+    }
+    sent.junction_tokens = cached.junction;
+    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, replica, uncached,
+                                            asked.prompt_tokens, dp_rank, sent, question.now);
+
+    Placed placed;
+    placed.prediction = {served.model,
+                         replica.id,
+                         dp_rank.value_or(-1),
+                         static_cast<u64>(asked.prompt_tokens),
+                         static_cast<u64>(cached.gpu),
+                         static_cast<u64>(cached.all),
+                         booking->expected_tokens(),
+                         state.is_suspect,
+                         question.ask.is_stream};
+    placed.booking = std::move(booking);
+    placed.forward = served.ways[state.replica];
+    Forward& forward = placed.forward;
+    std::string id(question.request_id);
+    if (id.empty() || id.size() > kMostRequestId) id = new_request_id();
+    if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
+    forward.added.emplace_back("x-forwarded-for", question.client);
+    forward.added.emplace_back("x-forwarded-proto", "http");
+    forward.added.emplace_back("x-request-id", id);
+    if (forward.shows_hit) {
+        forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(cached.all));
+    }
+    forward.reported.emplace_back("x-request-id", id);
+    placed.request_id = std::move(id);
+    return placed;
+}
+
+}  // namespace kvroute::plane

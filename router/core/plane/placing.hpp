@@ -1,0 +1,65 @@
+// Decides completions of token ids without Python: what each cache has of the prompt, what it is
+// doing, and where the request goes; then books it there.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "decide/decide.hpp"
+#include "mirror/books.hpp"
+#include "plane/decider.hpp"
+
+namespace kvroute::plane {
+
+// What is served by one name. Never changes: another one takes its place.
+struct Served {
+    std::string model;           // the base model's name
+    mirror::ModelId in_mirror = 0;
+    std::shared_ptr<const decide::Fleet> fleet;
+    std::shared_ptr<SharedIndex> index;
+    std::vector<Forward> ways;   // to each replica, by its number; without what is of one request
+    u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
+};
+
+class Placing final : public Decider {
+public:
+    // `decider` lives as long as this.
+    Placing(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
+            std::shared_ptr<decide::Decider> decider)
+        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
+          decider_(std::move(decider)) {}
+
+    // Names and what they stand for, in place of what there was. `in_mirror`: the mirror's number of
+    // each cache, by the number that the books have given it.
+    using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
+    void serve(Models models, std::vector<mirror::CacheId> in_mirror);
+
+    std::optional<Placed> place(const Question& question) override;
+
+    // Requests that were placed and have not ended.
+    u64 under_way() const { return *under_way_; }
+
+private:
+    struct Known {
+        Models models;
+        std::vector<mirror::CacheId> in_mirror;
+        std::vector<decide::CacheId> in_books;  // the other way round; kNobody: none
+    };
+
+    std::shared_ptr<const Known> known() const;
+    std::optional<Placed> book(const Question& question, const Served& served,
+                               std::shared_ptr<Prompt> prompt, const Known& known) const;
+
+    std::shared_ptr<decide::Books> books_;
+    std::shared_ptr<mirror::Books> mirror_books_;
+    std::shared_ptr<decide::Decider> decider_;
+    std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
+    mutable std::mutex mutex_;  // guards `known_`
+    std::shared_ptr<const Known> known_ = std::make_shared<Known>();
+};
+
+}  // namespace kvroute::plane
