@@ -264,7 +264,7 @@ nb::tuple order_of(Policy& policy, const std::string& model, nb::bytes session, 
     for (u32 number = 0; number < fleet.size(); ++number) {
         append_candidate(from[number], number, candidates);
     }
-    const Asked asked{model, {session.c_str(), session.size()}, prompt_tokens,
+    const Wanted asked{model, {session.c_str(), session.size()}, prompt_tokens,
                       prefill_tokens_per_s, keys};
     Lots lots(0);
     lots.give(std::move(draws));

@@ -67,7 +67,7 @@ const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
     ranking.first = kNobody;
     ranking.numbers_.clear();
     find(question, scratch);
-    Asked asked{.model = question.model,
+    Wanted asked{.model = question.model,
                 .session = question.session,
                 .prompt_tokens = question.prompt_tokens,
                 .keys = {}};
@@ -100,7 +100,8 @@ void Decider::find(const Question& question, Scratch& scratch) {
     scratch.coming_.assign(question.fleet->caches(), Coming());
     const bool is_only_one = question.prompts.size() == 1;
     for (Prompt* prompt : question.prompts) {
-        const std::vector<u64>& keys = prompt->prefix_keys(question.index->index.space(), kKeyStep);
+        const KeySpace& space = question.index->index.space();
+        const std::vector<u64>& keys = prompt->prefix_keys(space, kKeyStep);
         scratch.keys_.push_back(keys);
         scratch.is_remembered_ |= !keys.empty();
         if (shares_lots && !keys.empty()) ties.begin(keys[0]);
@@ -108,7 +109,8 @@ void Decider::find(const Question& question, Scratch& scratch) {
         if (recent != nullptr) {
             recent->match(keys, static_cast<i64>(kKeyStep), question.now, scratch.found_);
         } else {
-            const Sought sought{*prompt, keys, is_only_one ? question.prompt_tokens : 0};
+            const i64 tokens = is_only_one ? question.prompt_tokens : 0;
+            const Sought sought{*prompt, space, keys, tokens};
             outlooks_of(question).in_prefill(sought, question.now, scratch.found_);
         }
         for (const ComingAt& each : scratch.found_) {

@@ -142,16 +142,16 @@ private:
                         const Question& question) const;
     bool knows_load(const Replica& replica, const Question& question) const;
 
-    void fill(const Asked& asked, const Question& question, Scratch& scratch, bool is_able);
-    void add_what_is_known(const Asked& asked, const Question& question, Scratch& scratch,
+    void fill(const Wanted& asked, const Question& question, Scratch& scratch, bool is_able);
+    void add_what_is_known(const Wanted& asked, const Question& question, Scratch& scratch,
                            Candidates& out);
     void add_lower(const Question& question, const Scratch& scratch, u32 cache, u32 number,
                    Candidates& out) const;
-    void put_estimates(const Asked& asked, const Question& question, Scratch& scratch,
+    void put_estimates(const Wanted& asked, const Question& question, Scratch& scratch,
                        Candidates& out);
-    void put_best_rank(const Asked& asked, const Question& question, Scratch& scratch, u32 place,
+    void put_best_rank(const Wanted& asked, const Question& question, Scratch& scratch, u32 place,
                        Candidates& out);
-    u32 best_rank(const Asked& asked, const Question& question, Scratch& scratch);
+    u32 best_rank(const Wanted& asked, const Question& question, Scratch& scratch);
 
     void find_holders(const Question& question, Scratch& scratch);
     void find_peer_prefix(const Question& question, Scratch& scratch);

@@ -115,7 +115,7 @@ void find_delays(i64 prompt_tokens, const Candidates& candidates, double prefill
     }
 }
 
-void order_by_delay(const Asked& asked, const Candidates& candidates, const Weights& weights,
+void order_by_delay(const Wanted& asked, const Candidates& candidates, const Weights& weights,
                     const Draws& draws, Order& out) {
     out.mean_congestion = mean_congestion(candidates, asked.prefill_tokens_per_s);
     find_delays(asked.prompt_tokens, candidates, asked.prefill_tokens_per_s, weights,

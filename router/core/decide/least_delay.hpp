@@ -7,7 +7,7 @@
 
 namespace kvroute::decide {
 
-void order_by_delay(const Asked& asked, const Candidates& candidates, const Weights& weights,
+void order_by_delay(const Wanted& asked, const Candidates& candidates, const Weights& weights,
                     const Draws& draws, Order& out);
 
 // The `m` of the cost: what a token of work adds to the waiting of later requests at a replica that

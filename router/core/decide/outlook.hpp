@@ -50,6 +50,7 @@ struct Estimate {
 // A prompt that is to be sent.
 struct Sought {
     Prompt& prompt;
+    const KeySpace& space;      // of the model's index
     std::span<const u64> keys;  // every 64 tokens
     i64 tokens = 0;             // its length; 0 if that is unknown
 };

@@ -150,7 +150,7 @@ u64 Turns::next(std::string_view model) {
     return 0;
 }
 
-void Policy::order(const Asked& asked, const Candidates& candidates, const Fleet& fleet,
+void Policy::order(const Wanted& asked, const Candidates& candidates, const Fleet& fleet,
                    const Draws& draws, Order& out) {
     out.tie = {Tie::By::requests, draws, 0};
     switch (kind_) {
@@ -178,7 +178,7 @@ void Policy::order(const Asked& asked, const Candidates& candidates, const Fleet
 }
 
 // Begins with the candidate whose turn it is, by name.
-void Policy::in_turn(const Asked& asked, const Candidates& candidates, const Fleet& fleet,
+void Policy::in_turn(const Wanted& asked, const Candidates& candidates, const Fleet& fleet,
                      Order& out) {
     const std::size_t count = candidates.size();
     numbers_.resize(count);

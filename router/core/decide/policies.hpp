@@ -33,7 +33,7 @@ struct Weights {
 };
 
 // What a policy may know of a request.
-struct Asked {
+struct Wanted {
     std::string_view model;
     std::string_view session;  // empty: the client names none
     i64 prompt_tokens = 0;     // 0: unknown
@@ -90,11 +90,11 @@ public:
     bool needs_outlook() const { return kind_ == Kind::least_delay; }
 
     // Orders candidates; there is one at least. With the books locked, for the sake of turns.
-    void order(const Asked& asked, const Candidates& candidates, const Fleet& fleet,
+    void order(const Wanted& asked, const Candidates& candidates, const Fleet& fleet,
                const Draws& draws, Order& out);
 
 private:
-    void in_turn(const Asked& asked, const Candidates& candidates, const Fleet& fleet, Order& out);
+    void in_turn(const Wanted& asked, const Candidates& candidates, const Fleet& fleet, Order& out);
     void at_random(const Candidates& candidates, const Draws& draws, Order& out);
 
     Kind kind_;

@@ -66,7 +66,7 @@ void put_worst(const Candidates& ranks, Candidates& out, u32 place) {
 }  // namespace
 
 // Everything about the candidates whose states are known.
-void Decider::fill(const Asked& asked, const Question& question, Scratch& scratch, bool is_able) {
+void Decider::fill(const Wanted& asked, const Question& question, Scratch& scratch, bool is_able) {
     Candidates& out = is_able ? scratch.ranking.able : scratch.ranking.unable;
     scratch.caches_.clear();
     for (const State& state : out.states) {
@@ -81,7 +81,7 @@ void Decider::fill(const Asked& asked, const Question& question, Scratch& scratc
 }
 
 // Of candidates whose states are known, and each of which stands for one of `scratch.caches_`.
-void Decider::add_what_is_known(const Asked& asked, const Question& question, Scratch& scratch,
+void Decider::add_what_is_known(const Wanted& asked, const Question& question, Scratch& scratch,
                                 Candidates& out) {
     const std::size_t count = out.size();
     out.cached.resize(count);
@@ -129,7 +129,7 @@ void Decider::add_lower(const Question& question, const Scratch& scratch, u32 ca
 }
 
 // Puts estimates where events do not tell, or have not told for long.
-void Decider::put_estimates(const Asked& asked, const Question& question, Scratch& scratch,
+void Decider::put_estimates(const Wanted& asked, const Question& question, Scratch& scratch,
                             Candidates& out) {
     // An engine always computes the last token of a prompt.
     const i64 most = asked.prompt_tokens - static_cast<i64>(scratch.keys_.size());
@@ -154,7 +154,7 @@ void Decider::put_estimates(const Asked& asked, const Question& question, Scratc
 }
 
 // Lets the best of its ranks stand for a replica.
-void Decider::put_best_rank(const Asked& asked, const Question& question, Scratch& scratch,
+void Decider::put_best_rank(const Wanted& asked, const Question& question, Scratch& scratch,
                             u32 place, Candidates& out) {
     const u32 number = out.states[place].replica;
     const Replica& replica = (*question.fleet)[number];
@@ -193,7 +193,7 @@ void Decider::put_best_rank(const Asked& asked, const Question& question, Scratc
 
 // The one that the policy prefers if it looks at what each cache is doing; else the one where the
 // request would wait least: turns and sessions are about replicas.
-u32 Decider::best_rank(const Asked& asked, const Question& question, Scratch& scratch) {
+u32 Decider::best_rank(const Wanted& asked, const Question& question, Scratch& scratch) {
     const Candidates& ranks = scratch.ranks_;
     Order& order = scratch.rank_order_;
     if (needs_outlook()) {
