@@ -88,12 +88,10 @@ class NativeDecisions:
         self._is_on = False
 
     def _refresh(self, plane: DataPlane) -> None:
-        service = self._service
-        is_full = (
-            service.admission.under_way + self.under_way
-            >= service.config.server.max_concurrent_requests
-        )
-        may = not (is_full or service.taps or service.admission.is_shutting_down)
+        admission, observers = self._service.admission, self._service.observers
+        under_way = admission.under_way + self.under_way
+        is_full = under_way >= self._service.config.server.max_concurrent_requests
+        may = not (is_full or observers.taps or admission.is_shutting_down)
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)
@@ -125,12 +123,9 @@ class NativeDecisions:
         index, planner = model.index, self._parts.planner
         replicas = list(self._service.registry.serving(model.name))
         is_simple = isinstance(index, NativeIndex) and index.is_all_in_core
-        if (
-            not is_simple
-            or not replicas
-            or model.aliases
-            or self._is_closely_watched(model, replicas)
-        ):
+        if not is_simple or not replicas or model.aliases:
+            return None
+        if self._is_closely_watched(model, replicas):
             return None
         assert isinstance(index, NativeIndex)
         if index.searches:
@@ -151,12 +146,13 @@ class NativeDecisions:
     def _is_closely_watched(self, model: Model, replicas: Sequence[Replica]) -> bool:
         """Whether something is said to engines, or estimated of them, that is made in Python."""
         approximate = self._service.approximate
+        silent = () if approximate is None else approximate.silent
         return any(
             replica.priority_order is not None
             or replica.peer_address is not None
             or model.hint_form(replica) is not None
             or not replica.sources
-            or SourceId(replica.id) in approximate.silent
+            or SourceId(replica.id) in silent
             for replica in replicas
         )
 
