@@ -1,8 +1,8 @@
 """What the data plane may decide without Python, and by what: told to the core whenever it changes.
 
-Only completions of token ids, and only where nothing has to be known of them that the core does not
-know. Everything else is asked here, as ever. What is asked is looked at again some times a second: a
-change of the fleet reaches the core within `REFRESH_S`.
+Only completions of token ids, and only where nothing has to be known of them that the core does
+not know. Everything else is asked here, as ever. What is asked is looked at again some times a
+second: a change of the fleet reaches the core within `REFRESH_S`.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class Kvroute:
         index: Which implementation; see the option `index`.
         core: The CPU; None: any.
         tokenizer: Of the model; None: prompts are token ids.
+        plane: The option `server.data_plane`.
     """
 
     name = "kvroute"
@@ -108,7 +109,9 @@ class Kvroute:
         index: str = "auto",
         core: int | None = None,
         tokenizer: Path | None = None,
+        plane: str = "python",
     ) -> None:
+        self._plane = plane
         self._urls = replica_urls
         self._index = index
         self._core = core
@@ -122,7 +125,7 @@ class Kvroute:
         model = {"tokenizer": str(self._tokenizer)} if self._tokenizer else {}
         config = {
             "index": self._index,
-            "server": {"port": 0},
+            "server": {"port": 0, "data_plane": self._plane},
             "observability": {"log_level": "warning"},
             "models": [{"name": MODEL, **model}],
             "replicas": [
@@ -270,6 +273,7 @@ def kvroute_proxy(
     core: int | None,
     index: str = "auto",
     tokenizer: Path | None = None,
+    plane: str = "python",
 ) -> Proxy:
     """Ours.
 
@@ -279,8 +283,9 @@ def kvroute_proxy(
         core: The CPU; None: any.
         index: See `Kvroute`.
         tokenizer: See `Kvroute`.
+        plane: See `Kvroute`.
     """
-    server = Kvroute(replica_urls, index, core, tokenizer)
+    server = Kvroute(replica_urls, index, core, tokenizer, plane)
     server.follow(endpoints)
     return Proxy("kvroute", server.port, server.process, server.close)
 

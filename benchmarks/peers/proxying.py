@@ -115,6 +115,9 @@ def tokenizer() -> Iterator[Path | None]:
         yield Path(directory)
 
 
+NATIVE = "kvroute, native plane"
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -122,6 +125,9 @@ def requests_of_ids(settings: Settings) -> None:
     """CPU time per request of token ids, with the replicas' events."""
     makes: dict[str, Make] = {
         "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core, settings.index),
+        NATIVE: lambda urls, events: kvroute_proxy(
+            urls, events, settings.core, settings.index, plane="native"
+        ),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),
@@ -159,7 +165,7 @@ def requests_of_text(settings: Settings) -> None:
 
 def _allowed(settings: Settings, makes: dict[str, Make]) -> Iterator[tuple[str, Make]]:
     for name, make in makes.items():
-        if settings.with_peers or name == "kvroute":
+        if settings.with_peers or name in ("kvroute", NATIVE):
             yield name, make
 
 
@@ -191,6 +197,9 @@ def streams(settings: Settings) -> None:
     """Paced streams, all at the same time: the first token, gaps, and CPU time per token."""
     makes: dict[str, Make] = {
         "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core, settings.index),
+        NATIVE: lambda urls, events: kvroute_proxy(
+            urls, events, settings.core, settings.index, plane="native"
+        ),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),

@@ -367,7 +367,9 @@ bool Client::place() {
         if (!thread_.options().decided_without.contains(lower(field.name))) return false;
     }
     const double began = clock_now();
-    std::optional<Placed> placed = thread_.decider()->place(
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return false;
+    std::optional<Placed> placed = decider->place(
         {*ask, host_, head_.find("x-request-id"), clock_now()});
     if (!placed) return false;
     request_id_ = std::move(placed->request_id);

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kAcceptsAtOnce = 64;
 constexpr double kLookEvery_s = 0.05;
+constexpr std::size_t kMostRecords = 512;  // before they are told of
 constexpr int kMadeRoom = 64;  // connections that are closed at once where descriptors are short
 
 void signal(int descriptor) {
@@ -48,18 +49,31 @@ Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 Outbox::~Outbox() { ::close(signal_); }
 
 void Outbox::post(Event event) {
-    bool was_empty;
+    const bool is_awaited = !std::holds_alternative<Settled>(event.what);
     {
         std::lock_guard locked(mutex_);
-        was_empty = events_.empty();
         events_.push_back(std::move(event));
+        waiting_.store(events_.size(), std::memory_order_relaxed);
+        if (is_signalled_ || (!is_awaited && events_.size() < kMostRecords)) return;
+        is_signalled_ = true;
     }
-    if (was_empty) signal(signal_);
+    signal(signal_);
+}
+
+void Outbox::nudge() {
+    {
+        std::lock_guard locked(mutex_);
+        if (events_.empty() || is_signalled_) return;
+        is_signalled_ = true;
+    }
+    signal(signal_);
 }
 
 std::vector<Event> Outbox::take() {
     take_signal(signal_);
     std::lock_guard locked(mutex_);
+    is_signalled_ = false;
+    waiting_.store(0, std::memory_order_relaxed);
     return std::exchange(events_, {});
 }
 
@@ -107,6 +121,7 @@ void Thread::run() {
 
 void Thread::look_after() {
     looked_at_ = now_;
+    outbox_.nudge();
     pool_.look_after(now_);
     for (std::size_t place = 0; place < clients_.size(); ++place) {
         if (clients_[place]) clients_[place]->look_after(now_);

@@ -13,18 +13,26 @@
 
 namespace kvroute::plane {
 
-// Events of all threads, for one reader. The descriptor is readable while there are any.
+// Events of all threads, for one reader. The descriptor is readable while there are any that somebody
+// waits for; the records of what is over wait for these, or for the next `nudge`.
 class Outbox {
 public:
     Outbox();
     ~Outbox();
     void post(Event event);
+    void nudge();
     std::vector<Event> take();
     int descriptor() const { return signal_; }
+    // Whether the reader is far behind: then it should not be given more than it asks for.
+    bool is_long() const { return waiting_.load(std::memory_order_relaxed) > kMostWaiting; }
 
 private:
+    static constexpr std::size_t kMostWaiting = 65'536;
+
     std::mutex mutex_;
     std::vector<Event> events_;
+    std::atomic<std::size_t> waiting_{0};  // of these
+    bool is_signalled_ = false;
     int signal_ = -1;
 };
 
@@ -57,7 +65,9 @@ public:
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
     // Null: Python decides everything.
-    Decider* decider() const { return decider_.load(std::memory_order_acquire); }
+    Decider* decider() const {
+        return outbox_.is_long() ? nullptr : decider_.load(std::memory_order_acquire);
+    }
     void decide_by(Decider* decider) { decider_.store(decider, std::memory_order_release); }
     std::string& buffer() { return buffer_; }
     std::string& scratch() { return scratch_; }
