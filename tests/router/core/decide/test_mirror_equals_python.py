@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents.events import AllBlocksCleared, EventBatch
+from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
@@ -333,3 +333,63 @@ def test_a_burst_of_equal_prompts_is_seen_alike(layout: str) -> None:
         mirrors.begin("m", index, source, [prompt], len(ids), len(ids), keep=[number * 16])
         mirrors.outlooks("m", SOURCES, lambda _: 100, now)
         mirrors.prefilling()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("layout", ["full", "window", "window first", "eagle", "mamba"])
+def test_what_long_prompts_ahead_will_evict_is_foreseen_alike(layout: str, seed: int) -> None:
+    """Prompts of several steps in caches that are nearly full, of content that was computed twice:
+    what is left of each prompt that was served."""
+    needs_core()
+    now, random, source = 0.0, Random(seed), SOURCES[0]
+    mirrors, index = BothMirrors(clock=lambda: now), choose_index("native").create()
+    groups = LAYOUTS[layout].groups
+    index.apply(source, EventBatch(0.0, [announce(LAYOUTS[layout])]))
+    served: list[list[int]] = []
+    for _ in range(8):
+        now += 1.0
+        ids = random.choice(ROOTS)[: random.randrange(700)] + random.choice(ENDINGS)[:300]
+        visit = begin_at(mirrors, index, ids, random.random() < 0.5)
+        events = [kept_of(Prefix(ids), number, group) for number, group in enumerate(groups)]
+        index.apply(source, EventBatch(0.0, events))
+        visit.first_token()
+        visit.ended()
+        served.append(ids)
+    mirrors.outlook("m", source, index.blocks_held(source) + random.randrange(400))
+    for number in range(6):
+        ids = list(range(number * 9000, number * 9000 + 1000 * (number + 1)))
+        begin_at(mirrors, index, served[number] if number % 2 else ids, True)
+        for ids in served:
+            prompt = index.prepare(array("I", [*ids, 1]), extra_steps=(STEP,))
+            found = index.match_prompt(prompt)
+            (gpu,), _, (junction,) = token_columns(found, [source])
+            mirrors.expected(source, prompt, len(ids) + 1, gpu, junction)
+
+
+def begin_at(
+    mirrors: BothMirrors, index: PrefixIndex, ids: list[int], finds_it: bool
+) -> BothVisits:
+    """Begin with what is there of a prompt, or compute it again."""
+    prompt = index.prepare(array("I", ids), extra_steps=(STEP,))
+    (gpu,), _, (junction,) = token_columns(index.match_prompt(prompt), [SOURCES[0]])
+    hit, junction = (gpu, junction) if finds_it else (0, 0)
+    count = len(ids)
+    return mirrors.begin(
+        "m",
+        index,
+        SOURCES[0],
+        [prompt],
+        count,
+        count - hit,
+        hit,
+        junction_tokens=junction,
+    )
+
+
+def kept_of(prefix: Prefix, number: int, group: KVCacheGroup) -> BlockStored:
+    """Full attention as a whole, of the others what is before the end."""
+    if group.kind is GroupKind.FULL:
+        return prefix.stored(number, group)
+    end = len(prefix.tokens) // group.block_size * group.block_size
+    first = max(end - (group.sliding_window or 16), 0) // group.block_size * group.block_size
+    return prefix.kept(number, group, list(range(first + group.block_size, end + 1, 16)))
