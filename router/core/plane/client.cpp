@@ -727,7 +727,7 @@ void Client::append_body(sv piece, bool is_last, std::string& out) {
     out += piece;
 }
 
-void Client::on_failure(Failure failure, bool was_begun, const char* why) {
+void Client::on_failure(Failure failure, bool was_begun, const std::string& why) {
     upstream_ = nullptr;
     if (was_begun && stage_ == Stage::relaying) {
         break_off(failure);

@@ -51,7 +51,7 @@ public:
 
     void on_response(const http::ResponseHead& head, std::string_view piece, bool is_last) override;
     void on_piece(std::string_view piece, bool is_last) override;
-    void on_failure(Failure failure, bool was_begun, const char* why) override;
+    void on_failure(Failure failure, bool was_begun, const std::string& why) override;
 
 private:
     enum class Stage : u8 {

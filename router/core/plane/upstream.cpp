@@ -29,6 +29,7 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     timeouts_ = timeouts;
     has_received_ = was_begun_ = is_paused_ = is_shut_ = false;
     received_.clear();
+    parsed_ = interim_bytes_ = 0;
     heard_at_ = now;
     ++pool_.counts_.active;
     if (phase_ == Phase::connecting) {
@@ -156,6 +157,8 @@ void Upstream::take(sv bytes) {
         if (!received_.empty()) {
             received_ += bytes;
             bytes = received_;
+            const std::size_t before = std::exchange(parsed_, bytes.size());
+            if (!http::is_worth_parsing(bytes, before, http::Bounds())) return;
         }
         if (!take_head(bytes)) return;
     }
@@ -170,14 +173,11 @@ bool Upstream::take_head(sv& bytes) {
         http::Problem problem;
         switch (http::parse_response(bytes, bounds, false, head_, used, problem)) {
             case http::Parsed::bad:
-                fail(Failure::malformed, problem.message);
+                fail(Failure::malformed, problem.text());
                 return false;
             case http::Parsed::partial:
-                if (received_.empty()) {
-                    received_.assign(bytes);
-                } else if (bytes.data() != received_.data()) {
-                    received_ = std::string(bytes);
-                }
+                if (bytes.data() != received_.data()) received_ = std::string(bytes);
+                parsed_ = received_.size();
                 return false;
             case http::Parsed::whole:
                 break;
@@ -199,6 +199,11 @@ bool Upstream::take_head(sv& bytes) {
             return true;
         }
         bytes.remove_prefix(used);
+        interim_bytes_ += used;
+        if (interim_bytes_ > bounds.head_bytes) {
+            fail(Failure::malformed, "too many interim responses");
+            return false;
+        }
     }
 }
 
@@ -224,6 +229,10 @@ void Upstream::take_body(sv bytes) {
     }
     if (!joined.empty()) piece = joined;
     const bool has_more = !bytes.empty();  // behind the response
+    if (is_bad && !was_begun_) {  // nothing of it has been passed on: another replica may serve
+        fail(Failure::malformed, body_.problem().text());
+        return;
+    }
     if (!piece.empty() || is_last) {
         deadline_ = heard_at_ + timeouts_.idle_s;
         const bool was_begun = std::exchange(was_begun_, true);
@@ -239,7 +248,7 @@ void Upstream::take_body(sv bytes) {
         end(head_.keeps_alive && head_.framing != http::Framing::until_close && is_sent &&
             !has_more && !is_shut_);
     } else if (is_bad) {
-        fail(was_begun_ ? Failure::died : Failure::malformed, "its body breaks the framing");
+        fail(Failure::died, "its body breaks the framing");
     }
     received_.clear();
 }
@@ -263,7 +272,7 @@ void Upstream::give_up(double now, double silent_s) {
     }
 }
 
-void Upstream::fail(Failure failure, const char* why) {
+void Upstream::fail(Failure failure, const std::string& why) {
     PoolCounts& counts = pool_.counts_;
     switch (failure) {
         case Failure::connect:

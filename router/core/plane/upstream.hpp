@@ -24,7 +24,7 @@ public:
                              bool is_last) = 0;
     virtual void on_piece(std::string_view piece, bool is_last) = 0;
     // `was_begun`: `on_response` was called.
-    virtual void on_failure(Failure failure, bool was_begun, const char* why) = 0;
+    virtual void on_failure(Failure failure, bool was_begun, const std::string& why) = 0;
 };
 
 class Upstream final : public Watched {
@@ -59,7 +59,7 @@ private:
     void take(std::string_view bytes);
     bool take_head(std::string_view& bytes);
     void take_body(std::string_view bytes);
-    void fail(Failure failure, const char* why);
+    void fail(Failure failure, const std::string& why);
     void end(bool may_keep);
     u32 interest() const;
     double phase_limit_s() const;
@@ -75,6 +75,8 @@ private:
     bool is_shut_ = false;     // nothing more comes
     std::string_view head_to_send_, body_to_send_;
     std::string received_;     // of a head that is not whole
+    std::size_t parsed_ = 0;   // of it, when it was looked at last
+    std::size_t interim_bytes_ = 0;  // of responses before the one that counts
     http::ResponseHead head_;
     std::string head_text_;    // what `head_` points into
     http::BodyReader body_;
