@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.opponents import OPPONENTS
 from benchmarks.simulation.results import Line
-from benchmarks.simulation.situations import SITUATIONS, TRAFFIC
+from benchmarks.simulation.situations import SITUATIONS, TRAFFIC, Situation
+from offload.engine.core.serving_order import SchedulingPolicy
 
 OURS, BEFORE = "least_delay", "prefix"
 BLIND = ("group_blind", "group_blind_any_copy", "group_0")
@@ -152,7 +153,7 @@ def told_table(lines: Sequence[Line]) -> str:
         for name, situation in SITUATIONS.items():
             here = within(lines, name)
             blind = _most_run(here, BLIND)
-            if situation.layout != layout or not blind or not _is_told(here, layout):
+            if not blind or not _is_told(here, situation, layout):
                 continue
             ratios = [_both(here, policy, blind) for policy in (OURS, *TOLD)]
             own = next(policy for policy in (TOLD[1], OURS) if pairs(here, policy, blind, MEAN))
@@ -195,10 +196,13 @@ _LAYOUTS = {
 }
 
 
-def _is_told(lines: Sequence[Line], layout: str) -> bool:
-    """Whether there is something to show: engines with full attention alone are told nothing."""
+def _is_told(lines: Sequence[Line], situation: Situation, layout: str) -> bool:
+    """Whether there is something to show: engines with full attention alone are told nothing, and
+    what the engines' own order gains is another question."""
     policy = OURS if layout == "full" else TOLD[1]
-    return any(line["policy"] == policy for line in lines)
+    in_order = situation.scheduling_policy is SchedulingPolicy.FCFS
+    is_run = any(line["policy"] == policy for line in lines)
+    return situation.layout == layout and in_order and is_run
 
 
 def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
