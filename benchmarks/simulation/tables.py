@@ -170,10 +170,7 @@ def told_table(lines: Sequence[Line]) -> str:
                     ", ".join(str(each.pairs) if each else "-" for each, _ in ratios),
                     f"{_mean(here, blind)[MEAN]:,.0f}",
                     f"{floor.mean:.2f}",
-                    *(
-                        f"{shown(mean)}; {shown(p99)}" if mean and p99 else ""
-                        for mean, p99 in ratios
-                    ),
+                    *("; ".join(_marked(each) for each in both if each) for both in ratios),
                 ]
             )
     heads = [
@@ -210,6 +207,11 @@ def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
     seeds = {name: sum(line["policy"] == name for line in lines) for name in among}
     most = max(seeds.values())
     return best(lines, [name for name, count in seeds.items() if count == most > 0])
+
+
+def _marked(found: Ratio) -> str:
+    """A ratio that says where it is worse by more than chance."""
+    return f"{shown(found)} **worse**" if found.is_worse else shown(found)
 
 
 def _both(lines: Sequence[Line], policy: str, other: str) -> tuple[Ratio | None, Ratio | None]:
