@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.opponents import OPPONENTS
 from benchmarks.simulation.results import Line
-from benchmarks.simulation.situations import SITUATIONS, TRAFFIC
+from benchmarks.simulation.situations import SITUATIONS, TRAFFIC, Situation
+from offload.engine.core.serving_order import SchedulingPolicy
 
 OURS, BEFORE = "least_delay", "prefix"
 BLIND = ("group_blind", "group_blind_any_copy", "group_0")
@@ -152,7 +153,7 @@ def told_table(lines: Sequence[Line]) -> str:
         for name, situation in SITUATIONS.items():
             here = within(lines, name)
             blind = _most_run(here, BLIND)
-            if situation.layout != layout or not blind or not _is_told(here, layout):
+            if not blind or not _is_told(here, situation, layout):
                 continue
             ratios = [_both(here, policy, blind) for policy in (OURS, *TOLD)]
             own = next(policy for policy in (TOLD[1], OURS) if pairs(here, policy, blind, MEAN))
@@ -169,10 +170,7 @@ def told_table(lines: Sequence[Line]) -> str:
                     ", ".join(str(each.pairs) if each else "-" for each, _ in ratios),
                     f"{_mean(here, blind)[MEAN]:,.0f}",
                     f"{floor.mean:.2f}",
-                    *(
-                        f"{shown(mean)}; {shown(p99)}" if mean and p99 else ""
-                        for mean, p99 in ratios
-                    ),
+                    *("; ".join(_marked(each) for each in both if each) for both in ratios),
                 ]
             )
     heads = [
@@ -195,10 +193,13 @@ _LAYOUTS = {
 }
 
 
-def _is_told(lines: Sequence[Line], layout: str) -> bool:
-    """Whether there is something to show: engines with full attention alone are told nothing."""
+def _is_told(lines: Sequence[Line], situation: Situation, layout: str) -> bool:
+    """Whether there is something to show: engines with full attention alone are told nothing, and
+    what the engines' own order gains is another question."""
     policy = OURS if layout == "full" else TOLD[1]
-    return any(line["policy"] == policy for line in lines)
+    in_order = situation.scheduling_policy is SchedulingPolicy.FCFS
+    is_run = any(line["policy"] == policy for line in lines)
+    return situation.layout == layout and in_order and is_run
 
 
 def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
@@ -206,6 +207,11 @@ def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
     seeds = {name: sum(line["policy"] == name for line in lines) for name in among}
     most = max(seeds.values())
     return best(lines, [name for name, count in seeds.items() if count == most > 0])
+
+
+def _marked(found: Ratio) -> str:
+    """A ratio that says where it is worse by more than chance."""
+    return f"{shown(found)} **worse**" if found.is_worse else shown(found)
 
 
 def _both(lines: Sequence[Line], policy: str, other: str) -> tuple[Ratio | None, Ratio | None]:
