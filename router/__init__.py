@@ -1,6 +1,8 @@
 """The router.
 
-The files; each imports only what is listed above it:
+The files; each imports only what is listed above it. The compiled core, `core/`, is the module
+`_core`; its rooms are `index/`, `mirror/`, `decide/`, `http/` and `plane/`, and only `binding/`
+knows Python:
 
     errors.py        exception tree; what clients get, with status and code
     files.py         whether a watched file has changed
@@ -20,11 +22,13 @@ The files; each imports only what is listed above it:
     feed.py          carries every source's stream into the index of its model
     snapshots/       what a router knows of caches when it starts
     proxy/           one request sent to one replica, its response to the client
+    plane/           the compiled data plane, which has the sockets in proxy's place
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
     tracing/         to which trace a request belongs, and its spans
     sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
+    placing.py       what the data plane may decide without Python
     process.py       what every process does: its log, its sockets
     workers/         several processes that are one router
     http/            every line that knows ASGI, FastAPI or uvicorn

@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.board import Board
 from router.config import RouterConfig
-from router.errors import ConfigError
+from router.errors import ConfigError, ConfigProblem
 from router.http.access import Guard
 from router.http.access_log import logged
 from router.http.api import create_api
@@ -313,12 +313,12 @@ class _ServerBehindPlane(_GuardedServer):
     def __init__(
         self,
         config: uvicorn.Config,
-        admission: Admission,
-        grace_s: float,
+        service: RouterService,
         plane: DataPlane,
         natives: NativeDecisions | None,
     ) -> None:
-        super().__init__(config, admission, grace_s)
+        grace_s = service.config.server.timeouts.shutdown_grace_s
+        super().__init__(config, service.admission, grace_s)
         self._plane = plane
         self._natives = natives
         self._keeping: asyncio.Task[None] | None = None
@@ -380,6 +380,8 @@ async def serve(
         ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
             cannot be used.
     """
+    if config.server.data_plane == "native":
+        _check_native(config)
     certificate = listener_certificate(config.server.tls)
     reserved_from = _reserved_files_from()
     service = RouterService(
@@ -389,16 +391,14 @@ async def serve(
         sharing=_shared_with(config, member),
     )
     logger.info("index: %s", service.models.index_implementation)
-    if indexes is None and config.index == "auto" and (member is None or member.start.number == 0):
-        _warn_without_native()
-    grace_s = config.server.timeouts.shutdown_grace_s
+    if indexes is None and (member is None or member.start.number == 0):
+        _warn_without_native(config)
     app = RouterApp(service, member)
     if isinstance(service.proxy, PlaneProxy):
         await _serve_behind_plane(service, app, service.proxy, reserved_from, source)
         return
-    uvicorn_config = _uvicorn_config(service, app, reserved_from)
-    uvicorn_config.load()
-    uvicorn_config.ssl = None if certificate is None else certificate.context
+    uvicorn_config = _uvicorn_config(service, app, reserved_from, certificate)
+    grace_s = config.server.timeouts.shutdown_grace_s
     server = _GuardedServer(uvicorn_config, service.admission, grace_s)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
@@ -409,10 +409,8 @@ async def serve(
         scheme = "http" if certificate is None else "https"
         if member is None:
             announce(f"kvroute listens on {scheme}://{in_url(host)}:{port}", config)
-        certificates = list(
-            filter(None, [service.replica_certificate, service.peer_certificate, certificate])
-        )
-        async with _reloading(service, source, certificates, member):
+        known = service.replica_certificate, service.peer_certificate, certificate
+        async with _reloading(service, source, list(filter(None, known)), member):
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
     logger.info("stopped")
@@ -427,41 +425,14 @@ async def _serve_behind_plane(
 ) -> None:
     """The same with the compiled data plane before it: that has the clients, and uvicorn only what
     goes to no replica."""
-    config = service.config
+    config, loop = service.config, asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
-        behind = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
-        behind.bind(f"{folder}/control")
-        behind.listen(BACKLOG)
-        behind.setblocking(False)
+        behind = stack.enter_context(contextlib.closing(_local_listener(f"{folder}/control")))
         listener = stack.enter_context(contextlib.closing(_listener(config, None)))
-        plane = DataPlane(
-            app.direct,
-            proxy,
-            _plane_options(service, app, reserved_from),
-            f"{folder}/control",
-            functools.partial(_count_refusal, service),
-            functools.partial(_settle, service),
-            lambda replica, failure, _status: service.observers.handed_over(replica, failure),
-        )
+        plane = _plane(service, app, proxy, reserved_from, f"{folder}/control")
         natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
-        server = _ServerBehindPlane(
-            uvicorn.Config(
-                BehindPlane(app),
-                interface="asgi3",
-                ws="none",
-                proxy_headers=False,
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-            ),
-            service.admission,
-            config.server.timeouts.shutdown_grace_s,
-            plane,
-            natives,
-        )
+        server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
         host, port = listener.getsockname()[:2]
 
         async def listens() -> None:
@@ -471,19 +442,69 @@ async def _serve_behind_plane(
 
         server.on_listening = listens
         service.on_give_up(plane.give_up)
-        loop = asyncio.get_running_loop()
         loop.set_exception_handler(service.shortages.note_failure_of_loop)
         _heed(loop, server, None)
         exempt_from_collection()
-        async with _reloading(
-            service, source, list(filter(None, [service.peer_certificate])), None
-        ):
+        certificates = list(filter(None, [service.peer_certificate]))
+        async with _reloading(service, source, certificates, None):
             try:
                 await server.serve(sockets=[behind])
             finally:
                 server.stop_deciding()
                 await plane.close()
     logger.info("stopped")
+
+
+def _check_native(config: RouterConfig) -> None:
+    """Raises `ConfigError` where the compiled data plane cannot do what is configured."""
+    reasons = {
+        "tls": "it has no TLS yet" if config.server.tls.certificate else None,
+        "workers": "threads take their place" if config.server.workers > 1 else None,
+        "data_plane": why_not_native(),
+    }
+    problems = [
+        ConfigProblem(f"server.{place}", f"not with data_plane native: {why}")
+        for place, why in reasons.items()
+        if why is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _local_listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _plane(
+    service: RouterService, app: RouterApp, proxy: PlaneProxy, reserved_from: int, path: str
+) -> DataPlane:
+    return DataPlane(
+        app.direct,
+        proxy,
+        _plane_options(service, app, reserved_from),
+        path,
+        functools.partial(_count_refusal, service),
+        functools.partial(_settle, service),
+        lambda replica, failure, _status: service.observers.handed_over(replica, failure),
+    )
+
+
+def _plain_config(app: RouterApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        BehindPlane(app),
+        interface="asgi3",
+        ws="none",
+        proxy_headers=False,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+    )
 
 
 def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -> PlaneOptions:
@@ -518,9 +539,9 @@ def _count_refusal(service: RouterService, reason: str) -> None:
     service.metrics.bad_requests.labels(reason).inc()
 
 
-def _warn_without_native() -> None:
+def _warn_without_native(config: RouterConfig) -> None:
     """What serves in place of the compiled index, and what it costs: nobody has chosen it."""
-    why = why_not_native()
+    why = why_not_native() if config.index == "auto" else None
     if why is not None:
         logger.warning(
             "%s; the index in plain Python serves: the same answers, at 4 to 18 times the "
@@ -648,7 +669,9 @@ def run(
     return 0
 
 
-def _uvicorn_config(service: RouterService, app: RouterApp, reserved_from: int) -> uvicorn.Config:
+def _uvicorn_config(
+    service: RouterService, app: RouterApp, reserved_from: int, certificate: Certificate | None
+) -> uvicorn.Config:
     config = service.config
     timeouts = config.server.timeouts
     limits = ClientLimits(
@@ -663,7 +686,7 @@ def _uvicorn_config(service: RouterService, app: RouterApp, reserved_from: int) 
     protocol = guarded_protocol(limits, count, app.direct)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))
-    return uvicorn.Config(
+    made = uvicorn.Config(
         app,
         http=protocol,
         interface="asgi3",
@@ -677,6 +700,9 @@ def _uvicorn_config(service: RouterService, app: RouterApp, reserved_from: int) 
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
+    made.load()
+    made.ssl = None if certificate is None else certificate.context
+    return made
 
 
 def exempt_from_collection() -> None:

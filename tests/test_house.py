@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,40 +42,6 @@ def test_every_class_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
-
-
-def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from public_functions(node.body)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
-            "_"
-        ):
-            yield node
-
-
-def argument_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    given = function.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    starred = (given.vararg, given.kwarg)
-    return sum(arg.arg not in ("self", "cls") for arg in named) + sum(map(bool, starred))
-
-
-def is_override(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("override" in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-def test_public_functions_of_several_arguments_document_them() -> None:
-    """A signature says types; units, shapes and rules are said in `Args:`."""
-    missing = [
-        f"{module}.{function.name}"
-        for module, tree in trees().items()
-        for function in public_functions(tree.body)
-        if argument_count(function) >= 2
-        and not is_override(function)
-        and "Args:" not in (ast.get_docstring(function) or "")
-    ]
-    assert missing == []
 
 
 def test_no_function_is_long() -> None:

@@ -5,7 +5,6 @@ The files; each imports only what is listed above it:
     base.py      the interface of an index, and the values that cross it
     dump.py      an index as bytes and back
     reference/   the index in plain Python, which defines the behaviour
-    core/        the compiled index in C++; it becomes the module `_core`
     native.py    the compiled index behind the interface of all
     choice.py    which of them serves
 """

@@ -16,8 +16,8 @@ from router.observability.metrics import RouterMetrics, ServedMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
 from router.observability.shortages import Shortages
-from router.plane.relays import failure_of
 from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
+from router.proxy.attempts import failure_of
 from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvevents.lookups import addresses, is_numeric
 from router.plane.exchanges import PlaneExchange
-from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget
+from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, failure_of
 from router.proxy.messages import error_body, error_event
 from router.proxy.proxy import NOT_SERVED
 from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
@@ -26,25 +26,8 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
 _TOO_MANY = 429
-_FAILURES = {
-    "connect": Failure.CONNECT,
-    "connect_timeout": Failure.CONNECT,
-    "closed": Failure.CLOSED,
-    "kept_closed": Failure.KEPT_CLOSED,
-    "first_byte_timeout": Failure.FIRST_BYTE_TIMEOUT,
-    "malformed": Failure.MALFORMED,
-    "given_up": Failure.UNHEALTHY,
-    "died": Failure.DIED,
-    "idle_timeout": Failure.IDLE_TIMEOUT,
-    "lost": Failure.LOST,
-}
 _LOOKED_UP_S = 5.0
 """How long the addresses of a name are taken for known."""
-
-
-def failure_of(name: str) -> Failure:
-    """What the core calls so."""
-    return _FAILURES.get(name, Failure.CONNECT)
 
 
 def broken_events() -> list[bytes]:
@@ -258,7 +241,7 @@ class PlaneRelay:
             self._observer.on_events(events)
         self._observer.on_usage(is_json, usage, first_usage)
         if failure is not None and self._attempt is not None:
-            self._observer.on_failure(self._attempt, _FAILURES[failure])
+            self._observer.on_failure(self._attempt, failure_of(failure))
         self._finish(End(end), status or None)
 
     # --- the attempts -----------------------------------------------------------------------------
@@ -356,7 +339,7 @@ class PlaneRelay:
                 return
             self._proxy.addresses.forget(attempt.origin.host)
         logger.debug("%s: %s", attempt.origin, why)
-        self._failed(attempt, _FAILURES[failure])
+        self._failed(attempt, failure_of(failure))
         if failure == "kept_closed" and self._may_try(attempt):
             self._send_to(attempt, may_reuse=False)
         else:

@@ -76,6 +76,19 @@ RETRIED = frozenset(
 )
 
 
+_IN_CORE = {
+    "connect_timeout": Failure.CONNECT,
+    "given_up": Failure.UNHEALTHY,
+    "no_files": Failure.CONNECT,
+    "at_limit": Failure.CONNECT,
+}
+
+
+def failure_of(name: str) -> Failure:
+    """What the compiled data plane calls *name*."""
+    return _IN_CORE.get(name) or Failure(name)
+
+
 class Unretried(Enum):
     """Why a request that failed was not tried again, though there was a candidate."""
 

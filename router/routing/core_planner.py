@@ -169,7 +169,7 @@ class CorePlanner:
                 prefill_tokens_per_s=found.prefill_tokens_per_s(),
             )
         why = self._policy.why(request, found.mean_congestion())
-        return Ranking(_Order(found, why), _Found(found))
+        return Ranking(_Order(found, why), _FoundInCore(found))
 
     def _given(
         self,
@@ -279,7 +279,7 @@ class _Order:
         self.why = why
 
 
-class _Found:
+class _FoundInCore:
     """The candidates that the core ordered."""
 
     __slots__ = ("_found",)
