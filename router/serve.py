@@ -380,8 +380,7 @@ async def serve(
         ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
             cannot be used.
     """
-    if config.server.data_plane == "native":
-        _check_native(config)
+    _check_plane(config)
     certificate = listener_certificate(config.server.tls)
     reserved_from = _reserved_files_from()
     service = RouterService(
@@ -404,11 +403,9 @@ async def serve(
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
     _heed(loop, server, member)
     with contextlib.closing(_listener(config, member)) as listener:
-        host, port = listener.getsockname()[:2]
         exempt_from_collection()
-        scheme = "http" if certificate is None else "https"
         if member is None:
-            announce(f"kvroute listens on {scheme}://{in_url(host)}:{port}", config)
+            _announce(listener, config)
         known = service.replica_certificate, service.peer_certificate, certificate
         async with _reloading(service, source, list(filter(None, known)), member):
             more = [listener.dup() for _ in range(_accepts() - 1)]
@@ -433,12 +430,11 @@ async def _serve_behind_plane(
         plane = _plane(service, app, proxy, reserved_from, f"{folder}/control")
         natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
         server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
-        host, port = listener.getsockname()[:2]
 
         async def listens() -> None:
             plane.start([os.dup(listener.fileno()) for _ in range(config.server.threads)])
             server.start_deciding()
-            announce(f"kvroute listens on http://{in_url(host)}:{port}", config)
+            _announce(listener, config)
 
         server.on_listening = listens
         service.on_give_up(plane.give_up)
@@ -455,8 +451,16 @@ async def _serve_behind_plane(
     logger.info("stopped")
 
 
-def _check_native(config: RouterConfig) -> None:
+def _announce(listener: socket.socket, config: RouterConfig) -> None:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.server.tls.certificate is None else "https"
+    announce(f"kvroute listens on {scheme}://{in_url(host)}:{port}", config)
+
+
+def _check_plane(config: RouterConfig) -> None:
     """Raises `ConfigError` where the compiled data plane cannot do what is configured."""
+    if config.server.data_plane != "native":
+        return
     reasons = {
         "tls": "it has no TLS yet" if config.server.tls.certificate else None,
         "workers": "threads take their place" if config.server.workers > 1 else None,
