@@ -493,7 +493,9 @@ def _plane(
         path,
         functools.partial(_count_refusal, service),
         functools.partial(_settle, service),
-        lambda replica, failure, _status: service.observers.handed_over(replica, failure),
+        lambda failed: service.observers.handed_over(
+            failed.replica, failed.failure, failed.retry_after_s
+        ),
     )
 
 

@@ -134,16 +134,23 @@ class RequestObservers:
         self.log.add(request)
         return RequestObserver(self, decision, request)
 
-    def handed_over(self, replica_id: str, failure: str | None) -> None:
+    def handed_over(self, replica_id: str, failure: str | None, retry_after_s: int | None) -> None:
         """A replica did not serve a request that the data plane had decided.
 
         Args:
             replica_id: The replica.
             failure: How it failed; None: it responded that it cannot now.
+            retry_after_s: For how long, as it says.
         """
-        if failure is None or replica_id not in self.replicas:
+        if replica_id not in self.replicas:
             return
-        found = failure_of(failure)
+        if failure is not None:
+            found = failure_of(failure)
+        elif retry_after_s is None:
+            found = Failure.UNAVAILABLE
+        else:
+            found = Failure.BUSY
+            self.replicas.report_busy(replica_id, retry_after_s, "")
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
             self.planner.forget(replica_id)

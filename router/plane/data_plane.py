@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
-from router.plane.exchanges import Handler, PlaneExchange
+from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
 from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
@@ -62,7 +62,7 @@ class DataPlane:
         control_path: str,
         on_refusal: Callable[[str], object],
         on_settled: Callable[..., object],
-        on_handed_over: Callable[[str, str | None, int], object],
+        on_handed_over: Callable[[FailedFirst], object],
     ) -> None:
         """
         Args:
@@ -72,8 +72,7 @@ class DataPlane:
             control_path: The Unix socket of the application behind.
             on_refusal: Told why the core ended a connection by itself.
             on_settled: Told of a request that the core decided, when it is over.
-            on_handed_over: Told of a replica that did not serve such a request, and how it failed,
-                or with which status.
+            on_handed_over: Told of a replica that did not serve such a request; it is opened next.
         """
         self._handler = handler
         self._proxy = proxy
@@ -83,6 +82,8 @@ class DataPlane:
         self._on_settled = on_settled
         self._on_handed_over = on_handed_over
         self._exchanges: dict[int, PlaneExchange] = {}
+        self._failed_first: dict[int, FailedFirst] = {}
+        """Until the request is opened."""
         self._controls: dict[int, _Unread] = {}
         """Requests for the application whose bodies are not whole."""
         self._plane: Plane | None = None
@@ -191,6 +192,7 @@ class DataPlane:
             self._control(exchange, len(body), is_whole)
             return
         self._exchanges[number] = exchange
+        exchange.failed_first = self._failed_first.pop(number, None)
         exchange.on_over = self._forget
         exchange.receive(body, is_whole)
         exchange.server = opens(exchange)
@@ -225,8 +227,9 @@ class DataPlane:
     def _settled(self, _number: int, *what: Any) -> None:
         self._on_settled(*what)
 
-    def _handed_over(self, _number: int, replica: str, failure: str | None, status: int) -> None:
-        self._on_handed_over(replica, failure, status)
+    def _handed_over(self, number: int, *what: Any) -> None:
+        self._failed_first[number] = failed = FailedFirst(*what)
+        self._on_handed_over(failed)
 
     def _refused(self, _number: int, reason: str) -> None:
         self._on_refusal(reason)

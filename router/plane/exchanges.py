@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Plane
+
+
+class FailedFirst(NamedTuple):
+    """A replica that the core chose by itself, and that did not serve the request."""
+
+    replica: str
+    failure: str | None
+    """None: it responded that it cannot now."""
+    status: int
+    retry_after_s: int | None
 
 
 class Server(Protocol):
@@ -57,6 +67,7 @@ class PlaneExchange:
         "body",
         "body_bytes",
         "client",
+        "failed_first",
         "headers",
         "is_gone",
         "is_of_reserve",
@@ -117,6 +128,8 @@ class PlaneExchange:
         """The body, where it came in one piece."""
         self._pieces: list[bytes] = []
         self._is_split = False
+        self.failed_first: FailedFirst | None = None
+        """Where it was sent already."""
         self.server: Server | None = None
         self.on_over: Callable[[int], object] = _nobody
 

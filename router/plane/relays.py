@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvevents.lookups import addresses, is_numeric
-from router.plane.exchanges import PlaneExchange
+from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, failure_of
 from router.proxy.messages import error_body, error_event
 from router.proxy.proxy import NOT_SERVED
@@ -83,6 +83,17 @@ class Addresses:
     def forget(self, host: str) -> None:
         """Nobody answers there."""
         self._known.pop(host, None)
+
+
+def _others_first(plan: Iterator[Attempt], replica_id: str) -> Iterator[Attempt]:
+    """The attempts of *plan*, those at one replica behind all others."""
+    at_it = []
+    for attempt in plan:
+        if attempt.replica_id == replica_id:
+            at_it.append(attempt)
+        else:
+            yield attempt
+    yield from at_it
 
 
 class PlaneProxy:
@@ -180,8 +191,21 @@ class PlaneRelay:
         """Take the first steps."""
         if self._exchange.is_gone:
             self._finish(End.CLIENT_LEFT, None)
-        else:
-            self._take(self._try_next)
+            return
+        if self._exchange.failed_first is not None:
+            self._go_on_after(self._exchange.failed_first)
+        self._take(self._try_next)
+
+    def _go_on_after(self, failed: FailedFirst) -> None:
+        """The first attempt was the core's: all others come before that replica again."""
+        self._retries.start(lambda: True)
+        self._tried = True
+        self._unavailable = failed.failure is None
+        self._retry_after_s = failed.retry_after_s or 0
+        unavailable = Failure.UNAVAILABLE if failed.retry_after_s is None else Failure.BUSY
+        failure = unavailable if failed.failure is None else failure_of(failed.failure)
+        self._retries.failed(failed.replica, failure, False)
+        self._plan = _others_first(self._plan, failed.replica)
 
     def client_left(self) -> None:
         """The core tells of it, as an end."""

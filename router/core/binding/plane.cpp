@@ -99,7 +99,8 @@ struct AsTuple {
                               ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
     }
     nb::object operator()(const HandedOver& over) const {
-        return nb::make_tuple("handed_over", id, over.replica, name_of(over.failure), over.status);
+        return nb::make_tuple("handed_over", id, over.replica, name_of(over.failure), over.status,
+                              over.retry_after_s ? nb::cast(*over.retry_after_s) : nb::none());
     }
     nb::object operator()(const Settled& settled) const {
         const Ended& ended = settled.ended;

@@ -382,13 +382,14 @@ bool Client::place() {
 }
 
 // Python decides after all: the replica did not serve it.
-void Client::hand_over(std::optional<Failure> failure, int status) {
+void Client::hand_over(HandedOver why) {
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
     booking_->ended(false, thread_.now());
     booking_.reset();
     was_forwarded_ = false;
     stage_ = Stage::deciding;
-    thread_.post(exchange_, HandedOver{prediction_.replica, failure, status});
+    why.replica = prediction_.replica;
+    thread_.post(exchange_, std::move(why));
     tell_opened();
 }
 
@@ -582,11 +583,13 @@ void Client::compose_request(std::string& out) const {
 
 void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) upstream_ = nullptr;
-    if (is_not_now(head.status) && booking_) {
-        hand_over(std::nullopt, head.status);
+    const std::optional<u32> retry_after_s = retry_after_of(head);
+    const bool is_final = head.status == 429 && !retry_after_s;  // nobody else is asked
+    if (booking_ && is_not_now(head.status) && !is_final) {
+        hand_over({{}, std::nullopt, head.status, retry_after_s});
         return;
     }
-    if (is_not_now(head.status) && !forward_.is_control) {
+    if (!booking_ && is_not_now(head.status) && !forward_.is_control) {
         stage_ = Stage::not_now;
         held_head_ = head;
         held_text_.clear();
@@ -606,7 +609,7 @@ void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last)
         held_piece_.assign(piece);
         is_held_last_ = is_last;
         if (upstream_ != nullptr) upstream_->pause();
-        thread_.post(exchange_, NotNow{head.status, retry_after_of(head)});
+        thread_.post(exchange_, NotNow{head.status, retry_after_s});
         return;
     }
     stage_ = Stage::relaying;
@@ -738,7 +741,7 @@ void Client::on_failure(Failure failure, bool was_begun, const std::string& why)
         return;
     }
     if (booking_) {
-        hand_over(failure, 0);
+        hand_over({{}, failure, 0, std::nullopt});
         return;
     }
     stage_ = Stage::trying;

@@ -76,7 +76,7 @@ private:
     // Without Python
     bool may_decide() const;
     bool place();
-    void hand_over(std::optional<Failure> failure, int status);
+    void hand_over(HandedOver why);
     void tell_body();
     void on_end_of_input();
     void probe();

@@ -156,6 +156,7 @@ struct HandedOver {
     std::string replica;
     std::optional<Failure> failure;  // nothing: it responded `status`
     int status = 0;
+    std::optional<u32> retry_after_s;
 };
 // A request that was decided here has ended; see `Prediction` of decider.hpp.
 struct Settled {
