@@ -193,4 +193,4 @@ def _caches_of(replica: Replica) -> list[SourceId]:
 
 
 def _number_in(index: NativeIndex | None, source: SourceId) -> int | None:
-    return None if index is None or source not in index.slots else index.number_of(source)
+    return None if index is None else index.number_of(source)
