@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.05
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
-HEADERS = frozenset(
-    (
-        *(b"host", b"content-type", b"content-length", b"user-agent", b"accept", b"connection"),
-        *(b"accept-encoding", b"accept-language", b"x-request-id", b"authorization"),
-    )
-)
-"""With any other one, a request is looked at here."""
 
 
 class Parts(NamedTuple):

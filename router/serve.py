@@ -21,8 +21,9 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import uvicorn
 import uvloop
@@ -51,8 +52,7 @@ from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
 from router.observability.request_observer import Settled
 from router.overload import EngineOrder
-from router.placing import HEADERS, NativeDecisions, native_decisions
-from router.plane import BehindPlane, DataPlane, PlaneOptions, PlaneProxy
+from router.plane import USUAL_HEADERS, BehindPlane, DataPlane, PlaneOptions, PlaneProxy
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -72,6 +72,9 @@ from router.upstream import PoolLimits
 from router.workers.exposition import joined
 from router.workers.fleet import FleetChanges
 from router.workers.member import Member
+
+if TYPE_CHECKING:
+    from router.placing import NativeDecisions
 
 logger = logging.getLogger(__name__)
 
@@ -428,7 +431,10 @@ async def _serve_behind_plane(
         behind = stack.enter_context(contextlib.closing(_local_listener(f"{folder}/control")))
         listener = stack.enter_context(contextlib.closing(_listener(config, None)))
         plane = _plane(service, app, proxy, reserved_from, f"{folder}/control")
-        natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
+        # It imports the compiled core, which need not be there otherwise.
+        natives = import_module("router.placing").native_decisions(
+            service, proxy.addresses, app.gateway.guard.clients_see_hits
+        )
         server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
 
         async def listens() -> None:
@@ -438,6 +444,7 @@ async def _serve_behind_plane(
 
         server.on_listening = listens
         service.on_give_up(plane.give_up)
+        service.count_connections_of(plane.counts)
         loop.set_exception_handler(service.shortages.note_failure_of_loop)
         _heed(loop, server, None)
         exempt_from_collection()
@@ -526,7 +533,7 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(reserved_from, 2**31 - 1),
         dropped=app.gateway.dropped,
-        decided_without=HEADERS - {service.config.policy.session_header.encode()},
+        decided_without=USUAL_HEADERS - {service.config.policy.session_header.encode()},
     )
 
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -306,6 +306,11 @@ class RouterService:
         if core is None or isinstance(mirror, Mirror) or not load.is_in_core:
             return None
         return core, mirror, cast("CoreLoadTracker", load)
+
+    def count_connections_of(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Count with the connections to replicas those of somebody else, as `UpstreamStatistics`
+        names them."""
+        self._upstream.others = counts
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its

@@ -17,7 +17,7 @@ The files:
 """
 
 from router.plane.control import BehindPlane
-from router.plane.data_plane import DataPlane, PlaneOptions
+from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneOptions
 from router.plane.relays import Addresses, PlaneProxy
 
-__all__ = ["Addresses", "BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]
+__all__ = ["USUAL_HEADERS", "Addresses", "BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]

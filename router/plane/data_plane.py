@@ -26,6 +26,15 @@ _CONTROL_TIMES = (5.0, 600.0, 86_400.0)
 """Pages follow the router for as long as they are open."""
 
 
+USUAL_HEADERS = frozenset(
+    (
+        *(b"host", b"content-type", b"content-length", b"user-agent", b"accept", b"connection"),
+        *(b"accept-encoding", b"accept-language", b"x-request-id", b"authorization"),
+    )
+)
+"""With any other one, a request is looked at here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneOptions:
     """Bounds of the core; see `Options` of core/plane/types.hpp."""
@@ -128,6 +137,10 @@ class DataPlane:
         """
         if self._plane is not None:
             self._plane.give_up(origin, silent_s)
+
+    def counts(self) -> dict[str, int]:
+        """Of connections to replicas."""
+        return {} if self._plane is None else self._plane.counts()
 
     def cut_all(self) -> None:
         """End whatever is under way."""

@@ -10,8 +10,8 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from async_timeout import timeout
 
@@ -154,6 +154,8 @@ class UpstreamClient:
         self._connecting = 0
         self._all_closed = asyncio.Event()
         self._counts = UpstreamStatistics()
+        self.others: Callable[[], Mapping[str, int]] | None = None
+        """What another one that sends to the same replicas counts, by the same names."""
         self.turns = LoopTurns()
 
     def start(
@@ -316,12 +318,13 @@ class UpstreamClient:
 
     def statistics(self) -> UpstreamStatistics:
         """A copy of the counts, with the connections as of now."""
-        return replace(
+        own = replace(
             self._counts,
             connections=len(self._connections),
             idle=sum(map(len, self._idle.values())),
             active=len(self._active),
         )
+        return own if self.others is None else _sum(own, self.others())
 
     # ConnectionPool
 
@@ -515,6 +518,12 @@ class UpstreamClient:
                 kept.pop(0).abort()
             if not kept:
                 del self._idle[key]
+
+
+def _sum(own: UpstreamStatistics, others: Mapping[str, int]) -> UpstreamStatistics:
+    return UpstreamStatistics(
+        **{name: count + others.get(name, 0) for name, count in asdict(own).items()}
+    )
 
 
 def request_head(

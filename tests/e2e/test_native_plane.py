@@ -1,0 +1,153 @@
+"""The compiled data plane: completions of token ids are decided without Python, as Python would."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.engine_stub import (
+    EngineStub,
+    begun_until,
+    engines,
+    hang_up,
+    prompt_ids,
+)
+from tests.support.http_client import Answer, connect
+from tests.support.native import what_the_compiled_index_lacks
+from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.skipif(
+    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
+)
+
+NATIVE = {"server": {"data_plane": "native", "threads": 2}, "health": QUICK_HEALTH}
+WITHOUT_PYTHON = "decided by the data plane"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[RouterProcess]:
+    with router_process(NATIVE) as started:
+        yield started
+
+
+@pytest.fixture
+async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
+    """The router; after every test nothing may be left in flight."""
+    yield process
+    await process.until_idle()
+
+
+async def asked(router: RouterProcess, stub: EngineStub, prompt: Any, **fields: Any) -> Answer:
+    body = {"model": stub.model, "prompt": prompt, "max_tokens": 2, **fields}
+    found = await router.post("/v1/completions", body)
+    assert found.status == 200, found
+    return found
+
+
+async def last_request(router: RouterProcess, number: int) -> dict[str, Any]:
+    """The one that ended last of *number*; it is told of a moment after its end."""
+    while True:
+        found = (await router.get("/requests")).json["requests"]
+        if len(found) >= number and all(each["end"] for each in found):
+            return dict(found[0])
+        await asyncio.sleep(0.01)
+
+
+async def until_native(router: RouterProcess, stub: EngineStub) -> int:
+    """Ask until the core decides; return how many requests that took in all."""
+    number = len((await router.get("/requests")).json["requests"])
+    while True:
+        await asked(router, stub, prompt_ids(64, 900))
+        number += 1
+        if (await last_request(router, number))["reason"] == WITHOUT_PYTHON:
+            return number
+
+
+async def test_token_ids_go_where_they_are_cached_without_python(router: RouterProcess) -> None:
+    """The decision is the same one, and what was predicted stands where operators look."""
+    async with engines(3, has_events=True) as stubs, router.serving(*stubs):
+        number = await until_native(router, stubs[0])
+        for first, stub in enumerate(stubs, 1):
+            ids = prompt_ids(640, first)
+            stub.store(ids)
+            await router.until_applied(stub)
+            found = await asked(router, stub, [*ids, 7])
+            number += 1
+            assert found.headers["x-kv-replica"] == stub.name
+            assert found.headers["x-kv-hit-tokens"] == "640"
+            request = await last_request(router, number)
+            assert request["reason"] == WITHOUT_PYTHON
+            assert request["replica"] == stub.name
+            assert request["prompt_tokens"] == 641
+            assert request["cached_tokens"] == 640
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "text"}, {"user": "a session"}, {"cache_salt": "s"}, {"n": 2}], ids=str
+)
+async def test_what_needs_words_is_decided_in_python(
+    router: RouterProcess, fields: dict[str, Any]
+) -> None:
+    """The core must not decide what it does not understand."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        number = await until_native(router, stub)
+        await asked(router, stub, **{"prompt": prompt_ids(64, 1), **fields})
+        assert (await last_request(router, number + 1))["reason"] != WITHOUT_PYTHON
+
+
+async def test_a_replica_that_hangs_up_costs_no_request(router: RouterProcess) -> None:
+    """The core hands such a request over, and Python goes on where the others are."""
+    async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+        await until_native(router, stubs[0])
+        bad, good = stubs
+        ids = prompt_ids(640, 3)
+        bad.store(ids)
+        await router.until_applied(bad)
+        bad.behaviour = hang_up
+        found = await asked(router, bad, [*ids, 7])
+        assert found.headers["x-kv-replica"] == good.name
+
+
+async def test_a_stream_that_is_under_way_ends_before_the_router_does() -> None:
+    """A deployment must not cut what users are reading."""
+    go = asyncio.Event()
+    async with engines(1, has_events=True) as (stub,):
+        with router_process(NATIVE) as router:
+            async with router.serving(stub):
+                await until_native(router, stub)
+                stub.behaviour = begun_until(go)
+                async with connect(router.port) as client:
+                    body = {"model": stub.model, "prompt": [1, 2, 3], "stream": True}
+                    await client.send("POST", "/v1/completions", body)
+                    assert await client.read_head() == 200
+                    stopping = asyncio.create_task(asyncio.to_thread(router.stop))
+                    await eventually(lambda: "shutting down" in router.log(), "it is told to stop")
+                    go.set()
+                    assert b"[DONE]" in await client.read_body()
+                    await stopping
+
+
+@pytest.mark.parametrize(
+    ("server", "place"), [({"workers": 2}, "server.workers"), ({"tls": {}}, None)], ids=str
+)
+def test_what_it_cannot_do_is_refused_at_the_start(
+    server: dict[str, Any], place: str | None, tmp_path: Path
+) -> None:
+    """An operator should learn it from the first line, and not from clients."""
+    if place is None:
+        server = {"tls": {"certificate": "c.pem", "key": "k.pem"}}
+        place = "server.tls"
+    path = tmp_path / "kvroute.yaml"
+    path.write_text(yaml.safe_dump({"server": {"port": 0, "data_plane": "native", **server}}))
+    done = subprocess.run(
+        [*COMMAND, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"{place}: not with data_plane native" in done.stderr
