@@ -86,7 +86,7 @@ async def test_token_ids_go_where_they_are_cached_without_python(router: RouterP
             assert request["reason"] == WITHOUT_PYTHON
             assert request["replica"] == stub.name
             assert request["prompt_tokens"] == 641
-            assert request["cached_tokens"] == 640
+            assert request["predicted"]["cached_tokens"] == 640
 
 
 @pytest.mark.parametrize(
