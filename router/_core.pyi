@@ -358,6 +358,12 @@ class Plane:
         ended       how, status, seconds, bytes of the body, the failure in mid-body or None, events
                     since the last progress, whether the body is JSON, its last and its first usage
         refused     why a connection was ended; of no exchange
+        handed_over of a request that was decided without Python: the replica that did not serve it,
+                    the failure or None, status, seconds to wait or None; `opened` follows
+        settled     the same at its end: model, replica, request id, client's host and port, rank,
+                    tokens of the prompt, cached on the GPU, cached, and expected, whether the
+                    prediction was suspect, whether it streamed, seconds of the decision and of the
+                    first byte, then as in `ended`
     """
 
     def __init__(self, options: dict[str, Any], listeners: list[int]) -> None: ...
@@ -393,6 +399,8 @@ class Plane:
     def stop(self) -> None: ...
     def counts(self) -> dict[str, int]: ...
     def clients(self) -> int: ...
+    def held_bytes(self) -> int:
+        """Of the bodies of requests that no event has told of."""
 
 class Books:
     """What all decisions of a process read, and all requests write."""

@@ -64,7 +64,6 @@ class NativeDecisions:
         self._told: Any = None
         self._is_on = False
 
-    @property
     def under_way(self) -> int:
         """Requests that the core has placed and that have not ended."""
         return self._placing.under_way()
@@ -82,9 +81,7 @@ class NativeDecisions:
 
     def _refresh(self, plane: DataPlane) -> None:
         admission, observers = self._service.admission, self._service.observers
-        under_way = admission.under_way + self.under_way
-        is_full = under_way >= self._service.config.server.max_concurrent_requests
-        may = not (is_full or observers.taps or admission.is_shutting_down)
+        may = not (admission.is_full or observers.taps or admission.is_shutting_down)
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)

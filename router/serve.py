@@ -64,7 +64,7 @@ from router.process import (
     share,
 )
 from router.reload import Reloader
-from router.routing.admission import Admission
+from router.routing.admission import Admission, Elsewhere
 from router.service import RouterService, SharedWith
 from router.sharing import valkey_board
 from router.tls import Certificate, keep_fresh, listener_certificate
@@ -329,6 +329,9 @@ class _ServerBehindPlane(_GuardedServer):
     def start_deciding(self) -> None:
         """Let the core decide what it can, if it may."""
         if self._natives is not None:
+            self._admission.count_also(
+                Elsewhere(self._natives.under_way, self._plane.plane.held_bytes)
+            )
             self._keeping = asyncio.create_task(self._natives.run(self._plane))
 
     def stop_deciding(self) -> None:
@@ -341,10 +344,6 @@ class _ServerBehindPlane(_GuardedServer):
         """See `_GuardedServer.stop`."""
         self.stop_deciding()
         super().stop()
-
-    @property
-    def _under_way(self) -> int:
-        return super()._under_way + (0 if self._natives is None else self._natives.under_way)
 
     def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
         return ()
@@ -525,6 +524,7 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
     return PlaneOptions(
         head_bytes=server.max_header_bytes,
         max_body_bytes=server.max_body_bytes,
+        max_held_bytes=server.max_buffered_bytes,
         request_s=server.timeouts.client_body_s,
         client_stall_s=server.timeouts.client_stall_s,
         keep_alive_s=_KEEP_ALIVE_S,

@@ -41,6 +41,7 @@ class PlaneOptions:
 
     head_bytes: int
     max_body_bytes: int
+    max_held_bytes: int
     request_s: float
     client_stall_s: float
     keep_alive_s: float

@@ -3,11 +3,19 @@ than another one, and none while it shuts down."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from router.errors import Overloaded, ShuttingDown
 from router.replicas import Replica, ReplicaState
+
+
+class Elsewhere(NamedTuple):
+    """What the compiled data plane lets in without asking, and counts."""
+
+    under_way: Callable[[], int]
+    buffered_bytes: Callable[[], int]
 
 
 class Admission:
@@ -26,17 +34,29 @@ class Admission:
         self._max_buffered_bytes = max_buffered_bytes
         self._under_way = 0
         self._buffered_bytes = 0
+        self._elsewhere = Elsewhere(lambda: 0, lambda: 0)
         self._is_shutting_down = False
+
+    def count_also(self, elsewhere: Elsewhere) -> None:
+        """From now on *elsewhere* takes of the bounds as well."""
+        self._elsewhere = elsewhere
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a bound has been reached."""
+        return (
+            self.under_way >= self._max_requests or self.buffered_bytes >= self._max_buffered_bytes
+        )
 
     @property
     def under_way(self) -> int:
         """Requests admitted and not ended."""
-        return self._under_way
+        return self._under_way + self._elsewhere.under_way()
 
     @property
     def buffered_bytes(self) -> int:
         """Of the bodies that are held now."""
-        return self._buffered_bytes
+        return self._buffered_bytes + self._elsewhere.buffered_bytes()
 
     def buffer(self) -> BodyBuffer:
         """What one request holds of the bodies' memory; a context manager around its whole time."""
@@ -44,7 +64,7 @@ class Admission:
 
     def hold(self, size: int) -> None:
         """Count *size* more bytes, or less where it is negative; raises `Overloaded`."""
-        if self._buffered_bytes + size > self._max_buffered_bytes and size > 0:
+        if size > 0 and self.buffered_bytes + size > self._max_buffered_bytes:
             limit = self._max_buffered_bytes
             raise Overloaded(f"holds bodies of {limit} bytes, its limit, already")
         self._buffered_bytes += size
@@ -78,7 +98,7 @@ class Admission:
         """
         if self._is_shutting_down:
             raise ShuttingDown
-        if self._under_way >= self._max_requests:
+        if self.under_way >= self._max_requests:
             raise Overloaded(f"has its limit of {self._max_requests} requests under way")
         self._under_way += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -60,6 +61,11 @@ async def last_request(router: RouterProcess, number: int) -> dict[str, Any]:
         await asyncio.sleep(0.01)
 
 
+async def buffered_bytes(router: RouterProcess) -> float:
+    """What the router says it holds of bodies."""
+    return (await router.metrics()).sum("kvroute_buffered_bytes")
+
+
 async def until_native(router: RouterProcess, stub: EngineStub) -> int:
     """Ask until the core decides; return how many requests that took in all."""
     number = len((await router.get("/requests")).json["requests"])
@@ -113,6 +119,27 @@ async def test_a_replica_that_hangs_up_costs_no_request(router: RouterProcess) -
         bad.behaviour = hang_up
         found = await asked(router, bad, [*ids, 7])
         assert found.headers["x-kv-replica"] == good.name
+
+
+async def test_bodies_are_bounded_as_elsewhere() -> None:
+    """By the limits that the configuration names, and counted while they come."""
+    limits = {"max_body_bytes": 100_000, "max_buffered_bytes": 250_000}
+    config = {**NATIVE, "server": {**NATIVE["server"], **limits}}
+    with router_process(config) as router:
+        async with engines(1, has_events=True) as (stub,), router.serving(stub):
+            await until_native(router, stub)
+            large = {"model": stub.model, "prompt": prompt_ids(40_000, 1)}
+            found = await router.post("/v1/completions", large)
+            assert (found.status, found.error["code"]) == (413, "body_too_large")
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n"
+            async with contextlib.AsyncExitStack() as clients:
+                # Where the body comes slowly, Python takes over, and counts what has come of it.
+                while await buffered_bytes(router) < 90_000:
+                    client = await clients.enter_async_context(connect(router.port))
+                    await client.write(head + b"{")
+            while await buffered_bytes(router):
+                await asyncio.sleep(0.01)
+            await until_native(router, stub)
 
 
 async def test_a_stream_that_is_under_way_ends_before_the_router_does() -> None:

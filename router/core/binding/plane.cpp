@@ -145,6 +145,7 @@ Options options_of(nb::dict from) {
     Options options;
     options.head_bytes = nb::cast<u64>(from["head_bytes"]);
     options.max_body_bytes = nb::cast<u64>(from["max_body_bytes"]);
+    options.max_held_bytes = nb::cast<u64>(from["max_held_bytes"]);
     options.request_s = nb::cast<double>(from["request_s"]);
     options.client_stall_s = nb::cast<double>(from["client_stall_s"]);
     options.keep_alive_s = nb::cast<double>(from["keep_alive_s"]);
@@ -313,5 +314,6 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("close_idle", &Plane::close_idle)
         .def("stop", &Plane::stop, nb::call_guard<nb::gil_scoped_release>())
         .def("counts", &counts_of)
-        .def("clients", &Plane::clients);
+        .def("clients", &Plane::clients)
+        .def("held_bytes", &Plane::held_bytes);
 }

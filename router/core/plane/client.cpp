@@ -303,13 +303,14 @@ void Client::open_exchange(std::size_t used) {
         take_body();
         if (!is_open() || stage_ != Stage::deciding) return;
     }
-    is_awaited_ = may_decide();
+    is_awaited_ = may_decide() && has_room();
     if (is_awaited_ && (!is_body_whole_ || place())) return;
     tell_opened();
 }
 
 void Client::tell_opened() {
     is_awaited_ = false;
+    share_ = {};  // it is counted by whoever is told
     Opened opened{.method = std::string(head_.method),
                   .target = std::string(head_.origin_form),
                   .minor = head_.minor,
@@ -355,8 +356,16 @@ void Client::take_body() {
 bool Client::may_decide() const {
     return thread_.decider() != nullptr && head_.method == "POST" &&
            head_.origin_form == "/v1/completions" && !head_.expects_continue && !is_of_reserve_ &&
-           head_.framing == http::Framing::length && head_.length <= kMostAwaited &&
+           head_.framing == http::Framing::length && head_.length <= std::min(kMostAwaited, thread_.options().max_body_bytes) &&
            !thread_.options().decided_without.empty();
+}
+
+// Whether its body can be held, by what its head says of its length.
+bool Client::has_room() {
+    std::optional<Bodies::Share> share = thread_.bodies().take(head_.length);
+    if (!share) return false;
+    share_ = std::move(*share);
+    return true;
 }
 
 bool Client::place() {
@@ -525,7 +534,7 @@ void Client::respond(const Respond& respond) {
     }
     body_bytes_ = respond.body.size();
     // Whoever responds knows that it is over.
-    was_forwarded_ = false;
+    was_forwarded_ = is_awaited_ = false;
     stage_ = Stage::answered;
     send(out);
     end_exchange();
@@ -836,6 +845,7 @@ void Client::finish(End end) {
 void Client::end_exchange() {
     if (!is_open() || stage_ != Stage::answered) return;
     exchange_ = 0;
+    share_ = {};
     if (body_.capacity() > kPiece) body_ = std::string();
     forward_.body.reset();
     if (out_.size() > sent_) {

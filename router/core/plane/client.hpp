@@ -15,6 +15,7 @@
 
 #include "http/body.hpp"
 #include "http/head.hpp"
+#include "plane/bodies.hpp"
 #include "plane/decider.hpp"
 #include "plane/loop.hpp"
 #include "plane/stream.hpp"
@@ -75,6 +76,7 @@ private:
     void drain_body();
     // Without Python
     bool may_decide() const;
+    bool has_room();
     bool place();
     void hand_over(HandedOver why);
     void tell_body();
@@ -136,6 +138,7 @@ private:
     Upstream* upstream_ = nullptr;
     // Where it was decided without Python
     bool is_awaited_ = false;  // its body, before anybody is told
+    Bodies::Share share_;      // of the memory for such
     std::unique_ptr<Booking> booking_;
     Prediction prediction_;
     std::string request_id_;

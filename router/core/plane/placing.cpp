@@ -119,6 +119,23 @@ std::string new_request_id() {
     return made;
 }
 
+std::string given_or_new(std::string_view id) {
+    return id.empty() || id.size() > kMostRequestId ? new_request_id() : std::string(id);
+}
+
+// The fields that this request's engine and its client are told.
+void tell(Forward& forward, std::string_view client, const std::string& request_id,
+          std::optional<int> dp_rank, i64 hit_tokens) {
+    if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
+    forward.added.emplace_back("x-forwarded-for", client);
+    forward.added.emplace_back("x-forwarded-proto", "http");
+    forward.added.emplace_back("x-request-id", request_id);
+    if (forward.shows_hit) {
+        forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(hit_tokens));
+    }
+    forward.reported.emplace_back("x-request-id", request_id);
+}
+
 // The whole prompt's keys at every step that is asked for, with no mutex held.
 void hash(Prompt& prompt, SharedIndex& index) {
     std::vector<Prompt::Step> steps;
@@ -178,7 +195,9 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     asked.now = question.now;
     decider_->match(asked, scratch);
 
-    std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+    std::unique_lock books(books_->mutex, std::defer_lock);
+    std::unique_lock mirror_books(mirror_books_->mutex, std::defer_lock);
+    std::lock(books, mirror_books);
     FromMirror outlooks(mirror_books_->mirror, served.in_mirror, served.index->index.space(),
                         known.in_mirror, known.in_books);
     asked.outlooks = &outlooks;
@@ -219,6 +238,8 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     sent.junction_tokens = cached.junction;
     auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, replica, uncached,
                                             asked.prompt_tokens, dp_rank, sent, question.now);
+    books.unlock();  // whatever fails from here on ends the booking, which takes them
+    mirror_books.unlock();
 
     Placed placed;
     placed.prediction = {served.model,
@@ -232,18 +253,8 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
                          question.ask.is_stream};
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
-    Forward& forward = placed.forward;
-    std::string id(question.request_id);
-    if (id.empty() || id.size() > kMostRequestId) id = new_request_id();
-    if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
-    forward.added.emplace_back("x-forwarded-for", question.client);
-    forward.added.emplace_back("x-forwarded-proto", "http");
-    forward.added.emplace_back("x-request-id", id);
-    if (forward.shows_hit) {
-        forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(cached.all));
-    }
-    forward.reported.emplace_back("x-request-id", id);
-    placed.request_id = std::move(id);
+    placed.request_id = given_or_new(question.request_id);
+    tell(placed.forward, question.client, placed.request_id, dp_rank, cached.all);
     return placed;
 }
 

@@ -1,11 +1,14 @@
 #include "plane/plane.hpp"
 
+#include <algorithm>
+
 namespace kvroute::plane {
 
-Plane::Plane(Options options, const std::vector<int>& listeners) : options_(std::move(options)) {
+Plane::Plane(Options options, const std::vector<int>& listeners)
+    : options_(std::move(options)), bodies_(options_.max_held_bytes) {
     for (const int listener : listeners) {
         const u32 number = static_cast<u32>(threads_.size());
-        threads_.push_back(std::make_unique<Thread>(number, options_, outbox_, listener));
+        threads_.push_back(std::make_unique<Thread>(number, options_, outbox_, bodies_, listener));
     }
     for (auto& thread : threads_) thread->start();
 }
@@ -56,7 +59,8 @@ PoolCounts Plane::counts() const {
 void Plane::decide_by(std::shared_ptr<Decider> decider) {
     for (auto& thread : threads_) thread->decide_by(decider.get());
     // One that was there before may still be asked: it is kept until the threads have stopped.
-    if (decider) deciders_.push_back(std::move(decider));
+    const bool is_kept = std::find(deciders_.begin(), deciders_.end(), decider) != deciders_.end();
+    if (decider && !is_kept) deciders_.push_back(std::move(decider));
 }
 
 u64 Plane::clients() const {

@@ -23,6 +23,7 @@ public:
     void stop();
     PoolCounts counts() const;
     u64 clients() const;
+    u64 held_bytes() const { return bodies_.held(); }
     // From now on. Null: Python decides everything.
     void decide_by(std::shared_ptr<Decider> decider);
 
@@ -30,6 +31,7 @@ private:
     Options options_;
     std::vector<std::shared_ptr<Decider>> deciders_;
     Outbox outbox_;
+    Bodies bodies_;
     std::vector<std::unique_ptr<Thread>> threads_;
 };
 

@@ -79,8 +79,8 @@ std::vector<Event> Outbox::take() {
 
 // --- the thread -----------------------------------------------------------------------------------
 
-Thread::Thread(u32 number, const Options& options, Outbox& outbox, int listener)
-    : number_(number), options_(options), outbox_(outbox), pool_(loop_, options_),
+Thread::Thread(u32 number, const Options& options, Outbox& outbox, Bodies& bodies, int listener)
+    : number_(number), options_(options), outbox_(outbox), bodies_(bodies), pool_(loop_, options_),
       listening_(listener), signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     loop_.add(listener_, listening_, EPOLLIN | EPOLLEXCLUSIVE);
     loop_.add(mailbox_, signal_, EPOLLIN);

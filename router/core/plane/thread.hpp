@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "plane/bodies.hpp"
 #include "plane/client.hpp"
 #include "plane/loop.hpp"
 #include "plane/upstream.hpp"
@@ -43,7 +44,7 @@ struct GiveUp {
 
 class Thread {
 public:
-    Thread(u32 number, const Options& options, Outbox& outbox, int listener);
+    Thread(u32 number, const Options& options, Outbox& outbox, Bodies& bodies, int listener);
     ~Thread();
 
     void start();
@@ -60,6 +61,7 @@ public:
     const Options& options() const { return options_; }
     Loop& loop() { return loop_; }
     Pool& pool() { return pool_; }
+    Bodies& bodies() { return bodies_; }
     double now() const { return now_; }
     void post(ExchangeId id, decltype(Event::what) what) { outbox_.post({id, std::move(what)}); }
     ExchangeId next_exchange(u32 place);
@@ -107,6 +109,7 @@ private:
     u32 number_;
     const Options& options_;
     Outbox& outbox_;
+    Bodies& bodies_;
     Loop loop_;
     Pool pool_;
     Listener listener_{*this};

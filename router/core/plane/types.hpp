@@ -181,6 +181,7 @@ struct Event {
 struct Options {
     u64 head_bytes = 65'536;
     u64 max_body_bytes = 64 << 20;
+    u64 max_held_bytes = 1 << 30;  // of the bodies that Python has not been told of
     double request_s = 60.0;       // for a head to arrive
     double client_stall_s = 60.0;  // for which a client may read nothing of what waits for it
     double keep_alive_s = 75.0;

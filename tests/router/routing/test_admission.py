@@ -8,7 +8,7 @@ from router.config import HealthConfig, ReplicaConfig
 from router.errors import Overloaded, ShuttingDown
 from router.replicas import Replica, ServedModels
 from router.replicas.health import HealthRecord
-from router.routing.admission import Admission
+from router.routing.admission import Admission, Elsewhere
 
 
 def test_requests_over_the_bound_are_refused_until_one_ends() -> None:
@@ -23,6 +23,25 @@ def test_requests_over_the_bound_are_refused_until_one_ends() -> None:
         with admission:
             assert admission.under_way == 2
     assert admission.under_way == 0
+
+
+def test_what_the_data_plane_lets_in_by_itself_takes_of_the_same_bounds() -> None:
+    """The memory is one, whoever fills it."""
+    admission, elsewhere = Admission(max_requests=3, max_buffered_bytes=100), [2, 60]
+    admission.count_also(Elsewhere(lambda: elsewhere[0], lambda: elsewhere[1]))
+    with admission:
+        assert (admission.under_way, admission.buffered_bytes) == (3, 60)
+        assert admission.is_full
+        with pytest.raises(Overloaded, match="3 requests"), admission:
+            pytest.fail("it was let in")
+    assert not admission.is_full
+    with pytest.raises(Overloaded, match="100 bytes"), admission.buffer() as held:
+        held.add(41)
+    with admission.buffer() as held:
+        held.add(40)
+        assert admission.is_full
+        elsewhere[:] = [0, 0]
+        assert admission.buffered_bytes == 40
 
 
 def test_a_request_that_fails_is_no_longer_under_way() -> None:

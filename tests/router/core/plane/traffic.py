@@ -116,8 +116,14 @@ def main(path: Path) -> None:
     port, listeners_port = (each.getsockname()[1] for each in listeners)
     listeners[1].setblocking(False)
     options = {
-        **{"head_bytes": 65536, "max_body_bytes": 1 << 20, "request_s": 10.0},
-        **{"client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 1.0, "max_idle": 8},
+        **{"head_bytes": 65536, "max_body_bytes": 1 << 20, "max_held_bytes": 1 << 20},
+        **{
+            "request_s": 10.0,
+            "client_stall_s": 10.0,
+            "keep_alive_s": 10.0,
+            "idle_s": 1.0,
+            "max_idle": 8,
+        },
         **{"max_connections": 0, "reserved_from": 1 << 30, "dropped": [b"x-b"]},
         **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
     }
