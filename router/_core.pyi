@@ -323,7 +323,7 @@ def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
 class Placing:
     """Decides completions of token ids without Python."""
 
-    def __init__(self, books: Books, mirror: Mirror, decider: Decider) -> None: ...
+    def __init__(self, books: Books, mirror: Mirror, decider: Decider, quiet_s: float) -> None: ...
     def serve(
         self,
         models: list[tuple[str, str, int, Fleet, SharedIndex, Sequence[tuple[Any, ...]], int]],
@@ -339,6 +339,8 @@ class Placing:
             in_mirror: The mirror's number of each cache, by that of the books.
         """
     def under_way(self) -> int: ...
+    def company(self, replica_id: str) -> tuple[int, int, float]: ...
+    def forget(self, replica_id: str) -> None: ...
 
 class Plane:
     """The data plane's threads.
@@ -362,8 +364,9 @@ class Plane:
                     the failure or None, status, seconds to wait or None; `opened` follows
         settled     the same at its end: model, replica, request id, client's host and port, rank,
                     tokens of the prompt, cached on the GPU, cached, and expected, whether the
-                    prediction was suspect, whether it streamed, seconds of the decision and of the
-                    first byte, then as in `ended`
+                    prediction was suspect, whether it streamed, whether it had the replica to
+                    itself among such, when it began, seconds of the decision and of the first
+                    byte, then as in `ended`
     """
 
     def __init__(self, options: dict[str, Any], listeners: list[int]) -> None: ...

@@ -59,8 +59,10 @@ class NativeDecisions:
         self._addresses = addresses
         core = import_module("router._core")
         self._placing: Placing = core.Placing(
-            parts.load.books, parts.mirror.core, parts.planner.decider
+            *(parts.load.books, parts.mirror.core, parts.planner.decider),
+            service.config.events.self_repair_quiet_s,
         )
+        service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
         self._is_on = False
 

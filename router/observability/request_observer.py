@@ -22,7 +22,7 @@ from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
 from router.routing.decision import Decision
-from router.routing.planner import RoutePlanner, uncached_tokens
+from router.routing.planner import RoutePlanner, source_of, uncached_tokens
 from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked
 from router.taps import Tap, Taps
@@ -48,6 +48,10 @@ class Settled(NamedTuple):
     """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
     suspect: bool
     stream: bool
+    was_alone: bool
+    """Whether it had the replica to itself, among those that the data plane decided."""
+    began_at: float
+    """Seconds, by the monotonic clock."""
     routing_s: float
     first_byte_s: float
     """0: there was none."""
@@ -208,6 +212,16 @@ class RequestObservers:
             request.actual_tokens = actual
             served.compare(request.cached_tokens, actual, (), request.prompt_tokens)
             served.compare_expected(request.expected_tokens or 0, actual)
+            self._judge(settled, request.cached_tokens, actual)
+
+    def _judge(self, settled: Settled, predicted: int, actual: int) -> None:
+        was_quiet = settled.was_alone and self.repair.quiet.was_quiet(
+            settled.replica, settled.began_at
+        )
+        if was_quiet and not settled.suspect:
+            source = source_of(self.replicas.get(settled.replica), settled.dp_rank)
+            comparison = Comparison(self.clock(), predicted, actual)
+            self.repair.compare(settled.model, source, comparison)
 
     def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
         """What an engine reported as cached. vLLM leaves a zero out, so from a replica that has

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -234,6 +234,16 @@ class _Requests:
     ended_at: float = -math.inf
 
 
+class Company(Protocol):
+    """Requests at replicas that somebody else sends there, and counts."""
+
+    def company(self, replica_id: str) -> tuple[int, int, float]:
+        """Under way, begun in all, and when the last ended: seconds by the same clock, or -inf."""
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that was removed."""
+
+
 class Moment(msgspec.Struct, frozen=True):
     """A request at a replica."""
 
@@ -252,7 +262,15 @@ class QuietMoments:
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s = quiet_s
+        self._company: Company | None = None
         self._replicas: dict[str, _Requests] = {}
+
+    def count_also(self, company: Company) -> None:
+        """From now on the requests of *company* are at the replicas as well."""
+        self._company = company
+
+    def _met(self, replica_id: str) -> tuple[int, int, float]:
+        return (0, 0, -math.inf) if self._company is None else self._company.company(replica_id)
 
     def began(self, replica_id: str, now: float) -> Moment:
         """A request is about to be sent; call `ended` when it is over.
@@ -266,8 +284,10 @@ class QuietMoments:
             requests = self._replicas[replica_id] = _Requests()
         requests.under_way += 1
         requests.begun += 1
-        is_alone = requests.under_way == 1 and now - requests.ended_at >= self._quiet_s
-        number = requests.begun + requests.others
+        met, met_in_all, met_until = self._met(replica_id)
+        ended_at = max(requests.ended_at, met_until)
+        is_alone = requests.under_way + met == 1 and now - ended_at >= self._quiet_s
+        number = requests.begun + requests.others + met_in_all
         return Moment(replica_id, number if is_alone else None)
 
     def ended(self, moment: Moment, now: float) -> bool:
@@ -282,7 +302,19 @@ class QuietMoments:
             return False  # the replica was removed meanwhile
         requests.under_way = max(requests.under_way - 1, 0)
         requests.ended_at = now
-        return moment.number == requests.begun + requests.others
+        return moment.number == requests.begun + requests.others + self._met(moment.replica_id)[1]
+
+    def was_quiet(self, replica_id: str, began_at: float) -> bool:
+        """Whether nothing from here was at a replica since a while before *began_at*.
+
+        Args:
+            replica_id: The replica.
+            began_at: When a request of the company began.
+        """
+        requests = self._replicas.get(replica_id)
+        return requests is None or (
+            requests.under_way == 0 and began_at - requests.ended_at >= self._quiet_s
+        )
 
     def begun(self) -> dict[str, int]:
         """Requests that began at each replica."""
@@ -302,6 +334,8 @@ class QuietMoments:
     def forget(self, replica_id: str) -> None:
         """Forget a replica that was removed."""
         self._replicas.pop(replica_id, None)
+        if self._company is not None:
+            self._company.forget(replica_id)
 
 
 class SelfRepair:

@@ -108,6 +108,27 @@ async def test_what_needs_words_is_decided_in_python(
         assert (await last_request(router, number + 1))["reason"] != WITHOUT_PYTHON
 
 
+async def test_wrong_predictions_are_evidence_whoever_made_them() -> None:
+    """A source that tells lies is found out also where Python has decided nothing."""
+    events = {"self_repair_after_s": 0.2, "self_repair_quiet_s": 1e-6}
+    async with engines(1, has_events=True) as (stub,):
+        with router_process({**NATIVE, "events": events}) as router:
+            async with router.serving(stub):
+                number, ids = await until_native(router, stub), prompt_ids(64, 5)
+                stub.store(ids)
+                await router.until_applied(stub)
+                stub.forget()
+                while True:
+                    await asked(router, stub, [*ids, 7])
+                    number += 1
+                    last = await last_request(router, number)
+                    assert last["reason"] == WITHOUT_PYTHON
+                    assert (last["predicted"]["cached_tokens"], last["actual"]) == (64, 0)
+                    (source,) = (await router.replica(stub.name))["sources"]
+                    if (source["predictions"] or {"rebuilds": 0})["rebuilds"]:
+                        break
+
+
 async def test_a_replica_that_hangs_up_costs_no_request(router: RouterProcess) -> None:
     """The core hands such a request over, and Python goes on where the others are."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):

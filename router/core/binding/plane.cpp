@@ -110,7 +110,7 @@ struct AsTuple {
             settled.dp_rank < 0 ? nb::none() : nb::cast(settled.dp_rank),
             nb::make_tuple(settled.prompt_tokens, settled.gpu_cached_tokens, settled.cached_tokens,
                            settled.expected_tokens),
-            settled.is_suspect, settled.is_stream, settled.routing_s, settled.first_byte_s,
+            settled.is_suspect, settled.is_stream, settled.was_alone, settled.began_at, settled.routing_s, settled.first_byte_s,
             kEnds[static_cast<int>(ended.end)], ended.status, ended.seconds, ended.body_bytes,
             name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
             bytes_of(ended.first_usage));
@@ -282,13 +282,18 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("finish", &finished);
     module.def("read_ask", &read_ask_of);
     nb::class_<Placing>(module, "Placing")
-        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider) {
+        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s) {
             using namespace kvroute::binding;
             return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
-                                             decider_of(decider));
+                                             decider_of(decider), quiet_s);
         }))
         .def("serve", &serve)
-        .def("under_way", &Placing::under_way);
+        .def("under_way", &Placing::under_way)
+        .def("company", [](Placing& self, const std::string& replica) {
+            const OfReplica found = self.quiet().at(replica);
+            return std::make_tuple(found.under_way, found.begun, found.ended_at);
+        })
+        .def("forget", [](Placing& self, const std::string& replica) { self.quiet().forget(replica); });
     nb::class_<Plane>(module, "Plane")
         .def("__init__",
              [](Plane* self, nb::dict options, const std::vector<int>& listeners) {

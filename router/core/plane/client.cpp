@@ -812,9 +812,10 @@ void Client::report(End end) {
 }
 
 void Client::settle(Ended ended) {
-    booking_->ended(has_begun_, thread_.now());
-    booking_.reset();
     Settled settled;
+    settled.was_alone = booking_->ended(has_begun_, thread_.now());
+    settled.began_at = started_at_;
+    booking_.reset();
     settled.model = std::move(prediction_.model);
     settled.replica = std::move(prediction_.replica);
     settled.request_id = std::move(request_id_);

@@ -13,14 +13,15 @@
 namespace kvroute::plane {
 
 // A request that was decided here, from its sending to its end: it is booked where it was sent. Every
-// call but the last may be left out; without it, the request counts as not served.
+// call but the last may be left out; without it, the request counts as not served. The last returns
+// whether no other request that was decided here was at the replica meanwhile, or shortly before.
 class Booking {
 public:
     virtual ~Booking() = default;
     virtual void first_byte(double now) = 0;
     // So many more events of a stream have passed.
     virtual void generated(u64 events, double now) = 0;
-    virtual void ended(bool was_served, double now) = 0;
+    virtual bool ended(bool was_served, double now) = 0;
 };
 
 // What was predicted of a request that was decided here.

@@ -2,6 +2,8 @@
 
 #include <random>
 
+#include "plane/loop.hpp"
+
 namespace kvroute::plane {
 namespace {
 
@@ -66,16 +68,18 @@ class Booked final : public Booking {
 public:
     // With the mutexes of both books held.
     Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-           std::shared_ptr<std::atomic<u64>> under_way, const decide::Replica& replica,
+           std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
+           const decide::Replica& replica,
            i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
            const mirror::Sent& sent, double now)
         : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          under_way_(std::move(under_way)),
+          under_way_(std::move(under_way)), quiet_(std::move(quiet)),
           flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
-          visit_(mirror_books_->mirror.begin(sent, now)) {
+          visit_(mirror_books_->mirror.begin(sent, now)),
+          moment_(quiet_->began(replica.id, now)) {
         ++*under_way_;
     }
-    ~Booked() override { end(false, 0.0); }
+    ~Booked() override { end(false, clock_now()); }
 
     u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
 
@@ -88,23 +92,26 @@ public:
         std::lock_guard locked(books_->mutex);
         flight_.generated(static_cast<i64>(events));
     }
-    void ended(bool was_served, double now) override { end(was_served, now); }
+    bool ended(bool was_served, double now) override { return end(was_served, now); }
 
 private:
-    void end(bool was_served, double now) {
-        if (is_over_) return;
+    bool end(bool was_served, double now) {
+        if (is_over_) return false;
         is_over_ = true;
         --*under_way_;
         std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
         flight_.ended();
         mirror_books_->mirror.ended(visit_, was_served, now);
+        return quiet_->ended(moment_, now);
     }
 
     std::shared_ptr<decide::Books> books_;
     std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<std::atomic<u64>> under_way_;
+    std::shared_ptr<QuietMoments> quiet_;
     decide::InFlight flight_;
     std::shared_ptr<mirror::Visit> visit_;
+    Moment moment_;
     bool is_over_ = false;
 };
 
@@ -236,7 +243,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
         sent.loads.emplace_back(share.tier, share.tokens);
     }
     sent.junction_tokens = cached.junction;
-    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, replica, uncached,
+    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_, replica, uncached,
                                             asked.prompt_tokens, dp_rank, sent, question.now);
     books.unlock();  // whatever fails from here on ends the booking, which takes them
     mirror_books.unlock();

@@ -12,6 +12,7 @@
 #include "decide/decide.hpp"
 #include "mirror/books.hpp"
 #include "plane/decider.hpp"
+#include "plane/quiet.hpp"
 
 namespace kvroute::plane {
 
@@ -27,11 +28,11 @@ struct Served {
 
 class Placing final : public Decider {
 public:
-    // `decider` lives as long as this.
+    // `decider` lives as long as this. `quiet_s`: see `QuietMoments`.
     Placing(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-            std::shared_ptr<decide::Decider> decider)
+            std::shared_ptr<decide::Decider> decider, double quiet_s)
         : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          decider_(std::move(decider)) {}
+          decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)) {}
 
     // Names and what they stand for, in place of what there was. `in_mirror`: the mirror's number of
     // each cache, by the number that the books have given it.
@@ -42,6 +43,7 @@ public:
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }
+    QuietMoments& quiet() { return *quiet_; }
 
 private:
     struct Known {
@@ -57,6 +59,7 @@ private:
     std::shared_ptr<decide::Books> books_;
     std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<decide::Decider> decider_;
+    std::shared_ptr<QuietMoments> quiet_;
     std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
     mutable std::mutex mutex_;  // guards `known_`
     std::shared_ptr<const Known> known_ = std::make_shared<Known>();

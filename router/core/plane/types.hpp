@@ -165,6 +165,8 @@ struct Settled {
     int dp_rank = -1;
     u64 prompt_tokens = 0, gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
     bool is_suspect = false, is_stream = false;
+    bool was_alone = false;  // among those that were decided here; see quiet.hpp
+    double began_at = 0;     // by the clock
     double routing_s = 0, first_byte_s = 0;  // 0: there was none
     Ended ended;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -244,6 +245,52 @@ def test_a_replica_that_is_removed_meanwhile_is_not_known_again() -> None:
     moment = quiet.began("r0", 0.0)
     quiet.forget("r0")
     assert not quiet.ended(moment, 1.0)
+
+
+class Company:
+    """Requests that the data plane decides, as it counts them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, tuple[int, int, float]] = {}
+
+    def company(self, replica_id: str) -> tuple[int, int, float]:
+        return self.counts.get(replica_id, (0, 0, -math.inf))
+
+    def forget(self, replica_id: str) -> None:
+        del self.counts[replica_id]
+
+
+def test_what_the_data_plane_sends_is_company() -> None:
+    """It changes the cache like any other request."""
+    quiet, company = QuietMoments(TIMES.quiet_s), Company()
+    quiet.count_also(company)
+    pause = TIMES.quiet_s
+    for during, before, expected in (
+        ((0, 0, -math.inf), (0, 0, -math.inf), True),
+        ((1, 1, -math.inf), (0, 0, -math.inf), False),  # it came in between
+        ((0, 1, 10.5), (0, 0, -math.inf), False),  # and went
+        ((1, 1, -math.inf), (1, 1, -math.inf), False),  # it was there
+        ((0, 1, 10.0 - pause / 2), (0, 1, 10.0 - pause / 2), False),  # a moment ago
+        ((0, 1, 10.0 - pause), (0, 1, 10.0 - pause), True),
+    ):
+        company.counts["r0"] = before
+        quiet.forget("r0")
+        company.counts["r0"] = before
+        moment = quiet.began("r0", 10.0)
+        company.counts["r0"] = during
+        assert quiet.ended(moment, 11.0) is expected, (before, during)
+
+
+def test_a_request_of_the_data_plane_is_quiet_if_none_from_here_was_near() -> None:
+    """Evidence from both must be as good."""
+    quiet = QuietMoments(TIMES.quiet_s)
+    assert quiet.was_quiet("r0", 0.0)
+    moment = quiet.began("r0", 1.0)
+    assert not quiet.was_quiet("r0", 9.0), "one is there still"
+    quiet.ended(moment, 10.0)
+    assert not quiet.was_quiet("r0", 9.0)
+    assert not quiet.was_quiet("r0", 10.0 + TIMES.quiet_s / 2)
+    assert quiet.was_quiet("r0", 10.0 + TIMES.quiet_s)
 
 
 # --- all sources ----------------------------------------------------------------------------------
