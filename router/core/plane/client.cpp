@@ -200,6 +200,14 @@ void Client::look_after(double now) {
         tell_opened();  // it comes slowly: Python watches over it
         update_interest();
     }
+    // Whoever decides ends a body that comes too slowly; one that nobody watches is ended here.
+    const bool is_slow = stage_ == Stage::deciding && is_told_ && !is_body_whole_ &&
+                         now - receiving_since_ > request_s + kSlack_s;
+    if (is_slow) {
+        thread_.post(0, Refused{"slow_request"});
+        leave();
+        return;
+    }
     if (stage_ == Stage::draining && now - receiving_since_ > request_s) {
         close();
     } else if (stage_ == Stage::idle) {
