@@ -1,5 +1,5 @@
 """Uses one core from several threads at once: a program for ThreadSanitizer, run by
-`test_threads.py` with the extension module that was built for it."""
+`test_sanitized_threads.py` with the extension module that was built for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Clients that come, leave and read slowly, and replicas that fail, before two threads of the data
-plane: a program for sanitizers, run by `test_sanitized.py` with the module built for them."""
+plane: a program for ThreadSanitizer, run by `test_sanitized_threads.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lock of the compiled index, under ThreadSanitizer."""
+"""The threads of the compiled core, under ThreadSanitizer: of its index and of its data plane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.native import CORE, compiler, what_the_compiled_index_lacks
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def runtime_of_the_sanitizer() -> str:
@@ -21,8 +21,14 @@ def runtime_of_the_sanitizer() -> str:
     return found.strip() if Path(found.strip()).is_file() else ""
 
 
-def built(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The extension module, built for ThreadSanitizer."""
+    if missing := what_the_compiled_index_lacks():
+        pytest.skip(missing)
+    if not runtime_of_the_sanitizer():
+        pytest.skip("the compiler has no ThreadSanitizer")
+    folder = tmp_path_factory.mktemp("core")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake is None:
         pytest.skip("CMake is not installed")
@@ -34,20 +40,18 @@ def built(folder: Path) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (module,) = folder.glob("_core*.so")
-    return module
+    (found,) = folder.glob("_core*.so")
+    return found
 
 
-@pytest.mark.timeout(600)
-def test_threads_that_apply_and_match_at_once_do_not_race(tmp_path: Path) -> None:
-    """Long prompts are hashed in a thread while the event loop applies batches."""
-    if missing := what_the_compiled_index_lacks():
-        pytest.skip(missing)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", ["index.threads", "plane.traffic"])
+def test_threads_do_not_race(program: str, module: Path) -> None:
+    """Long prompts are hashed in a thread while the event loop applies batches. Events and commands
+    pass between the plane's threads and that loop, and connections die at any point."""
     runtime = runtime_of_the_sanitizer()
-    if not runtime:
-        pytest.skip("the compiler has no ThreadSanitizer")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.router.core.index.threads", str(built(tmp_path))],
+        [sys.executable, "-m", f"tests.router.core.{program}", str(module)],
         env={**os.environ, "LD_PRELOAD": runtime, "TSAN_OPTIONS": "halt_on_error=1"},
         cwd=ROOT,
         capture_output=True,
