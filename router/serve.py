@@ -276,13 +276,9 @@ class _GuardedServer(uvicorn.Server):
         else:
             self.should_exit = True
             self.force_exit = self.signals > 2
-        logger.info("shutting down: %d requests under way", self._under_way)
+        logger.info("shutting down: %d requests under way", self._admission.under_way)
         if self.signals == 2:
             self._abort()
-
-    @property
-    def _under_way(self) -> int:
-        return self._admission.under_way
 
     def _abort(self) -> None:
         for connection in self._connections():
@@ -303,7 +299,7 @@ class _GuardedServer(uvicorn.Server):
                 connection.look_after(now)
         if self.signals and now >= self._stop_by:
             self._cut()
-        if self.signals and (now >= self._stop_by or not self._under_way):
+        if self.signals and (now >= self._stop_by or not self._admission.under_way):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True

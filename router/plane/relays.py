@@ -8,11 +8,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvevents.lookups import addresses, is_numeric
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, failure_of
 from router.proxy.messages import error_body, error_event
-from router.proxy.proxy import NOT_SERVED
+from router.proxy.trying import Trying
 from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
 from router.upstream import Header, Origin
 
@@ -25,7 +27,6 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 """By the numbers that the core knows them by."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
-_TOO_MANY = 429
 _LOOKED_UP_S = 5.0
 """How long the addresses of a name are taken for known."""
 
@@ -140,23 +141,16 @@ class PlaneProxy:
         return relay
 
 
-class PlaneRelay:
+class PlaneRelay(Trying):
     """One request that was sent on."""
 
     __slots__ = (
-        "_attempt",
         "_exchange",
         "_hosts",
-        "_observer",
         "_on_over",
-        "_plan",
         "_proxy",
         "_request",
-        "_retries",
-        "_retry_after_s",
         "_started_at",
-        "_tried",
-        "_unavailable",
         "is_over",
     )
 
@@ -170,20 +164,15 @@ class PlaneRelay:
         observer: ProxyObserver,
         on_over: Callable[[], object],
     ) -> None:
+        super().__init__(retries, plan, observer)
         self.is_over = False
         self._proxy = proxy
-        self._retries = retries
-        self._plan = plan
         self._request = request
         self._exchange = exchange
-        self._observer = observer
         self._on_over = on_over
         self._started_at = asyncio.get_running_loop().time()
-        self._attempt: Attempt | None = None
         self._hosts: list[str] = []
         """Further addresses of the attempt's replica."""
-        self._tried = self._unavailable = False
-        self._retry_after_s = 0
 
     # --- what its server says ---------------------------------------------------------------------
 
@@ -270,21 +259,7 @@ class PlaneRelay:
 
     # --- the attempts -----------------------------------------------------------------------------
 
-    def _try_next(self) -> None:
-        attempt = next(self._plan, None)
-        if attempt is not None and self._may_try(attempt):
-            self._tried = True
-            self._send_to(attempt)
-            return
-        refused = self._retries.refused
-        if refused is not None:
-            self._observer.on_unretried(refused)
-        status = 502 if self._tried and not self._unavailable else 503
-        self._refuse(End.NO_REPLICA, status, NOT_SERVED[refused], "no_replica_available")
-
-    def _may_try(self, attempt: Attempt) -> bool:
-        return self._retries.start(lambda: self._observer.is_at_ease(attempt))
-
+    @override
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
         self._attempt = attempt
         self._observer.on_attempt(attempt)
@@ -370,53 +345,28 @@ class PlaneRelay:
             self._try_next()
 
     def _not_now(self, status: int, retry_after_s: int | None) -> None:
-        """As `Relay._go_elsewhere`."""
         attempt, plane = self._attempt, self._proxy.plane
         if self.is_over or attempt is None or plane is None:
             return
-        is_429 = status == _TOO_MANY
-        is_busy = retry_after_s is not None and self._observer.on_busy(
-            attempt, retry_after_s, is_429
-        )
-        following: Attempt | None = None
-        if is_429:
-            following = next(self._plan, None) if is_busy else None
-            if following is None or not self._may_try(following):
-                plane.pass_on(self._exchange.number)
-                return
-        if retry_after_s is not None and is_busy:
-            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
-        self._failed(attempt, Failure.BUSY if is_busy else Failure.UNAVAILABLE)
-        if following is not None:
-            self._send_to(following)
-        else:
-            self._unavailable = True
-            self._try_next()
+        if not self._go_elsewhere(attempt, status, retry_after_s):
+            plane.pass_on(self._exchange.number)
 
-    def _failed(self, attempt: Attempt, failure: Failure) -> None:
-        is_replica_lost = self._observer.on_failure(attempt, failure)
-        self._retries.failed(attempt.replica_id, failure, is_replica_lost)
+    @property
+    @override
+    def _has_begun(self) -> bool:
+        return self._exchange.response_started
+
+    @override
+    def _let_go(self) -> None:
+        """The core does, with the next command."""
+
+    @override
+    def _abandon(self) -> None:
+        self._exchange.abort()
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _take(self, step: Callable[[], None]) -> None:
-        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - logged there
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        is_memory = isinstance(error, MemoryError)
-        if not is_memory:
-            logger.error("a request could not be passed on", exc_info=error)
-        if self._exchange.response_started:
-            self._exchange.abort()
-        elif is_memory:
-            self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
-        else:
-            self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
-
+    @override
     def _refuse(self, end: End, status: int, message: str, code: str) -> None:
         """End with an error of the router's own."""
         body = error_body(self._request.dialect, message, "server_error", code)

@@ -4,6 +4,7 @@ The files; each imports only what is listed above it:
 
     attempts.py   where a request may be sent, how that fails, and how often it is tried again
     types.py      what goes in, and what is reported
+    trying.py     which candidate is next, and what becomes of a request that none serves
     messages.py   which headers go through; errors; the end of a broken event stream
     proxy.py      the steps of one request; the end of those whose clients have stopped reading
     usage.py      the token counts and the id in a passing response

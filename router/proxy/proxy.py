@@ -12,7 +12,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
-from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, Unretried
+from typing_extensions import override
+
+from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget
 from router.proxy.messages import (
     EventLines,
     client_headers,
@@ -22,6 +24,7 @@ from router.proxy.messages import (
     takes_events,
     upstream_headers,
 )
+from router.proxy.trying import Trying
 from router.proxy.types import (
     End,
     ProxyObserver,
@@ -49,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 # The replica, or a gateway in front of it, says "not now": nothing was generated, so the next
 # candidate may be tried.
-_TOO_MANY = 429
-_NOT_NOW_STATUSES = frozenset((_TOO_MANY, 502, 503, 504))
+_NOT_NOW_STATUSES = frozenset((429, 502, 503, 504))
 _FAILURES: dict[type[UpstreamError], Failure] = {
     ConnectFailed: Failure.CONNECT,
     ConnectTimeout: Failure.CONNECT,
@@ -63,12 +65,6 @@ _FAILURES: dict[type[UpstreamError], Failure] = {
 _BREAKS: dict[type[UpstreamError], Failure] = {
     IdleTimeout: Failure.IDLE_TIMEOUT,
     GivenUp: Failure.LOST,
-}
-NOT_SERVED = {
-    None: "no replica could serve the request",
-    Unretried.LIMIT: "no replica could serve the request in the attempts it may have",
-    Unretried.BUDGET: "its replica failed, and too many requests are being tried again already",
-    Unretried.CLOSED: "two replicas closed the connection over the request; no other gets it",
 }
 
 
@@ -157,28 +153,21 @@ class _RelayState(Enum):
     OVER = "over"
 
 
-class Relay:
+class Relay(Trying):
     """One proxied request, and the steps that it takes."""
 
     __slots__ = (
-        "_attempt",
         "_events",
         "_headers",
         "_loop",
-        "_observer",
         "_on_over",
-        "_plan",
         "_proxy",
         "_recipient",
         "_request",
         "_response",
-        "_retries",
-        "_retry_after_s",
         "_started_at",
         "_state",
         "_status",
-        "_tried",
-        "_unavailable",
         "slow_since",
     )
 
@@ -193,26 +182,20 @@ class Relay:
         observer: ProxyObserver,
         on_over: Callable[[], object],
     ) -> None:
+        super().__init__(retries, plan, observer)
         self.slow_since = 0.0
         """When the client stopped reading; on the loop's clock."""
         self._proxy = proxy
         self._loop = loop
-        self._retries = retries
-        self._plan = plan
         self._request = request
         self._recipient = recipient
-        self._observer = observer
         self._on_over = on_over
         self._state = _RelayState.TRYING
         self._started_at = loop.time()
-        self._attempt: Attempt | None = None
         self._response: UpstreamResponse | None = None
         self._headers: list[Header] | None = None
         self._events: EventLines | None = None
         self._status: int | None = None
-        self._tried = self._unavailable = False
-        self._retry_after_s = 0
-        """The least that a replica has said; 0: none has."""
 
     @property
     def is_over(self) -> bool:
@@ -255,42 +238,9 @@ class Relay:
         elif self._state is _RelayState.RELAYING:
             self._take(self._pass_on)
 
-    def _take(self, step: Callable[[], None]) -> None:
-        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - logged there
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        is_memory = isinstance(error, MemoryError)
-        if not is_memory:
-            logger.error("a request could not be passed on", exc_info=error)
-        if self._status is not None:
-            self._cut(End.ABANDONED)
-        elif is_memory:
-            self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
-        else:
-            self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
-
     # --- the attempts -----------------------------------------------------------------------------
 
-    def _try_next(self) -> None:
-        """Try the next candidate; without one, refuse the request."""
-        attempt = next(self._plan, None)
-        if attempt is not None and self._may_try(attempt):
-            self._tried = True
-            self._send_to(attempt)
-            return
-        refused = self._retries.refused
-        if refused is not None:
-            self._observer.on_unretried(refused)
-        status = 502 if self._tried and not self._unavailable else 503
-        self._refuse(End.NO_REPLICA, status, NOT_SERVED[refused], "no_replica_available")
-
-    def _may_try(self, attempt: Attempt) -> bool:
-        return self._retries.start(lambda: self._observer.is_at_ease(attempt))
-
+    @override
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
         self._attempt = attempt
         self._observer.on_attempt(attempt)
@@ -331,7 +281,9 @@ class Relay:
             else:
                 self._try_next()
             return
-        if response.status in _NOT_NOW_STATUSES and self._go_elsewhere(response, attempt):
+        if response.status in _NOT_NOW_STATUSES and self._go_elsewhere(
+            attempt, response.status, retry_after_of(response.headers)
+        ):
             return
         if response.status >= 500:
             self._observer.on_failure(attempt, Failure.SERVER_ERROR)
@@ -342,33 +294,19 @@ class Relay:
         self._events = EventLines() if takes_events(response.headers) else None
         self._pass_on()
 
-    def _go_elsewhere(self, response: UpstreamResponse, attempt: Attempt) -> bool:
-        """The replica says "not now". Its 429 is passed on where it does not say for how long, or
-        nobody else may be tried."""
-        retry_after_s = retry_after_of(response.headers)
-        is_429 = response.status == _TOO_MANY
-        is_busy = retry_after_s is not None and self._observer.on_busy(
-            attempt, retry_after_s, is_429
-        )
-        following: Attempt | None = None
-        if is_429:
-            following = next(self._plan, None) if is_busy else None
-            if following is None or not self._may_try(following):
-                return False
-        response.abort()
-        if retry_after_s is not None and is_busy:
-            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
-        self._failed(attempt, Failure.BUSY if is_busy else Failure.UNAVAILABLE)
-        if following is not None:
-            self._send_to(following)
-        else:
-            self._unavailable = True
-            self._try_next()
-        return True
+    @property
+    @override
+    def _has_begun(self) -> bool:
+        return self._status is not None
 
-    def _failed(self, attempt: Attempt, failure: Failure) -> None:
-        is_replica_lost = self._observer.on_failure(attempt, failure)
-        self._retries.failed(attempt.replica_id, failure, is_replica_lost)
+    @override
+    def _let_go(self) -> None:
+        assert self._response is not None
+        self._response.abort()
+
+    @override
+    def _abandon(self) -> None:
+        self._cut(End.ABANDONED)
 
     # --- the response -----------------------------------------------------------------------------
 
@@ -453,6 +391,7 @@ class Relay:
         message = "the router is at its limit of connections"
         self._refuse(End.OVERLOADED, 503, message, "overloaded")
 
+    @override
     def _refuse(self, end: End, status: int, message: str, code: str) -> None:
         """End with an error of the router's own."""
         self._status = status
