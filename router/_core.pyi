@@ -16,6 +16,12 @@ _Load: TypeAlias = tuple[int, int, int, int, int]
 """The fields of a `ReplicaLoad`."""
 _ComputedHashes: TypeAlias = tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]
 
+_Layout: TypeAlias = tuple[
+    Sequence[tuple[int, int, int | None, int | None, bool]], int, int, bool, int
+]
+"""Groups, size of a hash block and of a scheduler's, `eagle_sees_last_token`,
+`prefix_replay_tokens`."""
+
 class StateError(ValueError):
     """The state of a source that contradicts itself."""
 
@@ -60,19 +66,19 @@ class Core:
     def shared(self) -> SharedIndex: ...
     def new_number(self) -> int: ...
     def add(self, number: int, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
+    def add_store(self, name: str, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
+    def share(self, slot: int, stores: Sequence[tuple[int, Sequence[str], str | None]]) -> None: ...
+    def has_unplaced(self, slot: int) -> bool: ...
     def drop(self, slot: int) -> bool: ...
     def tidy(self) -> bool: ...
     def set_layout(
         self,
         slot: int,
-        groups: Sequence[tuple[int, int, int | None, int | None, bool]],
-        hash_block_size: int,
-        scheduler_block_size: int,
-        eagle_sees_last_token: bool,
-        prefix_replay_tokens: int,
+        layout: _Layout,
         is_announced: bool,
         lookahead: int,
     ) -> None: ...
+    def borrow_layout(self, slot: int, layout: _Layout, read_lookahead: int) -> None: ...
     def unset_layout(self, slot: int, is_announced: bool, lookahead: int) -> None: ...
     def apply(
         self, slot: int, payload: bytes

@@ -32,7 +32,6 @@ from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import (
-    REFERENCE,
     IndexImplementation,
     IndexUnavailable,
     SourceId,
@@ -765,9 +764,6 @@ def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
 
 
 def _mirror(config: RouterConfig, indexes: IndexImplementation) -> Mirror:
-    # Of a model whose replicas share a store the index is the one in Python.
-    if not indexes.knows_stores and any(model.stores for model in config.models):
-        indexes = REFERENCE
     prices = config.weights.tier_token, config.weights.lower_tier_token
     return create_mirror(indexes, config.policy.mirror_max_keys, *prices)
 

@@ -11,7 +11,7 @@ from router.errors import RouterError
 from router.index.base import PrefixIndex
 from router.index.reference.index import ReferenceIndex
 
-CORE_VERSION = 16
+CORE_VERSION = 17
 """Of the compiled module, as core/binding/module.cpp names it: what it takes and returns."""
 
 IndexChoice: TypeAlias = Literal["auto", "native", "reference"]
@@ -29,8 +29,6 @@ class IndexImplementation(NamedTuple):
     create: Callable[..., PrefixIndex]
     """Makes a new, empty index for one model; `limits=` bounds each of its sources, `secret=` makes
     its keys equal to those of every other that has it."""
-    knows_stores: bool = True
-    """Whether it can follow stores that several replicas share."""
     pack_token_ids: Callable[[bytes | memoryview], array[int] | None] | None = None
     """Reads token ids from JSON without a Python list, where it can."""
 
@@ -82,4 +80,4 @@ def _native() -> IndexImplementation:
             f"{CORE_VERSION}; build it again (make native, or pip install)"
         )
     module = import_module("router.index.native")
-    return IndexImplementation("native", module.NativeIndex, False, module.pack_token_ids)
+    return IndexImplementation("native", module.NativeIndex, module.pack_token_ids)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from router.index.base import DumpError, PrefixIndex
 
-VERSION = 8
+VERSION = 9
 
 _MAGIC = b"kvroute index dump"
 _VERSION = struct.Struct(">H")

@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from typing_extensions import override
@@ -24,7 +24,7 @@ from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
-from kvevents.layout import GroupKind
+from kvevents.layout import GroupKind, KVCacheLayout
 from kvevents.messages import WireRun
 from kvevents.sealing import held_key
 from router._core import Core, EngineHashes, HitMap, Prompt, SharedIndex, StateError
@@ -43,12 +43,12 @@ from router.index.base import (
     SourceId,
     SourceLimits,
     SourceStatistics,
+    TierHint,
     WaitingStatistics,
 )
 from router.index.reference.export import decoded
+from router.index.reference.extra_keys import spellings
 from router.index.reference.hash_finder import HashFinder, engine_hashes
-from router.index.reference.index import PromptKeys, ReferenceIndex
-from router.index.reference.keys import KeySpace
 from router.index.reference.layout_learner import LayoutLearner, SeenGroup
 
 _KINDS = {
@@ -82,15 +82,56 @@ def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
 
 
 @dataclass(slots=True)
+class _Store:
+    """What several sources write to and read from: one file system or bucket behind many replicas.
+
+    It is no source's own: it outlives each of them, and a block is there once, whoever announced it
+    and how often. Readers take each other's word for the prefix that a hash stands for, so all have
+    to hash alike.
+    """
+
+    name: str
+    slot: int
+    tiers: tuple[tuple[str, TierHint], ...]
+    """What the configuration says of units."""
+    layout: KVCacheLayout | None = None
+    """Of the writer heard last: readers lay out their blocks alike."""
+    lookahead: int = 0
+    """Of the same."""
+
+
+@dataclass(slots=True)
 class _NativeSource:
     """What is known of one source outside the core."""
 
     slot: int
     learner: LayoutLearner
     finder: HashFinder
+    stores: tuple[_Store, ...] = ()
+    """That it shares, each once."""
     unplaced: int = 0
     told: object = None
     """The layout as the core knows it."""
+
+    @property
+    def layout(self) -> KVCacheLayout | None:
+        """None while too little is known. One that has said nothing so far, but shares a store, is
+        taken to be like the others."""
+        lender = self.lender
+        return self.learner.layout if lender is None else lender.layout
+
+    @property
+    def lender(self) -> _Store | None:
+        """The store whose layout stands in for its own."""
+        if self.learner.layout is not None or self.learner.error is not None:
+            return None
+        return next((store for store in self.stores if store.layout is not None), None)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after a block that its hash covers too, where prompts look it up."""
+        lender = self.lender
+        return self.learner.lookahead if lender is None else lender.lookahead
 
 
 class _HeldHashes:
@@ -122,16 +163,12 @@ def _pickled_third(value: Any) -> bytes:
     return pickle.dumps((*_BEFORE_EXTRA_KEYS, value), protocol=5)[before:-after]
 
 
-class NativePrompt(PromptKeys):
-    """A prompt in the core, which has its keys and most of its hashes; what the reference asks for
-    is computed in Python."""
-
-    _token_ids: Sequence[int]
+class NativePrompt(HashedPrompt):
+    """A prompt in the core, which has its keys and most of its hashes."""
 
     def __init__(
         self,
         core: Core,
-        space: KeySpace,
         token_ids: Sequence[int],
         lora_name: str | None,
         cache_salt: str | None,
@@ -139,43 +176,45 @@ class NativePrompt(PromptKeys):
     ) -> None:
         """
         Args:
-            core: Of the index, as the next.
-            space: Of its part in Python.
+            core: Of the index.
             token_ids: See `PrefixIndex.prepare`, as for the others.
             lora_name: The adapter.
             cache_salt: The salt.
             extra_keys: By hash block.
         """
-        super().__init__(space, (), lora_name, cache_salt, extra_keys)
         packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
         self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
+        self.lora_name = lora_name
         self._core = core
-        self._core_keys: dict[int, Sequence[int]] = {}
-        self._core_hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
+        self._salt = cache_salt
+        self._extra_keys = extra_keys
+        self._token_ids: array[int] | None = None
+        self._keys: dict[int, Sequence[int]] = {}
+        self._hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
 
     @property
     def token_ids(self) -> Sequence[int]:
         """Of the whole prompt; not kept twice unless somebody asks for them. Few do, and prompts
         are kept as long as a cache holds them."""
-        known = self._token_ids
-        if not known:
-            known = self._token_ids = array("I", self.hashed.tokens())
-        return known
-
-    @token_ids.setter
-    def token_ids(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
+        if self._token_ids is None:
+            self._token_ids = array("I", self.hashed.tokens())
+        return self._token_ids
 
     @override
     def prefix_keys(self, step: int) -> Sequence[int]:
-        keys = self._core_keys.get(step)
+        keys = self._keys.get(step)
         if keys is None:
-            keys = self._core_keys[step] = self._core.prefix_keys(self.hashed, step)
+            keys = self._keys[step] = self._core.prefix_keys(self.hashed, step)
         return keys
 
     @override
     def forget_keys(self, step: int) -> None:
-        self._core_keys.pop(step, None)
+        self._keys.pop(step, None)
+
+    def spellings(self, step: int) -> Iterator[Sequence[ExtraKeys]]:
+        """The ways in which engines may hash the extra keys of blocks of *step* tokens."""
+        blocks = -(-len(self.hashed) // step)
+        return spellings(self._extra_keys, blocks, self.lora_name, self._salt)
 
     def core_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
@@ -189,12 +228,12 @@ class NativePrompt(PromptKeys):
             as_int: As 64-bit integers, else as digests.
         """
         wanted = (chain, step, lookahead, as_int)
-        if wanted not in self._core_hashes:
-            self._core_hashes[wanted] = [
+        if wanted not in self._hashes:
+            self._hashes[wanted] = [
                 self._hashed(chain, step, lookahead, as_int, extra_keys)
                 for extra_keys in self.spellings(step)
             ]
-        return self._core_hashes[wanted]
+        return self._hashes[wanted]
 
     def _hashed(
         self,
@@ -240,8 +279,7 @@ class NativePrompt(PromptKeys):
 
 
 class NativeIndex(PrefixIndex):
-    """All sources of a model in one core, but for those that share a store: the reference keeps
-    these."""
+    """All sources of a model in one core, and the stores that they share."""
 
     inline_tokens = 524_288
 
@@ -255,8 +293,8 @@ class NativeIndex(PrefixIndex):
         drawn = secrets.token_bytes(16) if secret is None else _drawn_from(secret)
         self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
-        self._sharing = ReferenceIndex(limits=self.limits)
-        """The sources that share a store with others."""
+        self._stores: dict[str, _Store] = {}
+        """By name: those that some source shares."""
         self._sources: dict[SourceId, _NativeSource] = {}
         self._numbers: dict[SourceId, int] = {}
         """See `number_of`."""
@@ -297,17 +335,39 @@ class NativeIndex(PrefixIndex):
 
     @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
-        self.drop(source)
+        is_there = self._take_out(source)
         hints = hints or LayoutHints()
+        slot = self.core.add(self.number_of(source), _units(hints.tiers))
+        known = _NativeSource(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
         if hints.stores:
-            self._sharing.add(source, hints)
-            return
-        units = [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in hints.tiers]
-        slot = self.core.add(self.number_of(source), units)
-        known = _NativeSource(slot, LayoutLearner(hints), HashFinder(hints))
+            stores = [
+                (self._stores[each.name].slot, list(each.tiers), each.ownership)
+                for each in hints.stores
+            ]
+            self.core.share(slot, stores)
         self._sources[source] = known
         self._slots = {**self._slots, source: known.slot}
         self._tell_layout(known)
+        if is_there:
+            self._drop_unread_stores()
+
+    def _shared_by(self, hints: LayoutHints) -> tuple[_Store, ...]:
+        """The stores that are named, made where they are new."""
+        for hint in hints.stores:
+            if hint.name not in self._stores:
+                slot = self.core.add_store(hint.name, _units(hints.tiers))
+                self._stores[hint.name] = _Store(hint.name, slot, hints.tiers)
+        return tuple(
+            self._stores[name] for name in dict.fromkeys(each.name for each in hints.stores)
+        )
+
+    def _drop_unread_stores(self) -> None:
+        """What nobody reads counts for nobody."""
+        if not self._stores:
+            return
+        read = {store.name for known in self._sources.values() for store in known.stores}
+        for name in [name for name in self._stores if name not in read]:
+            self._has_leftovers |= self.core.drop(self._stores.pop(name).slot)
 
     @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
@@ -344,19 +404,17 @@ class NativeIndex(PrefixIndex):
         """Do what the core cannot do alone: it applied the batch, or has news of the layout."""
         if isinstance(done, tuple):
             return self._result(source, known, done, payload)
-        before = known.learner.layout
+        before = known.layout
         for news in done:
             known.learner.see_run(*news)
         self._tell_layout(known)
         told = self.core.apply_told(known.slot, payload, False, [])
         assert told is not None
         result = self._result(source, known, told, payload)
-        result.layout_changed = known.learner.layout != before
+        result.layout_changed = known.layout != before
         return result
 
     def _apply_slowly(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
-        if self._sharing.holds(source):
-            return self._sharing.apply(source, payload)
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         if source not in self._sources:
             self.add(source)
@@ -366,7 +424,7 @@ class NativeIndex(PrefixIndex):
         self, source: SourceId, known: _NativeSource, batch: EventBatch
     ) -> ApplyResult:
         """Apply a batch that Python has read: the core gets it in the one form that it knows."""
-        before = known.learner.layout
+        before = known.layout
         is_announced = False
         for event in batch.events:
             if isinstance(event, CacheLayout):
@@ -390,7 +448,7 @@ class NativeIndex(PrefixIndex):
         result.skipped += batch.skipped
         result.unreadable, result.problem = batch.unreadable, batch.problem
         result.is_incomplete |= batch.hides_removals
-        result.layout_changed = known.learner.layout != before
+        result.layout_changed = known.layout != before
         return result
 
     def _result(
@@ -402,12 +460,14 @@ class NativeIndex(PrefixIndex):
     ) -> ApplyResult:
         """What the core did, with what Python finds out from it."""
         (stored, removed, waiting, skipped, overflow, given_up) = done[:6]
-        (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced, slot) = done[6:]
+        (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced, slot) = done[6:12]
+        for store in done[12]:
+            self._lay_out(store, known)
         if slot != known.slot:  # what it held is left behind, to be taken away by `tidy`
             known.slot = slot
             self._slots = {**self._slots, source: slot}
             self._has_leftovers = True
-        if may_show_function and known.finder.may_find and known.learner.layout is not None:
+        if may_show_function and known.finder.may_find and known.layout is not None:
             self._find_hash_function(known, payload)
         if unplaced or known.unplaced or known.finder.chain is not None:
             known.unplaced = unplaced
@@ -425,6 +485,18 @@ class NativeIndex(PrefixIndex):
             is_incomplete=is_incomplete,
         )
 
+    def _lay_out(self, slot: int, writer: _NativeSource) -> None:
+        """Those that share a store are taken to lay out their blocks as its writer does, until they
+        say it themselves."""
+        store = next(each for each in writer.stores if each.slot == slot)
+        news = (writer.learner.layout, writer.learner.lookahead)
+        if news == (store.layout, store.lookahead):
+            return
+        store.layout, store.lookahead = news
+        for known in self._sources.values():
+            if store in known.stores:
+                self._tell_layout(known)
+
     def _sort(self, source: SourceId, known: _NativeSource) -> None:
         """Note whether prompts have to be hashed as the source's engine does."""
         if known.finder.chain is not None or (known.unplaced and known.finder.may_find):
@@ -433,7 +505,7 @@ class NativeIndex(PrefixIndex):
             self._searching.pop(source, None)
 
     def _find_hash_function(self, known: _NativeSource, payload: bytes | EventBatch) -> None:
-        layout = known.learner.layout
+        layout = known.layout
         assert layout is not None
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         for event in batch.events:
@@ -444,7 +516,7 @@ class NativeIndex(PrefixIndex):
 
     def _is_opaque(self, known: _NativeSource, event: Event) -> bool:
         """Whether something that the event hides goes into its hashes; see `SourceCache`."""
-        chain, layout = known.finder.chain, known.learner.layout
+        chain, layout = known.finder.chain, known.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
             return False
         if event.tier != GPU:
@@ -463,51 +535,41 @@ class NativeIndex(PrefixIndex):
 
     def _tell_layout(self, known: _NativeSource) -> None:
         """Pass on what the learner knows, if the core knows something else."""
-        learner, layout = known.learner, known.learner.layout
+        learner, layout = known.learner, known.layout
         is_announced = learner.announced is not None
-        news = (layout, is_announced, learner.lookahead)
+        is_lent = known.lender is not None
+        news = (layout, is_announced, learner.lookahead, is_lent, known.lookahead)
         if news == known.told:
             return
         known.told = news
-        if layout is None:
+        if is_lent or layout is None:
             self.core.unset_layout(known.slot, is_announced, learner.lookahead)
-            return
-        groups = [
-            (
-                _KINDS[group.kind],
-                group.block_size,
-                _size_or_none(group.sliding_window),
-                _size_or_none(group.attention_chunk_size),
-                index in layout.eagle,
-            )
-            for index, group in enumerate(layout.groups)
-        ]
-        self.core.set_layout(
-            known.slot,
-            groups,
-            layout.hash_block_size,
-            layout.scheduler_block_size,
-            layout.eagle_sees_last_token,
-            layout.prefix_replay_tokens,
-            is_announced,
-            learner.lookahead,
-        )
+        if is_lent:
+            assert layout is not None
+            self.core.borrow_layout(known.slot, _layout_fields(layout), known.lookahead)
+        elif layout is not None:
+            fields = _layout_fields(layout)
+            self.core.set_layout(known.slot, fields, is_announced, learner.lookahead)
 
     @override
     def clear(self, source: SourceId) -> None:
-        self._sharing.clear(source)
         if source in self._sources:
             self.add(source, self._sources[source].learner.hints)
 
     @override
     def drop(self, source: SourceId) -> None:
-        self._sharing.drop(source)
+        if self._take_out(source):
+            self._drop_unread_stores()
+
+    def _take_out(self, source: SourceId) -> bool:
+        """False where it was not there."""
         known = self._sources.pop(source, None)
         if known is None:
-            return
+            return False
         self._searching.pop(source, None)
         self._slots = {each: slot for each, slot in self._slots.items() if each != source}
         self._has_leftovers = self.core.drop(known.slot)
+        return True
 
     @override
     def tidy(self) -> bool:
@@ -525,12 +587,8 @@ class NativeIndex(PrefixIndex):
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
     ) -> HashedPrompt:
-        core, space = self.core, self._sharing.keys
-        prompt = NativePrompt(core, space, token_ids, lora_name, cache_salt, extra_keys)
-        core.hash(prompt.hashed)
-        if self._sharing.sources:
-            for hash_block_size, lookahead in self._sharing.steps():
-                prompt.keys(hash_block_size, lookahead)
+        prompt = NativePrompt(self.core, token_ids, lora_name, cache_salt, extra_keys)
+        self.core.hash(prompt.hashed)
         for step in extra_steps:
             prompt.prefix_keys(step)
         return prompt
@@ -538,17 +596,13 @@ class NativeIndex(PrefixIndex):
     @override
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, NativePrompt)
-        found = self.core.match(prompt.hashed, self._slots, self.computed(prompt))
-        if self._sharing.sources:
-            return {**found, **self._sharing.match_prompt(prompt)}
-        return found
+        return self.core.match(prompt.hashed, self._slots, self.computed(prompt))
 
     # What whole decisions in the core need.
 
     @property
     def is_all_in_core(self) -> bool:
-        """Whether the core knows all sources: not those that share a store."""
-        return not self._sharing.sources
+        return True
 
     @property
     def slots(self) -> Mapping[SourceId, int]:
@@ -573,7 +627,7 @@ class NativeIndex(PrefixIndex):
         assert isinstance(prompt, NativePrompt)
         known = self._sources.get(source)
         if known is None:
-            return self._sharing.match_source(prompt, source)
+            return NO_HIT
         is_long_enough = source in self._searching and len(prompt.hashed) >= 2
         computed = self._computed(source, known, prompt) if is_long_enough else []
         return self.core.match_source(prompt.hashed, known.slot, computed)
@@ -583,7 +637,7 @@ class NativeIndex(PrefixIndex):
         assert isinstance(prompt, NativePrompt)
         known = self._sources.get(source)
         if known is None:
-            return self._sharing.match_tier(prompt, source, tier)
+            return 0
         is_long_enough = source in self._searching and len(prompt.hashed) >= 2
         computed = self._computed(source, known, prompt) if is_long_enough else []
         return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
@@ -591,10 +645,8 @@ class NativeIndex(PrefixIndex):
     @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, NativePrompt)
-        if self._sharing.holds(source):
-            return self._sharing.explain(prompt, source)
         known = self._sources.get(source)
-        layout = known.learner.layout if known else None
+        layout = known.layout if known else None
         if known is None or layout is None or len(prompt.hashed) < 2:
             return ()
         computed = self._computed(source, known, prompt)
@@ -619,23 +671,24 @@ class NativeIndex(PrefixIndex):
         self, source: SourceId, known: _NativeSource, prompt: NativePrompt
     ) -> list[Computed]:
         """A prompt's hashes by a source's engine, where blocks are only found by them."""
-        layout, finder, slot = known.learner.layout, known.finder, known.slot
+        layout, finder, slot = known.layout, known.finder, known.slot
         if layout is None:
             return []
-        step, lookahead = layout.hash_block_size, known.learner.lookahead
+        step = layout.hash_block_size
         if known.unplaced and finder.may_find:
             held = _HeldHashes(self.core, slot)
-            finder.try_prompt(prompt.token_ids, prompt.spellings(step), step, lookahead, held)
+            spellings = prompt.spellings(step)
+            finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, held)
             self.core.note(slot, finder.chain is not None, False, False)
             self._sort(source, known)
         if finder.chain is None:
             return []
         # Salts that events hide make learned places doubtful: only the engine's own hash decides.
         is_alone = self.core.hides_extra_keys(slot) and prompt.lora_name is None
-        if not is_alone and not known.unplaced:
+        if not is_alone and not (known.unplaced or (known.stores and self.core.has_unplaced(slot))):
             return []
         as_int = self.core.uses_int_hashes(slot)
-        hashes = prompt.core_hashes(finder.chain, step, lookahead, as_int)
+        hashes = prompt.core_hashes(finder.chain, step, known.lookahead, as_int)
         return [(slot, is_alone, hashes)]
 
     # --- sharing ----------------------------------------------------------------------------------
@@ -650,13 +703,17 @@ class NativeIndex(PrefixIndex):
 
     @override
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
-        yield msgspec.msgpack.encode(_NativeHead("native", self._secrets))
-        for source in list(self._sources) if only is None else [only]:
+        wanted = [each for each in self._sources if only is None or each == only]
+        stores = {store.name: store for each in wanted for store in self._sources[each].stores}
+        shared = [self._store_record(store) for store in stores.values()]
+        yield msgspec.msgpack.encode(_NativeHead("native", self._secrets, shared))
+        for source in wanted:
             if source in self._sources:
                 yield msgspec.msgpack.encode(self._record_of(source, self._sources[source]))
-        if self._sharing.sources if only is None else self._sharing.holds(only):
-            for record in self._sharing.export(only):
-                yield msgspec.msgpack.encode(_SharingRecord(record))
+
+    def _store_record(self, store: _Store) -> _StoreRecord:
+        state = self.core.export_source(store.slot)
+        return _StoreRecord(store.name, store.tiers, store.layout, store.lookahead, state)
 
     def _record_of(self, source: SourceId, known: _NativeSource) -> _NativeRecord:
         learner = known.learner
@@ -675,20 +732,31 @@ class NativeIndex(PrefixIndex):
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         remaining = iter(records)
-        point_and_fold = decoded(next(remaining, b""), _NativeHead).secrets
+        head = decoded(next(remaining, b""), _NativeHead)
         restored = NativeIndex(self.limits)
-        restored._secrets = point_and_fold
+        restored._secrets = head.secrets
         restored.core = restored._new_core()
-        sharing = []
+        for store in head.stores:
+            restored._take_store(store)
         for record in remaining:
-            found: _AnyRecord = decoded(record, cast(Any, _AnyRecord))
-            if isinstance(found, _NativeRecord):
-                restored._take(found)
-            else:
-                sharing.append(found.record)
-        if sharing:
-            restored._sharing.restore(sharing)
+            restored._take(decoded(record, _NativeRecord))
+        restored._drop_unread_stores()
         self.__dict__ = restored.__dict__
+
+    def _take_store(self, record: _StoreRecord) -> None:
+        slot = self.core.add_store(record.name, _units(record.tiers))
+        self._stores[record.name] = _Store(
+            record.name, slot, record.tiers, record.layout, record.lookahead
+        )
+        self._restore_state(slot, record.state, f"store {record.name!r}")
+
+    def _restore_state(self, slot: int, state: bytes, whose: str) -> None:
+        try:
+            self.core.restore_source(slot, state)
+        except StateError as error:
+            raise DumpError(
+                f"index dump: the record of {whose} contradicts itself: {error}"
+            ) from None
 
     def _take(self, record: _NativeRecord) -> None:
         self.add(record.source, record.hints)
@@ -697,12 +765,7 @@ class NativeIndex(PrefixIndex):
         known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
         known.finder.take(record.chain)
         self._tell_layout(known)
-        try:
-            self.core.restore_source(known.slot, record.state)
-        except StateError as error:
-            raise DumpError(
-                f"index dump: the record of {record.source} contradicts itself: {error}"
-            ) from None
+        self._restore_state(known.slot, record.state, str(record.source))
         self.core.note(known.slot, record.chain is not None, False, False)
         known.unplaced = self.core.unplaced(known.slot)
         self._sort(record.source, known)
@@ -711,59 +774,66 @@ class NativeIndex(PrefixIndex):
 
     @override
     def holds(self, source: SourceId) -> bool:
-        return source in self._sources or self._sharing.holds(source)
+        return source in self._sources
 
     @override
     def blocks_held(self, source: SourceId) -> int:
         known = self._sources.get(source)
-        return self.core.blocks_held(known.slot) if known else self._sharing.blocks_held(source)
+        return self.core.blocks_held(known.slot) if known else 0
 
     @override
     def removals(self, source: SourceId) -> int:
         known = self._sources.get(source)
-        return self.core.removals(known.slot) if known else self._sharing.removals(source)
+        return self.core.removals(known.slot) if known else 0
 
     @override
     def announced(self, source: SourceId) -> CacheLayout | None:
         known = self._sources.get(source)
-        return known.learner.announced if known else self._sharing.announced(source)
+        return known.learner.announced if known else None
 
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
-        found = {source: self._statistics(known) for source, known in self._sources.items()}
-        return found | self._sharing.statistics()
+        return {source: self._statistics(known) for source, known in self._sources.items()}
 
     @override
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:
         known = self._sources.get(source)
-        if known is None:
-            return self._sharing.statistics().get(source)
-        return self._statistics(known)
+        return None if known is None else self._statistics(known)
+
+    def _held_in(self, store: _Store) -> dict[tuple[int, str], int]:
+        return _counts(self.core.statistics(store.slot))
 
     def _statistics(self, known: _NativeSource) -> SourceStatistics:
         found, chain = self.core.statistics(known.slot), known.finder.chain
         lost = found["has_overflowed"] or found["has_lost_removals"]
         return SourceStatistics(
-            blocks={(group, tier): count for group, tier, count in sorted(found["blocks"])},
+            blocks=_counts(found),
             units={(group, tier): unit for group, tier, unit in sorted(found["units"])},
             unplaced=found["unplaced"],
             ambiguous=found["ambiguous"],
             waiting=WaitingStatistics(
                 found["waiting_runs"], found["waiting_tokens"], found["given_up"]
             ),
-            layout=known.learner.layout,
+            layout=known.layout,
             hash_algorithm=chain.algorithm if chain else None,
             assumptions=_assumptions(known, found),
+            stores={store.name: self._held_in(store) for store in known.stores},
             removed=dict(found["removed"]),
             key_problem=known.finder.key_problem,
             is_incomplete=lost or (found["given_up"] > 0 and chain is None),
         )
 
 
+def _counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
+    return {(group, tier): count for group, tier, count in sorted(found["blocks"])}
+
+
 def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]:
     assumed = known.learner.assumptions()
     if found["removes_last_only"]:
         assumed = (*assumed, "removals: announced only with the last copy of a block")
+    if known.lender is not None:
+        assumed = (*assumed, "layout: as that of others that share its store")
     if found["announces_remote"]:
         assumed = (
             *assumed,
@@ -783,6 +853,31 @@ def _drawn_from(secret: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
 
 
+def _units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, int]]:
+    return [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in tiers]
+
+
+def _layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
+    """As the core takes a layout."""
+    groups = [
+        (
+            _KINDS[group.kind],
+            group.block_size,
+            _size_or_none(group.sliding_window),
+            _size_or_none(group.attention_chunk_size),
+            index in layout.eagle,
+        )
+        for index, group in enumerate(layout.groups)
+    ]
+    return (
+        groups,
+        layout.hash_block_size,
+        layout.scheduler_block_size,
+        layout.eagle_sees_last_token,
+        layout.prefix_replay_tokens,
+    )
+
+
 def _size_or_none(size: int | None) -> int | None:
     """A size that is no size is one of a group of another kind: nobody asks for it."""
     return None if size is None or size < 0 else size
@@ -798,15 +893,25 @@ def _canonical(event: Event) -> Event:
 # --- records --------------------------------------------------------------------------------------
 
 
+class _StoreRecord(msgspec.Struct):
+    name: str
+    tiers: tuple[tuple[str, TierHint], ...]
+    layout: KVCacheLayout | None
+    lookahead: int
+    state: bytes
+    """What the core keeps."""
+
+
 class _NativeHead(msgspec.Struct):
     """The first record."""
 
     implementation: Literal["native"]
     secrets: tuple[int, int]
     """Of the key space: keys mean nothing under others."""
+    stores: list[_StoreRecord]
 
 
-class _NativeRecord(msgspec.Struct, tag="source"):
+class _NativeRecord(msgspec.Struct):
     source: SourceId
     hints: LayoutHints
     announced: CacheLayout | None
@@ -817,12 +922,3 @@ class _NativeRecord(msgspec.Struct, tag="source"):
     chain: HashChain | None
     state: bytes
     """What the core keeps."""
-
-
-class _SharingRecord(msgspec.Struct, tag="sharing"):
-    """One of the reference, about sources that share a store."""
-
-    record: bytes
-
-
-_AnyRecord: TypeAlias = _NativeRecord | _SharingRecord

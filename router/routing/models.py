@@ -12,7 +12,6 @@ from router.config import ModelConfig, StoreConfig
 from router.config.schema import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
-    REFERENCE,
     IndexImplementation,
     LayoutHints,
     PrefixIndex,
@@ -181,7 +180,7 @@ class ModelSet:
             self._models[base] = Model(
                 base,
                 Tokenization(remote=self._remote((base,))),
-                index=self._new_index(self._indexes),
+                index=self._new_index(),
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -277,13 +276,12 @@ class ModelSet:
             return ConfigProblem(f"models[{index}]", str(error))
         if tokenization.local is not None:
             logger.info("model %s: tokenised by %s", config.name, tokenization.local.backend)
-        indexes = REFERENCE if config.stores and not self._indexes.knows_stores else self._indexes
         self._models[config.name] = Model(
             config.name,
             tokenization,
             config.aliases,
             config.layout.to_hints(),
-            self._new_index(indexes),
+            self._new_index(),
             config.stores,
             config.retention_hints,
         )
@@ -293,9 +291,9 @@ class ModelSet:
             self._names[adapter] = _Meaning(config.name, adapter)
         return None
 
-    def _new_index(self, indexes: IndexImplementation) -> PrefixIndex:
+    def _new_index(self) -> PrefixIndex:
         secret = self._key_secret
-        return indexes.create() if secret is None else indexes.create(secret=secret)
+        return self._indexes.create() if secret is None else self._indexes.create(secret=secret)
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

@@ -52,22 +52,22 @@ public:
     Flight(BooksPointer books, const std::string& replica, i64 uncached_tokens, i64 prompt_tokens,
            Rank dp_rank)
         : books_(std::move(books)) {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         flight_.emplace(books_->load, books_->load.of(replica), uncached_tokens, prompt_tokens,
                         dp_rank);
     }
     ~Flight() {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         flight_.reset();
     }
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    bool first_token() { return Locked(books_->mutex), flight_->first_token(); }
-    bool generated(i64 tokens) { return Locked(books_->mutex), flight_->generated(tokens); }
-    bool ended() { return Locked(books_->mutex), flight_->ended(); }
+    bool first_token() { return Guarded(books_->mutex), flight_->first_token(); }
+    bool generated(i64 tokens) { return Guarded(books_->mutex), flight_->generated(tokens); }
+    bool ended() { return Guarded(books_->mutex), flight_->ended(); }
     bool retried(const std::string& replica, i64 uncached_tokens, Rank dp_rank) {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         return flight_->retried(books_->load.of(replica), uncached_tokens, dp_rank);
     }
 
@@ -80,7 +80,7 @@ private:
 class TokenIdsRequest {
 public:
     TokenIdsRequest(BooksPointer books, const std::string& replica) : books_(std::move(books)) {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         request_.emplace(books_->load.of(replica));
     }
     ~TokenIdsRequest() { ended(); }
@@ -88,7 +88,7 @@ public:
     TokenIdsRequest& operator=(const TokenIdsRequest&) = delete;
 
     void ended() {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         request_.reset();
     }
 
@@ -99,7 +99,7 @@ private:
 
 template <class Read>
 LoadTuple read_load(Books& books, const std::string& replica, Read&& read) {
-    Locked locked(books.mutex);
+    Guarded guarded(books.mutex);
     const std::shared_ptr<ReplicaLoad> load = books.load.find(replica);
     return tuple_of(load == nullptr ? Load() : read(*load));
 }
@@ -108,7 +108,7 @@ std::vector<LoadTuple> loads_of_ranks(Books& books, const std::string& replica,
                                       const std::vector<int>& dp_ranks) {
     std::vector<Load> loads(dp_ranks.size());
     {
-        Locked locked(books.mutex);
+        Guarded guarded(books.mutex);
         const std::shared_ptr<ReplicaLoad> load = books.load.find(replica);
         if (load != nullptr) load->of_ranks(dp_ranks, loads);
     }
@@ -121,7 +121,7 @@ using PlaceTuple = std::tuple<std::string, Rank, LoadTuple>;
 
 std::vector<PlaceTuple> places(Books& books) {
     std::vector<PlaceTuple> found;
-    Locked locked(books.mutex);
+    Guarded guarded(books.mutex);
     books.load.each([&](const ReplicaLoad& load) {
         found.emplace_back(load.id(), Rank(), tuple_of(load.own()));
         for (const ReplicaLoad::OfRank& rank : load.ranks()) {
@@ -138,13 +138,17 @@ void take_others(Books& books, const std::vector<PlaceTuple>& loads) {
     for (const auto& [replica, dp_rank, load] : loads) {
         others.push_back({replica, dp_rank, load_of(load)});
     }
-    Locked locked(books.mutex);
+    Guarded guarded(books.mutex);
     books.load.take_others(others);
 }
 
 nb::tuple counts(Books& books) {
-    Locked locked(books.mutex);
-    return nb::make_tuple(books.load.in_flight(), books.load.started(), books.load.retried());
+    std::array<i64, 3> found;
+    {
+        Guarded guarded(books.mutex);
+        found = {books.load.in_flight(), books.load.started(), books.load.retried()};
+    }
+    return nb::make_tuple(found[0], found[1], found[2]);
 }
 
 void bind_load(nb::module_& module) {
@@ -152,7 +156,7 @@ void bind_load(nb::module_& module) {
         .def(nb::new_([] { return std::make_shared<Books>(); }))
         .def("cache_id",
              [](Books& books, const std::string& replica, int dp_rank) {
-                 Locked locked(books.mutex);
+                 Guarded guarded(books.mutex);
                  return books.cache_ids.of(replica, dp_rank);
              })
         .def("load_of",
@@ -286,7 +290,7 @@ public:
     const std::shared_ptr<Conditions>& get() const { return conditions_; }
 
     void set(bool is_healthy, bool is_draining, bool is_removed) {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         conditions_->is_healthy = is_healthy;
         conditions_->is_draining = is_draining;
         conditions_->is_removed = is_removed;
@@ -298,7 +302,7 @@ public:
                   std::optional<double> started_at, double slow_start_s) {
         Gate gate{most_requests,   most_prefill_tokens, open_until, probe_until,
                   backs_off_until, {tenants.begin(), tenants.end()}, started_at, slow_start_s};
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         conditions_->gate = std::move(gate);
     }
 
@@ -309,12 +313,12 @@ public:
         for (const auto& [dp_rank, of_others, waits] : ranks) {
             engine.ranks.push_back({dp_rank, of_others, waits});
         }
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         conditions_->engine = std::move(engine);
     }
 
     void set_suspects(std::vector<int> dp_ranks) {
-        Locked locked(books_->mutex);
+        Guarded guarded(books_->mutex);
         conditions_->suspects = std::move(dp_ranks);
     }
 
@@ -351,7 +355,7 @@ Replica replica_of(Books& books, const std::shared_ptr<SharedIndex>& index, Repl
     }
     replica.conditions = nb::cast<const ConditionsHandle&>(conditions).get();
     {
-        Locked locked(books.mutex);
+        Guarded guarded(books.mutex);
         replica.load = books.load.of(id);
     }
     replica.id = std::move(id);
@@ -555,11 +559,11 @@ public:
     std::shared_ptr<Decider> decider() const { return {deciding_, &deciding_->decider}; }
 
     void share_lots() {
-        Locked locked(deciding_->books->mutex);
+        Guarded guarded(deciding_->books->mutex);
         deciding_->decider.shares_lots = true;
     }
     void give_lots(std::vector<double> ties, std::vector<double> lots) {
-        Locked locked(deciding_->books->mutex);
+        Guarded guarded(deciding_->books->mutex);
         deciding_->decider.ties.give(std::move(ties));
         deciding_->decider.lots.give(std::move(lots));
     }
@@ -601,6 +605,7 @@ private:
             [](const Prompt* each) { return each->tokens().size() > kLongPrompt; });
         {
             ReleasedIf released(is_long);
+            Patient patient(!is_long);
             deciding_->decider.match(question, *scratch);
         }
         std::unique_ptr<Given> given;
@@ -614,7 +619,7 @@ private:
         }
         question.outlooks = given.get();
         {
-            Locked locked(deciding_->books->mutex);
+            Guarded guarded(deciding_->books->mutex);
             deciding_->decider.rank(question, *scratch);
         }
         return std::make_unique<RankingHandle>(deciding_, std::move(scratch));

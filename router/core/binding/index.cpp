@@ -2,10 +2,12 @@
 //
 // One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let go
 // while a large batch applies or a long prompt is hashed or matched; for anything small that would
-// cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand.
+// cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand, nor the other
+// way round: nothing of Python is touched under the mutex; see `Guarded`.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -202,6 +204,25 @@ nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm
 }
 
 using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>, bool>;
+// Groups, size of a hash block and of a scheduler's, whether EAGLE sees the last token, tokens that are
+// replayed.
+using LayoutTuple = std::tuple<std::vector<GroupTuple>, u64, u64, bool, u64>;
+// By name: blocks and tokens.
+using TierUnits = std::vector<std::tuple<std::string, u64, u64>>;
+using StoreTuple = std::tuple<u32, std::vector<std::string>, std::optional<std::string>>;
+
+Layout layout_of(const LayoutTuple& fields) {
+    Layout layout;
+    const auto& [groups, hash_block, scheduler_block, eagle_sees_last, replayed] = fields;
+    for (const auto& [kind, block_size, window, chunk, eagle] : groups) {
+        layout.groups.push_back({static_cast<GroupKind>(kind), block_size, window, chunk, eagle});
+    }
+    layout.hash_block_size = hash_block;
+    layout.scheduler_block_size = scheduler_block;
+    layout.eagle_sees_last_token = eagle_sees_last;
+    layout.prefix_replay_tokens = replayed;
+    return layout;
+}
 
 class Core {
 public:
@@ -219,24 +240,47 @@ public:
 
     // Names a source that may be added, for as long as the index lives.
     u32 new_number() {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         return shared_->new_number();
     }
 
-    u32 add(u32 number, const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
-        Locked locked(mutex_);
-        if (shared_->slot_of(number) != kNone) throw nb::index_error("the source is there already");
-        const u32 slot = shared_->add(number);
-        for (const auto& [name, blocks, tokens] : tier_units) {
-            index_.source(slot).tier_units.push_back({name, blocks, tokens});
-        }
+    u32 add(u32 number, const TierUnits& tier_units) {
+        Guarded guarded(mutex_);
+        return added(number, tier_units);
+    }
+
+    // Something that sources share: it holds blocks as they do, and has no layout of its own.
+    u32 add_store(const std::string& name, const TierUnits& tier_units) {
+        Guarded guarded(mutex_);
+        const u32 slot = added(shared_->new_number(), tier_units);
+        index_.source(slot).name = name;
         return slot;
+    }
+
+    // What a source shares: of each store its slot, tiers and ownership; see `StoreHint`. A store is
+    // dropped after all sources that share it.
+    void share(u32 slot, std::vector<StoreTuple> stores) {
+        std::vector<StoreHint> hints;
+        for (auto& [store, tiers, ownership] : stores) {
+            hints.push_back({store, std::move(tiers), std::move(ownership)});
+        }
+        Guarded guarded(mutex_);
+        check(slot);
+        for (const StoreHint& hint : hints) check(hint.slot);
+        index_.share(slot, std::move(hints));
+    }
+
+    // Whether some block that the source could load has no place yet.
+    bool has_unplaced(u32 slot) {
+        Guarded guarded(mutex_);
+        check(slot);
+        return index_.has_unplaced(index_.source(slot));
     }
 
     // Nobody finds the source any more. True where it held so much that `tidy` is to be called.
     bool drop(u32 slot) {
         ReleasedIf released(true);
-        Locked locked(mutex_, false);
+        Guarded guarded(mutex_, false);
         check(slot);
         dropped_ += index_.source(slot).entries;
         shared_->drop(slot);
@@ -246,29 +290,27 @@ public:
     // Takes away some of what dropped sources held, for about a millisecond; true where more is left.
     bool tidy() {
         ReleasedIf released(true);
-        Locked locked(mutex_, false);
+        Guarded guarded(mutex_, false);
         return work_off();
     }
 
-    void set_layout(u32 slot, const std::vector<GroupTuple>& groups, u64 hash_block_size,
-                    u64 scheduler_block_size, bool eagle_sees_last_token,
-                    u64 prefix_replay_tokens, bool is_announced, u32 lookahead) {
-        Layout layout;
-        for (const auto& [kind, block_size, window, chunk, eagle] : groups) {
-            layout.groups.push_back(
-                {static_cast<GroupKind>(kind), block_size, window, chunk, eagle});
-        }
-        layout.hash_block_size = hash_block_size;
-        layout.scheduler_block_size = scheduler_block_size;
-        layout.prefix_replay_tokens = prefix_replay_tokens;
-        layout.eagle_sees_last_token = eagle_sees_last_token;
-        Locked locked(mutex_);
+    void set_layout(u32 slot, const LayoutTuple& layout, bool is_announced, u32 lookahead) {
+        Layout made = layout_of(layout);
+        Guarded guarded(mutex_);
         check(slot);
-        index_.set_layout(slot, std::move(layout), is_announced, lookahead);
+        index_.set_layout(slot, std::move(made), is_announced, lookahead);
+    }
+
+    // See `Index::borrow_layout`.
+    void borrow_layout(u32 slot, const LayoutTuple& layout, u32 read_lookahead) {
+        Layout made = layout_of(layout);
+        Guarded guarded(mutex_);
+        check(slot);
+        index_.borrow_layout(slot, std::move(made), read_lookahead);
     }
 
     void unset_layout(u32 slot, bool is_announced, u32 lookahead) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         index_.unset_layout(slot, is_announced, lookahead);
     }
@@ -285,7 +327,7 @@ public:
             const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
                                             payload.size());
             ReleasedIf released(is_large);
-            Locked locked(mutex_, !is_large);
+            Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
             outcome = index_.apply(slot, bytes, done.result, news);
@@ -307,7 +349,7 @@ public:
             const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
                                             payload.size());
             ReleasedIf released(is_large);
-            Locked locked(mutex_, !is_large);
+            Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
             is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, done.result);
@@ -334,7 +376,7 @@ public:
         {
             const bool is_large = bytes.size() - std::min<u64>(at, bytes.size()) > kLargeRun;
             ReleasedIf released(is_large);
-            Locked locked(mutex_, !is_large);
+            Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
             while (prints.size() < most && run.end() < at + kLargePayload && last.empty()) {
@@ -372,7 +414,7 @@ public:
     }
 
     void note(u32 slot, bool has_chain, bool shows_extra_keys, bool has_lost_removals) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         Source& of = index_.source(slot);
         of.has_chain = has_chain;
@@ -382,19 +424,19 @@ public:
 
     bool holds_hash(u32 slot, nb::handle block_hash) {
         const u64 hash = hash_of(index_.space(), block_hash);
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return index_.entry_of(index_.source(slot), hash) != kNone;
     }
 
     bool hides_extra_keys(u32 slot) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return index_.source(slot).hides_extra_keys();
     }
 
     bool uses_int_hashes(u32 slot) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return index_.source(slot).uses_int_hashes;
     }
@@ -421,19 +463,19 @@ public:
     }
 
     u64 blocks_held(u32 slot) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return index_.source(slot).tiers[0].blocks;
     }
 
     u64 removals(u32 slot) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return index_.source(slot).removals;
     }
 
     u64 unplaced(u32 slot) {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         Source& of = index_.source(slot);
         of.told_unplaced = of.unplaced > 0;
@@ -441,37 +483,22 @@ public:
     }
 
     nb::dict statistics(u32 slot) {
-        Locked locked(mutex_);
-        check(slot);
-        const Source& of = index_.source(slot);
+        const SourceNumbers of = numbers_of(slot);
         nb::dict found;
-        nb::list blocks, units;
-        for (u32 plane = 0; plane < of.counts.size(); ++plane) {
-            if (!of.counts[plane]) continue;
-            const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
-            const nb::object name = text(of.tiers[tier].name);
-            blocks.append(nb::make_tuple(group, name, of.counts[plane]));
-            if (!tier || !of.has_layout || group >= of.layout.groups.size()) continue;
-            units.append(nb::make_tuple(group, name, index_.units_of(of, tier)[group]));
+        nb::list blocks, units, removed;
+        for (const SourceNumbers::OfPlane& each : of.planes) {
+            const nb::object name = text(each.tier);
+            blocks.append(nb::make_tuple(each.group, name, each.blocks));
+            if (each.unit) units.append(nb::make_tuple(each.group, name, *each.unit));
         }
-        found["blocks"] = blocks;
-        found["units"] = units;
-        nb::list removed;
         for (u32 group = 0; group < of.removed.size(); ++group) {
             if (of.removed[group]) removed.append(nb::make_tuple(group, of.removed[group]));
         }
+        found["blocks"] = blocks;
+        found["units"] = units;
         found["removed"] = removed;
-        found["unplaced"] = of.unplaced;
-        found["ambiguous"] = of.ambiguous;
-        found["waiting_runs"] = of.waiting.runs;
-        found["waiting_tokens"] = of.waiting.tokens;
-        found["given_up"] = of.waiting.given_up;
-        found["has_overflowed"] = of.has_overflowed;
-        found["has_lost_removals"] = of.has_lost_removals;
-        found["announces_remote"] = of.announces_remote;
-        found["removes_last_only"] = of.copy_watch.counting == CopyWatch::Counting::last_copy;
-        found["forgotten"] = of.forgotten.size();
-        found["entries"] = of.entries;
+        for (const auto& [name, number] : of.numbers) found[name] = number;
+        for (const auto& [name, flag] : of.flags) found[name] = flag;
         return found;
     }
 
@@ -482,7 +509,7 @@ public:
         ReleasedIf released(prompt.tokens().size() > kLongPrompt);
         std::vector<Prompt::Step> steps;
         {
-            Locked locked(mutex_, prompt.tokens().size() <= kLongPrompt);
+            Guarded guarded(mutex_, prompt.tokens().size() <= kLongPrompt);
             steps = matcher_.steps();
         }
         for (Prompt::Step step : steps) prompt.keys(index_.space(), step);
@@ -501,7 +528,7 @@ public:
         const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
-        Locked locked(mutex_, !is_long);
+        Guarded guarded(mutex_, !is_long);
         matcher_.match(prompt, by_hash, hits_);
         found.hits = hits_.by_slot;
         for (const auto& [slot, shares] : hits_.shares) {
@@ -520,7 +547,7 @@ public:
         {
             const bool is_long = prompt.tokens().size() > kLongPrompt;
             ReleasedIf released(is_long);
-            Locked locked(mutex_, !is_long);
+            Guarded guarded(mutex_, !is_long);
             check(slot);
             TieredHit found =
                 matcher_.match_source(slot, prompt, by_hash.empty() ? nullptr : &by_hash[0]);
@@ -536,7 +563,7 @@ public:
         const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
         const bool is_long = prompt.tokens().size() > kLongPrompt;
         ReleasedIf released(is_long);
-        Locked locked(mutex_, !is_long);
+        Guarded guarded(mutex_, !is_long);
         check(slot);
         return matcher_.match_tier(slot, prompt, tier, by_hash.empty() ? nullptr : &by_hash[0]);
     }
@@ -545,38 +572,40 @@ public:
                                 const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
         const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         check(slot);
         return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
     }
 
     nb::bytes export_source(u32 slot) {
-        Locked locked(mutex_);
-        check(slot);
-        index_.work_off();  // a source remembers some of what it left behind
-        const std::vector<u8> bytes = StateWriter(index_).write(slot);
+        std::vector<u8> bytes;
+        {
+            Guarded guarded(mutex_);
+            check(slot);
+            index_.work_off();  // a source remembers some of what it left behind
+            bytes = StateWriter(index_).write(slot);
+        }
         return nb::bytes(bytes.data(), bytes.size());
     }
 
     void restore_source(u32 slot, nb::bytes state) {
-        Locked locked(mutex_);
-        check(slot);
         const std::span<const u8> bytes(static_cast<const u8*>(state.data()), state.size());
+        Guarded guarded(mutex_);
+        check(slot);
         StateReader(index_, bytes).read(slot);
     }
 
     std::vector<std::string> contradictions() {
-        Locked locked(mutex_);
+        Guarded guarded(mutex_);
         index_.work_off();
         return Inspector(index_).contradictions();
     }
 
-    nb::tuple sizes() {
-        Locked locked(mutex_);
+    std::pair<u64, u64> sizes() {
+        Guarded guarded(mutex_);
         index_.work_off();
-        return nb::make_tuple(index_.nodes().size(), index_.memory());
+        return {index_.nodes().size(), index_.memory()};
     }
-
 
 private:
     bool work_off() {
@@ -590,6 +619,59 @@ private:
 #endif
         }
         return has_more;
+    }
+
+    // What `statistics` says of a source.
+    struct SourceNumbers {
+        struct OfPlane {
+            u32 group;
+            std::string tier;
+            u64 blocks;
+            std::optional<u64> unit;
+        };
+        std::vector<OfPlane> planes;
+        std::vector<u64> removed;
+        std::vector<std::pair<const char*, u64>> numbers;
+        std::vector<std::pair<const char*, bool>> flags;
+    };
+
+    SourceNumbers numbers_of(u32 slot) {
+        Guarded guarded(mutex_);
+        check(slot);
+        const Source& of = index_.source(slot);
+        SourceNumbers found;
+        for (u32 plane = 0; plane < of.counts.size(); ++plane) {
+            if (!of.counts[plane]) continue;
+            const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
+            std::optional<u64> unit;
+            if (tier && of.has_layout && group < of.layout.groups.size()) {
+                unit = index_.units_of(of, of, tier)[group];
+            }
+            found.planes.push_back({group, of.tiers[tier].name, of.counts[plane], unit});
+        }
+        found.removed = of.removed;
+        found.numbers = {{"unplaced", of.unplaced},
+                         {"ambiguous", of.ambiguous},
+                         {"waiting_runs", of.waiting.runs},
+                         {"waiting_tokens", of.waiting.tokens},
+                         {"given_up", of.waiting.given_up},
+                         {"forgotten", of.forgotten.size()},
+                         {"entries", of.entries}};
+        found.flags = {{"has_overflowed", of.has_overflowed},
+                       {"has_lost_removals", of.has_lost_removals},
+                       {"announces_remote", of.announces_remote},
+                       {"removes_last_only",
+                        of.copy_watch.counting == CopyWatch::Counting::last_copy}};
+        return found;
+    }
+
+    u32 added(u32 number, const TierUnits& tier_units) {
+        if (shared_->slot_of(number) != kNone) throw nb::index_error("the source is there already");
+        const u32 slot = shared_->add(number);
+        for (const auto& [name, blocks, tokens] : tier_units) {
+            index_.source(slot).tier_units.push_back({name, blocks, tokens});
+        }
+        return slot;
     }
 
     void check(u32 slot) const {
@@ -606,6 +688,7 @@ private:
         // Blocks came and went, and that is all.
         bool is_plain() const {
             return !(result.waiting | result.skipped | result.given_up) && !result.cleared &&
+                   result.stores_to_tell.empty() &&
                    !result.is_incomplete && !may_show_function && !is_news;
         }
     };
@@ -614,10 +697,10 @@ private:
         done.slot = of.slot;
         if (of.slot != slot) shared_->moved(slot, of.slot);
         if (done.result.cleared) dropped_ += done.result.removed;
-        done.has_lower_tiers = of.has_lower_tiers();
+        done.has_lower_tiers = of.has_lower_tiers() || of.has_shared;
         done.unplaced = of.unplaced;
         done.may_show_function =
-            done.result.has_root_sample && (of.unplaced || of.hides_extra_keys());
+            done.result.has_root_sample && (index_.has_unplaced(of) || of.hides_extra_keys());
         done.is_news = of.told_unplaced != (of.unplaced > 0) || of.told_chain != of.has_chain;
         of.told_unplaced = of.unplaced > 0;
         of.told_chain = of.has_chain;
@@ -634,13 +717,14 @@ private:
         return nb::make_tuple(result.stored, result.removed, result.waiting, result.skipped,
                               result.overflow, result.given_up, result.cleared,
                               result.is_incomplete, done.has_lower_tiers, done.may_show_function,
-                              done.unplaced, done.slot);
+                              done.unplaced, done.slot, result.stores_to_tell);
     }
 
     NamedShares named(u32 slot, const Shares& shares) {
         NamedShares found;
-        const std::vector<Tier>& tiers = index_.source(slot).tiers;
-        for (const auto& [tier, tokens] : shares) found.emplace_back(tiers[tier].name, tokens);
+        for (const auto& [share, tokens] : shares) {
+            found.emplace_back(matcher_.name_of_share(slot, share), tokens);
+        }
         return found;
     }
 
@@ -743,9 +827,13 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("shared", &Core::shared)
         .def("new_number", &Core::new_number)
         .def("add", &Core::add)
+        .def("add_store", &Core::add_store)
+        .def("share", &Core::share)
+        .def("has_unplaced", &Core::has_unplaced)
         .def("drop", &Core::drop)
         .def("tidy", &Core::tidy)
         .def("set_layout", &Core::set_layout)
+        .def("borrow_layout", &Core::borrow_layout)
         .def("unset_layout", &Core::unset_layout)
         .def("apply", &Core::apply)
         .def("apply_told", &Core::apply_told)

@@ -30,42 +30,24 @@ private:
     PyThreadState* state_;
 };
 
-// Holds the mutex. Whoever has to wait for it lets the interpreter lock go meanwhile.
-class Locked {
+// For as long as it lives: wherever the thread has to wait for a mutex, the interpreter lock is let go,
+// and taken back at the end. So Python must not be touched meanwhile, and no mutex be held at the end.
+class Patient {
 public:
-    explicit Locked(std::mutex& mutex, bool has_interpreter = true) : mutex_(mutex) {
-        if (mutex_.try_lock()) return;
-        if (!has_interpreter) {
-            mutex_.lock();
-            return;
-        }
-        nb::gil_scoped_release released;
-        mutex_.lock();
+    // `has_interpreter`: it has been let go already where it is false.
+    explicit Patient(bool has_interpreter = true)
+        : has_interpreter_(has_interpreter), waited_before_(before_waiting) {
+        if (has_interpreter_) before_waiting = &let_go;
     }
-    ~Locked() { mutex_.unlock(); }
-    Locked(const Locked&) = delete;
-    Locked& operator=(const Locked&) = delete;
-
-private:
-    std::mutex& mutex_;
-};
-
-// Holds the mutex of what a decision reads. Wherever the thread has to wait, for this mutex or for one
-// that is taken after it, the interpreter lock is let go, and taken back when this mutex is free again:
-// nobody waits for the interpreter with the mutex in hand. So Python must not be touched meanwhile.
-class Guarded {
-public:
-    explicit Guarded(std::mutex& mutex) : waited_before_(before_waiting) {
-        before_waiting = &let_go;
-        lock_ = locked(mutex);
-    }
-    ~Guarded() {
-        lock_.unlock();
+    ~Patient() {
+        if (!has_interpreter_) return;
         before_waiting = waited_before_;
-        if (let_go_ != nullptr) PyEval_RestoreThread(std::exchange(let_go_, nullptr));
+        // Where one lives in another, the outer one takes it back.
+        if (waited_before_ != nullptr || let_go_ == nullptr) return;
+        PyEval_RestoreThread(std::exchange(let_go_, nullptr));
     }
-    Guarded(const Guarded&) = delete;
-    Guarded& operator=(const Guarded&) = delete;
+    Patient(const Patient&) = delete;
+    Patient& operator=(const Patient&) = delete;
 
 private:
     static void let_go() {
@@ -73,7 +55,21 @@ private:
     }
 
     static inline thread_local PyThreadState* let_go_ = nullptr;
+    bool has_interpreter_;
     void (*waited_before_)();
+};
+
+// Holds a mutex. Nobody waits for the interpreter with the mutex in hand: it is let go where the thread
+// waits, for this mutex or for one that is taken after it, and taken back when this one is free again.
+class Guarded {
+public:
+    explicit Guarded(std::mutex& mutex, bool has_interpreter = true)
+        : patient_(has_interpreter), lock_(locked(mutex)) {}
+    Guarded(const Guarded&) = delete;
+    Guarded& operator=(const Guarded&) = delete;
+
+private:
+    Patient patient_;  // goes last
     std::unique_lock<std::mutex> lock_;
 };
 

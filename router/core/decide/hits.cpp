@@ -10,7 +10,7 @@ void FleetHits::begin(const Fleet& fleet) {
 
 void FleetHits::match(const Fleet& fleet, std::span<const u32> replicas, SharedIndex& index,
                       Prompt& prompt, const std::vector<Computed>& computed, bool is_only_one) {
-    const std::lock_guard locked(index.mutex);
+    const auto guard = locked(index.mutex);
     index.matcher.match(prompt, computed, index.hits);
     const std::vector<Hit>& hits = index.hits.by_slot;
     const bool has_shares = !index.hits.shares.empty();
@@ -34,9 +34,9 @@ void FleetHits::add_shares(SharedIndex& index) {
     for (const auto& [slot, shares] : index.hits.shares) {
         const u32 cache = slot < cache_of_slot_.size() ? cache_of_slot_[slot] : kNobody;
         if (cache == kNobody) continue;
-        const std::vector<Tier>& tiers = index.index.source(slot).tiers;
-        for (const auto& [tier, tokens] : shares) {
-            add_share(cache, tiers[tier].name, static_cast<i64>(tokens));
+        for (const auto& [share, tokens] : shares) {
+            const std::string& name = index.matcher.name_of_share(slot, share);
+            add_share(cache, name, static_cast<i64>(tokens));
         }
     }
 }

@@ -19,9 +19,12 @@ enum class EventType : u8 { stored, removed, cleared };
 struct Event {
     EventType type = EventType::cleared;
     bool is_on_gpu = true;
-    bool is_remote = false;            // announced as stored elsewhere
+    bool has_locality = false;         // says where it is stored:
+    bool is_remote = false;            // elsewhere,
+    bool is_local = false;             // or here
     bool has_root_sample = false;      // starts at the root and may show the hash function
     std::string_view tier;             // as on the wire; empty for the GPU's
+    std::optional<std::string_view> ownership;
     u32 group = 0;
     u32 first_hash = 0, hashes = 0;    // in Batch::hashes
     std::optional<u64> parent;
@@ -308,9 +311,11 @@ private:
         case Field::counts: return reader_.skip_nil() || read_counts(event);
         case Field::locality:
             if (!read_name(name)) return false;
+            event.has_locality = name.has_value();
             event.is_remote = is_same(name.value_or(""), "remote");
+            event.is_local = is_same(name.value_or(""), "local");
             return true;
-        case Field::ownership: return read_name(name);
+        case Field::ownership: return read_name(event.ownership);
         case Field::unknown: break;
         }
         return false;

@@ -20,6 +20,7 @@
 #include <deque>
 #include <limits>
 #include <memory>
+#include <unordered_set>
 
 #include "source.hpp"
 
@@ -31,6 +32,7 @@ struct Applied {
     bool cleared = false;
     bool is_incomplete = false;
     bool has_root_sample = false;  // some event may show the engine's hash function
+    std::vector<u32> stores_to_tell;  // slots: what their readers are to know of the layout is new
 };
 
 // What the layout learner has not heard yet.
@@ -113,20 +115,27 @@ public:
     u64 version() const { return version_; }
 
     void set_layout(u32 slot, Layout layout, bool is_announced, u32 lookahead) {
-        layout.find_equal_groups();
-        Source& of = source(slot);
-        of.layout = std::move(layout);
-        of.has_layout = true;
-        of.is_announced = is_announced;
-        of.lookahead = lookahead;
-        ++version_;
+        unset_layout(slot, is_announced, lookahead);
+        borrow_layout(slot, std::move(layout), lookahead);
+        source(slot).has_own_layout = true;
     }
 
     void unset_layout(u32 slot, bool is_announced, u32 lookahead) {
         Source& of = source(slot);
-        of.has_layout = false;
+        of.has_layout = of.has_own_layout = false;
         of.is_announced = is_announced;
         of.lookahead = lookahead;
+        of.layout_number = ++layouts_;
+        ++version_;
+    }
+
+    // To a source that has told none: that of the others that share its store.
+    void borrow_layout(u32 slot, Layout layout, u32 read_lookahead) {
+        layout.find_equal_groups();
+        Source& of = source(slot);
+        of.layout = std::move(layout);
+        of.has_layout = true;
+        of.read_lookahead = read_lookahead;
         ++version_;
     }
 
@@ -159,6 +168,32 @@ public:
         }
         apply_all(source(slot), opaque, result);
         return true;
+    }
+
+    // --- stores ---
+
+    // What `of` writes and reads besides its own blocks. The stores are there for as long as it is.
+    void share(u32 slot, std::vector<StoreHint> hints) {
+        Source& of = source(slot);
+        for (const StoreHint& hint : hints) {
+            if (std::find(of.stores.begin(), of.stores.end(), hint.slot) == of.stores.end()) {
+                of.stores.push_back(hint.slot);
+            }
+        }
+        of.store_hints = std::move(hints);
+        ++version_;
+    }
+    Source& store_of(const Source& of, std::size_t number) { return *sources_[of.stores[number]]; }
+    const Source& store_of(const Source& of, std::size_t number) const {
+        return *sources_[of.stores[number]];
+    }
+    // Whether some block that a source could load has no place yet.
+    bool has_unplaced(const Source& of) const {
+        return of.unplaced || any_store(of, [](const Source& store) { return store.unplaced > 0; });
+    }
+    bool has_anything_below(const Source& of) const {
+        return of.has_lower_tiers() ||
+               any_store(of, [](const Source& store) { return store.has_lower_tiers(); });
     }
 
     // --- looking ---
@@ -323,6 +358,44 @@ private:
 
     u64 hash_of(u64 hash) const { return mixed(hash, hash_hashes_.secret); }
 
+    template <class Holds>
+    bool any_store(const Source& of, Holds&& holds) const {
+        return std::any_of(of.stores.begin(), of.stores.end(),
+                           [&](u32 slot) { return holds(*sources_[slot]); });
+    }
+
+    // The store that an event is about; null: the source's own cache.
+    Source* meant_by(const Source& of, const Event& event) {
+        if (event.is_on_gpu || event.is_local) return nullptr;
+        for (const StoreHint& hint : of.store_hints) {
+            if (hint.ownership && event.ownership != *hint.ownership) continue;
+            const bool is_meant =
+                hint.tiers.empty() ? event.has_locality : names(hint.tiers, event.tier);
+            if (is_meant) return sources_[hint.slot].get();
+        }
+        return nullptr;
+    }
+    static bool names(const std::vector<std::string>& tiers, std::string_view tier) {
+        return std::any_of(tiers.begin(), tiers.end(),
+                           [&](const std::string& each) { return is_same_tier(each, tier); });
+    }
+
+    // Empties a tier that is shared as a whole: an engine that says that such a tier is empty means
+    // what is behind it.
+    u64 clear_shared(const Source& of, std::string_view tier) {
+        std::vector<u32> meant;
+        for (const StoreHint& hint : of.store_hints) {
+            const bool is_new = std::find(meant.begin(), meant.end(), hint.slot) == meant.end();
+            if (is_new && names(hint.tiers, tier)) meant.push_back(hint.slot);
+        }
+        u64 removed = 0;
+        for (u32 slot : meant) {
+            const u32 number = tier_named(*sources_[slot], tier);
+            if (number != kNone) removed += clear(*sources_[slot], number);
+        }
+        return removed;
+    }
+
     bool read(std::span<const u8> payload, bool is_canonical) {
         if (payload.size() >= u64{1} << 31) return false;
         batch_.shrink();
@@ -392,9 +465,13 @@ private:
 
     void clear_tier(Source& of, const Event& event, Applied& result) {
         const u32 tier = event.is_on_gpu ? 0 : tier_named(of, event.tier);
-        if (tier == kNone) return;
-        result.removed += may_move_out(of, tier) ? move_out(of) : clear(of, tier);
-        if (!event.is_on_gpu) return;
+        if (tier != kNone) {
+            result.removed += may_move_out(of, tier) ? move_out(of) : clear(of, tier);
+        }
+        if (!event.is_on_gpu) {
+            result.removed += clear_shared(of, event.tier);
+            return;
+        }
         result.cleared = true;
         of.copy_watch.forget();
         of.removals = 0;
@@ -404,6 +481,10 @@ private:
 
     void store(Source& of, const Event& event, bool is_opaque, Applied& result) {
         of.shows_extra_keys |= !event.extra_keys.empty() || event.salt.has_value();
+        if (Source* store = meant_by(of, event)) {
+            store_shared(of, *store, event, result);
+            return;
+        }
         of.announces_remote |= event.is_remote;
         const u32 tier = event.is_on_gpu ? 0 : tier_for(of, event.tier);
         if (tier == kNone) {
@@ -420,7 +501,8 @@ private:
         const bool has_ghosts = of.copy_watch.has_leftovers() && event.is_on_gpu;
         const bool is_plain = is_placed && !has_ghosts && !contradicts_remembered(of, event, taken);
         const u64* hashes = batch_.hashes.data() + event.first_hash;
-        bool needs_placing = taken < event.hashes || has_ghosts || of.waiting.runs;
+        bool needs_placing =
+            taken < event.hashes || has_ghosts || of.waiting.runs || !of.stores.empty();
         for (u32 i = 0; i < taken; ++i) {
             if (i + kAhead < taken) {
                 by_hash_.prefetch(hash_of(hashes[i + kAhead]));
@@ -435,10 +517,56 @@ private:
         } else if (block_size && !is_opaque && !is_placed && event.parent) {
             wait_for_parent(of, event, block_size, tier != 0);
         }
-        if (tier) see_unit(of, plane, event);
+        if (tier) see_unit(of, of, plane, event);
         refuse(of, event.hashes - taken, result);
         result.stored += taken;
         if (of.unplaced) result.waiting += unplaced_of(of, hashes, taken);
+    }
+
+    // Takes blocks into a store, each once, whoever announced it and how often.
+    void store_shared(Source& of, Source& store, const Event& event, Applied& result) {
+        if (of.has_own_layout && store.layout_number != of.layout_number) {
+            store.layout_number = of.layout_number;
+            result.stores_to_tell.push_back(store.slot);
+        }
+        const std::span<const u64> hashes(batch_.hashes.data() + event.first_hash, event.hashes);
+        const u32 tier = tier_for(store, event.tier);
+        const u64 refused = tier == kNone ? hashes.size() : take_in(of, store, event, tier);
+        const u32 block_size = event.tokens_per_block();
+        if (block_size && find_keys(of, event, block_size)) {
+            place_all(of, event, /*is_below=*/true);
+        } else if (block_size && event.parent) {
+            wait_for_parent(of, event, block_size, /*is_below=*/true);
+        }
+        if (tier != kNone) see_unit(of, store, plane_of(event.group, tier), event);
+        result.stored += hashes.size() - refused;
+        result.skipped += refused;
+        result.waiting += unplaced_of(store, hashes.data(), event.hashes);
+        of.has_shared = true;
+    }
+
+    // Adds what a store does not hold yet, as far as there is room, at the places that the writer
+    // knows; returns how many were refused.
+    u64 take_in(const Source& of, Source& store, const Event& event, u32 tier) {
+        const u32 plane = plane_of(event.group, tier);
+        std::vector<u32> fresh;  // numbers in the batch
+        std::unordered_set<u64, SecretHash> seen(0, SecretHash{space_.table_secret()});
+        for (u32 i = event.first_hash; i < event.first_hash + event.hashes; ++i) {
+            const u32 id = entry_of(store, batch_.hashes[i]);
+            const bool is_held = id != kNone && copies_of(store, id, plane);
+            if (!is_held && seen.insert(batch_.hashes[i]).second) fresh.push_back(i);
+        }
+        make_room(store, event.group, tier, fresh.size());
+        const u64 refused = rule::minus(fresh.size(), room(store, plane));
+        fresh.resize(fresh.size() - refused);
+        for (u32 i : fresh) add(store, plane, batch_.hashes[i], batch_.is_int[i], 1, nullptr);
+        Key key;
+        for (u32 i : fresh) {
+            if (own_key_of(of, batch_.hashes[i], key)) {
+                place(store, batch_.hashes[i], key, /*is_below=*/true);
+            }
+        }
+        return refused;
     }
 
     // Whether one of the blocks in `keys_` is remembered for another prefix: then which of two hashes
@@ -459,7 +587,22 @@ private:
         result.is_incomplete |= blocks > 0;
     }
 
+    // Forgets blocks of a store, whoever stored them.
+    u64 remove_shared(Source& store, const Event& event) {
+        const u32 tier = tier_named(store, event.tier);
+        if (tier == kNone) return 0;
+        const std::vector<u32> none(event.hashes);
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        return leave(store, plane_of(event.group, tier), {hashes, event.hashes}, none.data());
+    }
+
     void remove(Source& of, const Event& event, Applied& result) {
+        if (Source* store = meant_by(of, event)) {
+            const u64 gone = remove_shared(*store, event);
+            result.removed += gone;
+            result.skipped += event.hashes - gone;
+            return;
+        }
         const u32 tier = event.is_on_gpu ? 0 : tier_named(of, event.tier);
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         const u32 plane = tier == kNone ? kNone : plane_of(event.group, tier);
@@ -908,7 +1051,7 @@ private:
 
     void place_and_release(Source& of, u64 hash, Key key, bool is_below,
                            std::vector<std::pair<Key, WaitingRun>>& ready) {
-        place(of, hash, key, is_below);
+        place_everywhere(of, hash, key, is_below);
         if (!of.waiting.waits_for(hash)) return;
         for (WaitingRun& run : of.waiting.take(hash)) ready.emplace_back(key, std::move(run));
     }
@@ -918,11 +1061,21 @@ private:
         // of its own.
         if (of.has_chain && !is_below && event.lora.value_or("").empty()) return;
         const u64* hashes = batch_.hashes.data() + event.first_hash;
-        if (!unplaced_of(of, hashes, event.hashes)) return;
+        const bool needs_parent =
+            unplaced_of(of, hashes, event.hashes) || any_store(of, [&](const Source& store) {
+                return unplaced_of(store, hashes, event.hashes) > 0;
+            });
+        if (!needs_parent) return;
         of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
     }
 
     bool key_of(const Source& of, u64 hash, Key& out) const {
+        return own_key_of(of, hash, out) || any_store(of, [&](const Source& store) {
+                   return own_key_of(store, hash, out);
+               });
+    }
+
+    bool own_key_of(const Source& of, u64 hash, Key& out) const {
         const u32 id = entry_of(of, hash);
         if (id != kNone && nodes_[id].is_placed()) {
             out = nodes_[id].key();
@@ -938,6 +1091,17 @@ private:
             found += id != kNone && !nodes_[id].is_placed();
         }
         return found;
+    }
+
+    // The same in every store that holds the block.
+    void place_everywhere(Source& of, u64 hash, Key key, bool is_below) {
+        bool is_shared = false;
+        for (u32 slot : of.stores) {
+            if (entry_of(*sources_[slot], hash) == kNone) continue;
+            place(*sources_[slot], hash, key, /*is_below=*/true);
+            is_shared = true;
+        }
+        if (!is_shared || entry_of(of, hash) != kNone) place(of, hash, key, is_below);
     }
 
     // Learns the key of a block's prefix; the first one learned stays.
@@ -1183,27 +1347,28 @@ private:
 
     // --- units of lower tiers ---
 
-    bool may_shrink(const Source& of, u32 plane) const {
+    // Here and below `in` is what holds the tier: the source itself, or a store that it reads.
+    bool may_shrink(const Source& of, const Source& in, u32 plane) const {
         const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
-        if (!tier || of.tiers[tier].hint.is_given() || group >= of.layout.groups.size()) return false;
-        auto found = of.units.find(plane);
-        const u64 ends = found == of.units.end() ? 0 : found->second.ends;
+        if (!tier || in.tiers[tier].hint.is_given() || group >= of.layout.groups.size()) return false;
+        auto found = in.units.find(plane);
+        const u64 ends = found == in.units.end() ? 0 : found->second.ends;
         return !ends || ends > of.layout.groups[group].block_size;
     }
 
     // Every hash ends a unit, with one exception: a self-describing event of vLLM is about one unit,
     // and names the blocks in it. LMCache's names its own blocks, which are larger.
-    void see_unit(Source& of, u32 plane, const Event& event) {
+    void see_unit(const Source& of, Source& in, u32 plane, const Event& event) {
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         u32 first = 0;
         if (event.tokens) {
             first = event.hashes ? event.hashes - 1 : 0;
-            SeenUnit& seen = of.units[plane];
+            SeenUnit& seen = in.units[plane];
             const u64 size = event.tokens_per_block() ? event.tokens_per_block() : event.block_size;
             seen.largest = std::max({seen.largest, size, u64{1}});
             seen.ends = std::gcd(seen.ends, u64{event.tokens});
         }
-        if (!of.has_layout || of.is_announced || !may_shrink(of, plane)) return;
+        if (!of.has_layout || of.is_announced || !may_shrink(of, in, plane)) return;
         u64 found = 0;
         for (u32 i = first; i < event.hashes; ++i) {
             Key key;
@@ -1212,32 +1377,37 @@ private:
             found = std::gcd(found, static_cast<u64>(end < 0 ? -end : end));
         }
         if (found) {
-            SeenUnit& seen = of.units[plane];
+            SeenUnit& seen = in.units[plane];
             seen.ends = std::gcd(seen.ends, found);
         }
     }
 
 public:
     // The same from what a tier holds of a prompt: `ends` is the divisor of the ends found.
-    void see_ends(Source& of, u32 plane, u64 ends) {
+    static void see_ends(Source& in, u32 plane, u64 ends) {
         if (!ends) return;
-        SeenUnit& seen = of.units[plane];
+        SeenUnit& seen = in.units[plane];
         seen.ends = std::gcd(seen.ends, ends);
     }
 
     // Whether what a tier holds of a prompt may tell more of its units. Not where events describe
     // blocks: one names all blocks in a unit, and only the last of them ends it.
-    bool wants_ends(const Source& of, u32 plane) const {
-        auto found = of.units.find(plane);
+    bool wants_ends(const Source& of, const Source& in, u32 plane) const {
+        auto found = in.units.find(plane);
         const bool is_known =
-            found != of.units.end() &&
-            (found->second.largest || (found->second.ends && !of.unplaced));
-        return !of.is_announced && !is_known && may_shrink(of, plane);
+            found != in.units.end() &&
+            (found->second.largest || (found->second.ends && !in.unplaced));
+        return !of.is_announced && !is_known && may_shrink(of, in, plane);
     }
 
     // Whether some tier has blocks of its own, larger than the GPU's, and so hashes of its own.
     bool has_own_blocks_below(const Source& of) const {
-        for (const auto& [plane, seen] : of.units) {
+        return has_own_blocks_in(of, of) || any_store(of, [&](const Source& store) {
+                   return has_own_blocks_in(of, store);
+               });
+    }
+    static bool has_own_blocks_in(const Source& of, const Source& in) {
+        for (const auto& [plane, seen] : in.units) {
             const u32 group = group_of_plane(plane);
             if (group < of.layout.groups.size() &&
                 seen.largest > of.layout.groups[group].block_size) {
@@ -1248,12 +1418,12 @@ public:
     }
 
     // The tokens of a unit in each group of a tier; see `TierUnits.of`.
-    std::vector<u64> units_of(const Source& of, u32 tier) const {
+    std::vector<u64> units_of(const Source& of, const Source& in, u32 tier) const {
         const std::vector<Group>& groups = of.layout.groups;
         std::vector<u64> units(groups.size());
         u64 of_full = 0, of_all = 0;
         for (u32 i = 0; i < groups.size(); ++i) {
-            units[i] = of.is_announced ? 1 : unit_blocks(of, i, tier);
+            units[i] = of.is_announced ? 1 : unit_blocks(of, in, i, tier);
             of_all = std::gcd(of_all, units[i]);
             if (groups[i].kind == GroupKind::full) of_full = std::gcd(of_full, units[i]);
         }
@@ -1267,13 +1437,13 @@ public:
     }
 
 private:
-    u64 unit_blocks(const Source& of, u32 group, u32 tier) const {
+    u64 unit_blocks(const Source& of, const Source& in, u32 group, u32 tier) const {
         const Group& spec = of.layout.groups[group];
         if (spec.kind == GroupKind::not_cached) return 0;
-        const TierUnit& hint = of.tiers[tier].hint;
+        const TierUnit& hint = in.tiers[tier].hint;
         u64 unit = hint.tokens ? hint.tokens : hint.blocks * spec.block_size;
-        auto seen = of.units.find(plane_of(group, tier));
-        if (!hint.is_given() && seen != of.units.end()) {
+        auto seen = in.units.find(plane_of(group, tier));
+        if (!hint.is_given() && seen != in.units.end()) {
             // Not the GPU's blocks: the tier, such as LMCache's, has its own.
             const bool has_own = seen->second.largest > spec.block_size;
             unit = has_own ? seen->second.largest : seen->second.ends;
@@ -1297,6 +1467,7 @@ private:
     u32 next_ = 0;  // where `work_off` goes on
     std::vector<u32> scratch_slots_;
     u64 version_ = 0;
+    u64 layouts_ = 0;  // the number of the last one that was set
 
     Batch batch_;
     std::vector<Key> keys_;

@@ -15,7 +15,9 @@
 
 namespace kvroute {
 
-// What each lower tier adds to a hit, the fastest first.
+// What each lower tier adds to a hit, the fastest first: by the tier's number, or that of a store that
+// the source shares, + `kFirstStore`.
+constexpr u32 kFirstStore = kMaxTiers;
 using Shares = std::vector<std::pair<u32, u64>>;
 
 struct TieredHit {
@@ -89,16 +91,17 @@ public:
         const u64 length = prompt.tokens().size();
         Source& of = index_.source(slot);
         if (length < 2 || !of.has_layout) return 0;
-        const std::vector<u32> tiers = lower_tiers(of);
-        auto named = std::find_if(tiers.begin(), tiers.end(),
-                                  [&](u32 tier) { return of.tiers[tier].name == name; });
+        const std::vector<Lower> tiers = lower_tiers(of);
+        auto named = std::find_if(tiers.begin(), tiers.end(), [&](const Lower& each) {
+            return !each.is_shared() && of.tiers[each.tier].name == name;
+        });
         if (named == tiers.end()) return 0;
         Alone alone;
         look_up(of, prompt, computed, alone);
         combined_.clear();
-        auto bitmap_of = [&](u32 plane, bool of_tier) { return alone.bitmap(plane, of_tier); };
+        auto bitmap_of = [&](u32 plane, u32 where) { return alone.bitmap(plane, where); };
         see_ends(of, *named, length, bitmap_of);
-        const std::vector<u64> units = index_.units_of(of, *named);
+        const std::vector<u64> units = index_.units_of(of, of, named->tier);
         const Presence below = below_of(of, {&*named, 1}, alone.count, bitmap_of);
         const u64 total =
             rule::UnitSearch(of.layout, below, 0, length, units, !of.is_announced).longest();
@@ -115,13 +118,20 @@ public:
         look_up(of, prompt, computed, alone);
         Presence present{of.layout.hash_block_size, {}};
         for (u32 group = 0; group < of.layout.groups.size(); ++group) {
-            present.groups.push_back(alone.bitmap(plane_of(group, 0), false));
+            present.groups.push_back(alone.bitmap(plane_of(group, 0), kUsual));
         }
         for (u32 group = 0; group < of.layout.groups.size(); ++group) {
             accepted.push_back(
                 rule::longest_accepted(of.layout, group, present, length - 1, length));
         }
         return accepted;
+    }
+
+    // What a share is called: a tier, or a store.
+    const std::string& name_of_share(u32 slot, u32 share) const {
+        const Source& of = index_.source(slot);
+        if (share >= kFirstStore) return index_.store_of(of, share - kFirstStore).name;
+        return of.tiers[share].name;
     }
 
     // Of all sources, each once.
@@ -164,18 +174,37 @@ private:
         }
     };
 
+    // Where a block of a prompt was found: by the usual hashes, by those that a lower tier has of its
+    // own, or in the store of that number.
+    enum Where : u32 { kUsual, kOfTier, kInStore };
+
+    // A tier below the GPU that a source loads from.
+    struct Lower {
+        u32 tier;
+        u32 store = kNone;  // number among the source's; kNone: a tier of its own
+
+        bool is_shared() const { return store != kNone; }
+        u32 share() const { return is_shared() ? kFirstStore + store : tier; }
+    };
+
     // The bitmaps of one source that was looked up alone.
     struct Alone {
-        u64 count = 0;
-        std::unordered_map<u32, std::vector<u64>> found, tier_found;
+        using Planes = std::unordered_map<u32, std::vector<u64>>;
 
-        Bitmap bitmap(u32 plane, bool of_tier) const {
-            const auto& planes = of_tier ? tier_found : found;
+        u64 count = 0;
+        Planes found, tier_found;
+        std::vector<Planes> in_store;                // by number of the store
+        std::vector<std::pair<u64, u64>> looked_up;  // (block, hash), where there are stores
+
+        Bitmap bitmap(u32 plane, u32 where) const {
+            const Planes& planes = where == kUsual    ? found
+                                   : where == kOfTier ? tier_found
+                                                      : in_store[where - kInStore];
             auto known = planes.find(plane);
             if (known == planes.end()) return {};
             return {known->second.data(), 1, count};
         }
-        void set(std::unordered_map<u32, std::vector<u64>>& planes, u32 plane, u64 index) {
+        void set(Planes& planes, u32 plane, u64 index) {
             std::vector<u64>& words = planes[plane];
             if (words.empty()) words.resize((count + 63) / 64);
             words[index / 64] |= u64{1} << (index % 64);
@@ -183,7 +212,7 @@ private:
     };
 
     static Prompt::Step step_of(const Source& of) {
-        return {of.layout.hash_block_size, of.lookahead};
+        return {of.layout.hash_block_size, of.read_lookahead};
     }
 
     static const Computed* of_slot(const std::vector<Computed>& computed, u32 slot) {
@@ -206,7 +235,8 @@ private:
             if (std::find(steps_.begin(), steps_.end(), step) == steps_.end()) {
                 steps_.push_back(step);
             }
-            if (of->tier_found || !join(lane_of(step), *of)) alone_.push_back(of->slot);
+            const bool is_unusual = of->tier_found || !of->stores.empty();
+            if (is_unusual || !join(lane_of(step), *of)) alone_.push_back(of->slot);
         }
         for (Lane& lane : lanes_) {
             for (Cohort& cohort : lane.cohorts) {
@@ -278,7 +308,7 @@ private:
     static bool may_end_early(const Source& of) {
         const Layout& layout = of.layout;
         const bool drafts = layout.has_drafter();
-        bool may_end = !layout.full.empty() && !of.has_lower_tiers();
+        bool may_end = !layout.full.empty() && !of.has_lower_tiers() && of.stores.empty();
         for (const Group& group : layout.groups) {
             if (group.kind == GroupKind::not_cached) continue;
             may_end &= layout.scheduler_block_size % group.block_size == 0;
@@ -414,8 +444,8 @@ private:
 
     TieredHit turned_hit(const Lane& lane, u32 slot, u64 length, u64 looked_at, u64 chunks) {
         Source& of = index_.source(slot);
-        auto bitmap_of = [&](u32 plane, bool of_tier) -> Bitmap {
-            const u32 place = of_tier ? kNone : lane.place_of(of.word, plane);
+        auto bitmap_of = [&](u32 plane, u32 where) -> Bitmap {
+            const u32 place = where != kUsual ? kNone : lane.place_of(of.word, plane);
             if (place == kNone || !of.count(plane)) return {};
             const std::size_t number = lane.turned[place];
             return {bits_.data() + number * chunks * 64 + slot % 64, 64, looked_at};
@@ -429,9 +459,8 @@ private:
         Source& of = index_.source(slot);
         Alone alone;
         look_up(of, prompt, computed, alone, computed == nullptr && may_end_early(of));
-        return hit_of(of, prompt.tokens().size(), alone.count, [&](u32 plane, bool of_tier) {
-            return alone.bitmap(plane, of_tier);
-        });
+        return hit_of(of, prompt.tokens().size(), alone.count,
+                      [&](u32 plane, u32 where) { return alone.bitmap(plane, where); });
     }
 
     // `ends_early`: not behind what one of the groups of full attention lacks.
@@ -456,14 +485,50 @@ private:
                     (is_learned_below && Index::finds(of, node))) {
                     see(of, node, i, out, out.tier_found);
                 }
+                if (!of.stores.empty() && is_looked_up(of, node, is_learned || is_learned_below)) {
+                    out.looked_up.emplace_back(i, node.hash);
+                }
                 id = node.next_key;
             }
         }
-        if (computed == nullptr) return;
-        for (const std::vector<u64>& hashes : computed->hashes) {
+        if (computed != nullptr) look_up_computed(of, *computed, out);
+        if (!of.stores.empty()) look_up_shared(of, out);
+    }
+
+    void look_up_computed(const Source& of, const Computed& computed, Alone& out) {
+        for (const std::vector<u64>& hashes : computed.hashes) {
             for (u64 i = 0; i < hashes.size() && i < out.count; ++i) {
                 const u32 id = index_.entry_of(of, hashes[i]);
                 if (id != kNone) see(of, index_.nodes()[id], i, out, out.found);
+                if (!of.stores.empty()) out.looked_up.emplace_back(i, hashes[i]);
+            }
+        }
+    }
+
+    // Whether the hash of a node stands for its key: as the source has learned, or one of its stores.
+    bool is_looked_up(const Source& of, const Node& node, bool is_learned) const {
+        auto is_known_to = [&](const Source& each) {
+            return node.row(row_key(each.word, kTierFound)) & each.bit || Index::finds(each, node);
+        };
+        if (is_learned ? is_known_to(of) : node.row(row_key(of.word, kTierFound)) & of.bit) {
+            return true;
+        }
+        for (u32 number = 0; number < of.stores.size(); ++number) {
+            if (is_known_to(index_.store_of(of, number))) return true;
+        }
+        return false;
+    }
+
+    // What stores hold of the prompt, and the source's own tiers by a hash that only a store knows.
+    void look_up_shared(const Source& of, Alone& out) {
+        out.in_store.resize(of.stores.size());
+        for (const auto& [i, hash] : out.looked_up) {
+            const u32 own = index_.entry_of(of, hash);
+            if (own != kNone) see(of, index_.nodes()[own], i, out, out.tier_found);
+            for (u32 number = 0; number < of.stores.size(); ++number) {
+                const Source& store = index_.store_of(of, number);
+                const u32 id = index_.entry_of(store, hash);
+                if (id != kNone) see(store, index_.nodes()[id], i, out, out.in_store[number]);
             }
         }
     }
@@ -472,13 +537,13 @@ private:
         const u64 end = (index + 1) * of.layout.hash_block_size;
         for (u32 group : of.layout.full) {
             if (end % of.layout.groups[group].block_size) continue;
-            if (!found.bitmap(plane_of(group, 0), false).test(index)) return true;
+            if (!found.bitmap(plane_of(group, 0), kUsual).test(index)) return true;
         }
         return false;
     }
 
     static void see(const Source& of, const Node& node, u64 index, Alone& out,
-                    std::unordered_map<u32, std::vector<u64>>& planes) {
+                    Alone::Planes& planes) {
         for (u32 i = 0; i < node.row_count(); ++i) {
             const u32 row = node.row_keys()[i];
             if (word_of_row(row) == of.word && plane_of_row(row) < kPlanes &&
@@ -488,8 +553,7 @@ private:
         }
     }
 
-    // `bitmap_of(plane, of_tier)`: what the source holds there, found by the usual hashes or by the
-    // tier's own.
+    // `bitmap_of(plane, where)`: what the source holds there, found as `Where` says.
     template <class BitmapOf>
     TieredHit hit_of(Source& of, u64 length, u64 count, BitmapOf&& bitmap_of) {
         const Layout& layout = of.layout;
@@ -498,15 +562,15 @@ private:
         combined_.clear();
         for (const auto& members : layout.together) {
             Bitmap& all = present_.groups[members[0]];
-            all = bitmap_of(plane_of(members[0], 0), false);
+            all = bitmap_of(plane_of(members[0], 0), kUsual);
             for (std::size_t i = 1; i < members.size(); ++i) {
-                all = both(all, bitmap_of(plane_of(members[i], 0), false), count, true);
+                all = both(all, bitmap_of(plane_of(members[i], 0), kUsual), count, true);
             }
         }
         const auto [gpu, run] = rule::hit_and_run(layout, present_, length - 1, length);
         TieredHit found{
             {static_cast<u32>(gpu), static_cast<u32>(gpu), static_cast<u32>(run)}, {}};
-        if (of.has_lower_tiers()) extend(of, length, count, found, bitmap_of);
+        if (index_.has_anything_below(of)) extend(of, length, count, found, bitmap_of);
         if (!layout.worth(found.hit.total)) {
             return {{0, 0, static_cast<u32>(layout.worth(run))}, {}};
         }
@@ -517,10 +581,10 @@ private:
     // of them. What keeps other units is another connector of the engine, and it loads from one.
     template <class BitmapOf>
     void extend(Source& of, u64 length, u64 count, TieredHit& found, BitmapOf&& bitmap_of) {
-        std::vector<std::pair<std::vector<u64>, std::vector<u32>>> by_units;
-        for (u32 tier : lower_tiers(of)) {
+        std::vector<std::pair<std::vector<u64>, std::vector<Lower>>> by_units;
+        for (const Lower& tier : lower_tiers(of)) {
             see_ends(of, tier, length, bitmap_of);
-            std::vector<u64> units = index_.units_of(of, tier);
+            std::vector<u64> units = index_.units_of(of, table_of(of, tier), tier.tier);
             auto equal = std::find_if(by_units.begin(), by_units.end(),
                                       [&](const auto& each) { return each.first == units; });
             if (equal == by_units.end()) {
@@ -545,41 +609,66 @@ private:
 
     // What each tier adds: a block counts for the first that has it.
     template <class Reach>
-    static Shares shares_of(const std::vector<u32>& tiers, u64 gpu, u64 total, Reach&& reach) {
+    static Shares shares_of(const std::vector<Lower>& tiers, u64 gpu, u64 total, Reach&& reach) {
         Shares shares;
         u64 so_far = gpu;
         for (std::size_t i = 1; i <= tiers.size() && so_far != total; ++i) {
             const u64 reached =
                 i == tiers.size() ? total : std::min(total, std::max(so_far, reach(i)));
-            if (reached > so_far) shares.push_back({tiers[i - 1], reached - so_far});
+            if (reached > so_far) add_share(shares, tiers[i - 1].share(), reached - so_far);
             so_far = reached;
         }
         return shares;
     }
 
-    // The fastest first, as far as names tell.
-    static std::vector<u32> lower_tiers(const Source& of) {
-        std::vector<u32> tiers;
-        for (u32 tier = 1; tier < of.tiers.size(); ++tier) {
-            if (of.tiers[tier].blocks) tiers.push_back(tier);
+    // A store may have several tiers: it has one share.
+    static void add_share(Shares& shares, u32 share, u64 tokens) {
+        for (auto& [each, known] : shares) {
+            if (each != share) continue;
+            known += tokens;
+            return;
         }
-        std::sort(tiers.begin(), tiers.end(), [&](u32 left, u32 right) {
-            const std::string &one = of.tiers[left].name, &other = of.tiers[right].name;
+        shares.push_back({share, tokens});
+    }
+
+    const Source& table_of(const Source& of, const Lower& lower) const {
+        return lower.is_shared() ? index_.store_of(of, lower.store) : of;
+    }
+
+    // The fastest first, as far as names tell; a source's own before what it shares.
+    std::vector<Lower> lower_tiers(const Source& of) const {
+        std::vector<Lower> tiers;
+        add_tiers(of, kNone, tiers, [](const std::string& one, const std::string& other) {
             const bool is_later = !one.starts_with("CPU"), is_other_later = !other.starts_with("CPU");
             return is_later != is_other_later ? is_other_later : one < other;
         });
+        for (u32 number = 0; number < of.stores.size(); ++number) {
+            add_tiers(index_.store_of(of, number), number, tiers, std::less<std::string>());
+        }
         return tiers;
     }
 
+    template <class IsBefore>
+    static void add_tiers(const Source& in, u32 store, std::vector<Lower>& out, IsBefore&& before) {
+        const std::size_t first = out.size();
+        for (u32 tier = 1; tier < in.tiers.size(); ++tier) {
+            if (in.tiers[tier].blocks) out.push_back({tier, store});
+        }
+        std::sort(out.begin() + static_cast<std::ptrdiff_t>(first), out.end(),
+                  [&](const Lower& left, const Lower& right) {
+                      return before(in.tiers[left.tier].name, in.tiers[right.tier].name);
+                  });
+    }
+
     template <class BitmapOf>
-    Presence below_of(const Source& of, std::span<const u32> tiers, u64 count,
+    Presence below_of(const Source& of, std::span<const Lower> tiers, u64 count,
                       BitmapOf&& bitmap_of) {
         Presence below{of.layout.hash_block_size, {}};
         for (u32 group = 0; group < of.layout.groups.size(); ++group) {
             Bitmap any;
-            for (u32 tier : tiers) {
-                for (bool of_tier : {false, true}) {
-                    any = both(any, bitmap_of(plane_of(group, tier), of_tier), count, false);
+            for (const Lower& tier : tiers) {
+                for (u32 where : wheres_of(tier)) {
+                    any = both(any, bitmap_of(plane_of(group, tier.tier), where), count, false);
                 }
             }
             below.groups.push_back(any);
@@ -589,20 +678,26 @@ private:
 
     // Learns a tier's units from what it holds of the prompt, if its events did not tell.
     template <class BitmapOf>
-    void see_ends(Source& of, u32 tier, u64 length, BitmapOf&& bitmap_of) {
+    void see_ends(Source& of, const Lower& tier, u64 length, BitmapOf&& bitmap_of) {
         const u64 step = of.layout.hash_block_size;
-        for (u32 group : of.tiers[tier].groups) {
-            const u32 plane = plane_of(group, tier);
-            if (!index_.wants_ends(of, plane)) continue;
+        Source& in = tier.is_shared() ? index_.store_of(of, tier.store) : of;
+        for (u32 group : in.tiers[tier.tier].groups) {
+            const u32 plane = plane_of(group, tier.tier);
+            if (!index_.wants_ends(of, in, plane)) continue;
             u64 divisor = 0;
-            for (bool of_tier : {false, true}) {
-                const Bitmap bitmap = bitmap_of(plane, of_tier);
+            for (u32 where : wheres_of(tier)) {
+                const Bitmap bitmap = bitmap_of(plane, where);
                 for (u64 i = 0; bitmap.words != nullptr && i < length / step; ++i) {
                     if (bitmap.test(i)) divisor = std::gcd(divisor, (i + 1) * step);
                 }
             }
-            index_.see_ends(of, plane, divisor);
+            Index::see_ends(in, plane, divisor);
         }
+    }
+
+    static std::vector<u32> wheres_of(const Lower& tier) {
+        if (tier.is_shared()) return {kInStore + tier.store};
+        return {kUsual, kOfTier};
     }
 
     // What is in both of two bitmaps, or in either.

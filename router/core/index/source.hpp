@@ -409,6 +409,14 @@ struct TierUnit {
     bool is_given() const { return blocks || tokens; }
 };
 
+// What the configuration says of a store that a source shares with others.
+struct StoreHint {
+    u32 slot = 0;                    // of the store, which is kept as a source without a layout
+    std::vector<std::string> tiers;  // in upper case: blocks in these are there, unless local; none
+                                     // named: blocks below the GPU that are announced as elsewhere
+    std::optional<std::string> ownership;  // only blocks announced with it
+};
+
 // The hashes that came into a tier since it was empty, as long as they are few: a clear finds them
 // without a walk over what all sources hold. A walk is paid for by more stores than are kept here.
 class FewHashes {
@@ -499,6 +507,11 @@ struct Source {
     u32 word;
     u64 bit;
 
+    std::string name;              // of a store
+    std::vector<StoreHint> store_hints;  // an event belongs to the first that it fits
+    std::vector<u32> stores;       // their slots, each once
+    bool has_shared = false;       // it has written to one of them
+    u64 layout_number = 0;         // of a store: that of the writer heard last
     std::vector<Tier> tiers;       // by number; the GPU is 0
     std::vector<TierUnit> tier_units;  // as configured, by name
     std::vector<u32> counts;       // distinct hashes, by plane
@@ -526,6 +539,8 @@ struct Source {
     bool is_announced = false;     // the layout is the publisher's own word
     bool has_chain = false;        // Python knows the engine's hash function
     u32 lookahead = 0;             // tokens behind a block that its hash covers too
+    u32 read_lookahead = 0;        // the same, of blocks that prompts look up
+    bool has_own_layout = false;   // not that of others that share its store
     bool uses_int_hashes = false;  // the form of the newest hash
     bool shows_extra_keys = false;
     bool announces_remote = false;

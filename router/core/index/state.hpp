@@ -20,7 +20,7 @@ public:
         const Source& of = index_.source(slot);
         for (u64 number : {of.batches, of.ambiguous, of.removals, of.waiting.given_up}) put(number);
         for (bool flag : {of.uses_int_hashes, of.shows_extra_keys, of.announces_remote,
-                          of.has_overflowed, of.has_lost_removals}) {
+                          of.has_overflowed, of.has_lost_removals, of.has_shared}) {
             put(static_cast<u8>(flag));
         }
         put(static_cast<u8>(of.copy_watch.counting));
@@ -170,6 +170,7 @@ public:
         of.announces_remote = get<u8>();
         of.has_overflowed = get<u8>();
         of.has_lost_removals = get<u8>();
+        of.has_shared = get<u8>();
         of.copy_watch.counting = static_cast<CopyWatch::Counting>(get<u8>() % 3);
         const u32 groups = get<u32>();
         if (groups > kMaxGroups) throw StateError("too many groups");

@@ -382,8 +382,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 8"),
-        (lambda whole: whole[:18] + b"\x00\x09" + whole[20:], "version 9 must be 8"),
+        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 9"),
+        (lambda whole: whole[:18] + b"\x00\x0a" + whole[20:], "version 10 must be 9"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
     ],

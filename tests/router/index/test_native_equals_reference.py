@@ -39,6 +39,7 @@ from router.index import (
     PrefixIndex,
     SourceId,
     SourceLimits,
+    StoreHint,
     TierHint,
     choose_index,
     token_columns,
@@ -77,6 +78,14 @@ _EXTRA: list[Any] = [
     [[[["deep", [1, [2, [3, [4, [5]]]]]], 0]]],
 ]
 
+_STORES = [
+    (),
+    (StoreHint("bucket", ("STORAGE",)),),
+    (StoreHint("bucket", ("STORAGE",)),),
+    (StoreHint("bucket", ("STORAGE", "PÄD")), StoreHint("disk", ("DISK", "CPU"), "pool")),
+    (StoreHint("anything"), StoreHint("bucket", ("STORAGE",))),
+    (StoreHint("bucket", ("CPU",), "pool"), StoreHint("bucket", ("STORAGE",))),
+]
 _CLEARS = [AllBlocksCleared(), AllBlocksCleared(), TierBlocksCleared("CPU")]
 _ASKED = [extra for extra in _EXTRA if "1.5" not in repr(extra)]
 """Prompts have no such values: no engine's hash covers them."""
@@ -158,6 +167,7 @@ class Traffic:
             lookahead_token_ids=lookahead,
             cache_salt=any_of(_SALTS) if not self.is_sane else None,
             locality=any_of([None, None, None, "LOCAL", "remote"]),
+            ownership=any_of([None, None, "pool", "mine"]),
         )
 
     def _removed(self, engine: int) -> BlockRemoved:
@@ -167,7 +177,8 @@ class Traffic:
         if self.rng.random() < 0.1:
             counts = [self.rng.choice([0, 0, 1, 2]) for _ in taken]
         medium = self.rng.choice(["GPU", "GPU", *_MEDIA])
-        return BlockRemoved(taken, medium, self.rng.choice([None, 0, 1]), counts)
+        where = (self.rng.choice([None, None, "remote", "local"]), self.rng.choice([None, "pool"]))
+        return BlockRemoved(taken, medium, self.rng.choice([None, 0, 1]), counts, *where)
 
     def _nonsense(self) -> BlockStored:
         any_of = self.rng.choice
@@ -243,6 +254,7 @@ class Pair:
 
     def __init__(self, seed: int, limits: SourceLimits, sources: int) -> None:
         self.rng = random.Random(seed)
+        self.is_sharing = seed % 3 == 0
         self.reference: PrefixIndex = ReferenceIndex(limits=limits)
         self.native: PrefixIndex = _NATIVE.create(limits)
         self.limits = limits
@@ -271,6 +283,7 @@ class Pair:
             assume_unseen=any_of([False, True]),
             hash_seeds=any_of([(), (), (DEFAULT_SEED,)]),
             tiers=any_of([(), (("CPU", TierHint(unit_blocks=2)), ("DISK", TierHint(unit_size=4)))]),
+            stores=any_of(_STORES) if self.is_sharing else (),
         )
         self.reference.add(source, hints)
         self.native.add(source, hints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.config import ModelConfig, StoreConfig
-from router.index import IndexImplementation, StoreHint
+from router.index import StoreHint
 from router.index.reference.index import ReferenceIndex
 from router.routing.models import ModelSet
 
@@ -29,13 +29,3 @@ def test_a_replica_is_told_of_the_stores_that_it_shares() -> None:
     assert model.hints_of("a-1").stores == (shared, pool)
     assert model.hints_of("b-1").stores == (pool,)
     assert model.hints_of("b-1").hash_seeds == model.hints.hash_seeds
-
-
-def test_a_model_with_stores_has_an_index_that_knows_them() -> None:
-    """What does not would take a shared block for the writer's own, and say nothing."""
-    configured = [ModelConfig(name="shares", stores=STORES), ModelConfig(name="does not")]
-    for knows, expected in ((False, ReferenceIndex), (True, OtherIndex)):
-        indexes = IndexImplementation("other", OtherIndex, knows_stores=knows)
-        models = ModelSet(configured, no_replica, indexes)
-        assert type(models.index_of("shares")) is expected
-        assert type(models.index_of("does not")) is OtherIndex

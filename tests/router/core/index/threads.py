@@ -87,7 +87,7 @@ def replace_last(core: Any) -> None:
 
 def add_source(core: Any) -> None:
     slot = core.add(core.new_number(), [])
-    core.set_layout(slot, FULL_ATTENTION, 16, 16, True, 0, False, 0)
+    core.set_layout(slot, (FULL_ATTENTION, 16, 16, True, 0), False, 0)
 
 
 def apply_all(core: Any, payloads: Sequence[bytes]) -> None:
