@@ -80,7 +80,7 @@ _SUBJECTS = (
         r"(proxied_)?request|wrong_|versioned_|rejected_|retries|unretried_|time_to_first",
     ),
     ("Predictions", r"predict|admission_|expected_|actual_|compared_|approximate_"),
-    ("Queues and limits", r"queue_|key_"),
+    ("Queues and limits", r"queue_|key_|reservation"),
     ("Index", r"index_|blocks_|stored_responses|response_lookups|recent_|mirror_"),
     ("What replicas are told to keep", r"boundar"),
     ("Event streams", r"source_|suspect_|event_batches|events_"),

@@ -25,6 +25,7 @@ knows Python:
     plane/           the compiled data plane, which has the sockets in proxy's place
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
+    doors/           how gateways that send requests themselves ask and report
     tracing/         to which trace a request belongs, and its spans
     sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
@@ -36,5 +37,6 @@ knows Python:
     serve.py         the ASGI application, uvicorn, signals
     recordings.py    recorded streams: the format, and how well the index predicts one
     demo/            small engines behind a real router, and what it gains
+    client.py        asks a router where to send, and reports; knows nothing of the others
     cli/             kvroute
 """

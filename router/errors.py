@@ -15,9 +15,11 @@
         ├── ModelNotAllowed     403  the key is not for this model
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
+        ├── UnknownReservation  404  there is no such reservation, or no longer
         ├── UnknownPath         404  no such endpoint
         ├── MethodNotAllowed    405  the endpoint takes other methods
         ├── ReplicaExists       409  the id or the URL is taken
+        ├── ReservationExists   409  its id is taken
         ├── NotRecordable       409  this cache cannot be recorded now
         ├── NoSnapshot          409  another router asks for what is not known here
         ├── BodyTooLarge        413  over the bound on bodies
@@ -258,6 +260,21 @@ class UnknownResponse(RequestError):
         super().__init__("response id: no stored response of that id was made with this key")
 
 
+class UnknownReservation(RequestError):
+    """No reservation or selection of that id was made with the key that asks for it, or it is over.
+
+    Args:
+        what: `reservation` or `selection_id`.
+    """
+
+    status = 404
+    type = "invalid_request_error"
+    code = "reservation_not_found"
+
+    def __init__(self, what: str = "reservation") -> None:
+        super().__init__(f"{what}: there is none of that id; it ended, or its time was over")
+
+
 class UnknownPath(RequestError):
     """No endpoint has that path. The message does not repeat it: clients may put anything there."""
 
@@ -301,6 +318,19 @@ class ReplicaExists(RequestError):
         super().__init__(
             f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; "
             "remove that one first"
+        )
+
+
+class ReservationExists(RequestError):
+    """A reservation of that id has not ended yet."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "reservation_exists"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "selection_id: a reservation of that id has not ended; end it, or leave the id out"
         )
 
 

@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.board import Board
 from router.config import RouterConfig
+from router.doors.desk import Desk, DeskParts
 from router.errors import ConfigError, ConfigProblem
 from router.http.access import Guard
 from router.http.access_log import logged
@@ -113,12 +114,7 @@ class RouterApp:
         self._logs_access = service.config.observability.access_log
         dispatcher, header = service.dispatcher, service.config.policy.session_header
         paths = ProxiedPaths(service.config.server.extra_paths)
-        guard = Guard(
-            service.config.server,
-            lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
-            service.key_limits.usages,
-            service.peer_key,
-        )
+        guard = _guard(service)
         self.gateway = Gateway(
             service.config.server,
             guard,
@@ -133,6 +129,8 @@ class RouterApp:
             service.entrance,
             None if service.tracing is None else service.tracing.tracer,
         )
+        self.desk = _desk(service)
+        """Where gateways ask that send requests themselves."""
         parts = ApiParts(
             config=service.config,
             current_config=lambda: service.config,
@@ -141,6 +139,7 @@ class RouterApp:
             admission=service.admission,
             readiness=service.readiness,
             dispatcher=dispatcher,
+            desk=self.desk,
             models=service.models,
             registry=service.registry,
             fleet_changes=_fleet_changes(service, member),
@@ -173,6 +172,27 @@ class RouterApp:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         await self._api(scope, receive, send)
+
+
+def _guard(service: RouterService) -> Guard:
+    return Guard(
+        service.config.server,
+        lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+        service.key_limits.usages,
+        service.peer_key,
+    )
+
+
+def _desk(service: RouterService) -> Desk:
+    parts = DeskParts(
+        service.dispatcher,
+        service.observers,
+        service.admission,
+        service.entrance,
+        EngineOrder(service.config.overload),
+        service.reservations,
+    )
+    return Desk(parts)
 
 
 def _lifespan(

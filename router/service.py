@@ -29,6 +29,7 @@ from kvevents.subscriber import SubscriberOptions
 from router.board import Board, BoardExchange
 from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
+from router.doors import Reservations
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import (
@@ -360,6 +361,9 @@ class RouterService:
             self.entrance,
             self._beginning,
         )
+        doors = self.config.doors
+        self.reservations = Reservations(doors.max_reservations, doors.reservation_idle_s)
+        self._follower.on_gone = self.reservations.replica_gone
 
     def _make_snapshots(self) -> None:
         """What was known of caches before the start, and what keeps it over the next one."""
@@ -458,6 +462,7 @@ class RouterService:
 
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
+        self.reservations.end_all()
         self._forgetting.cancel()
         self.history.stop()
         if self.snapshots is not None and self._saving is not None:
@@ -489,6 +494,7 @@ class RouterService:
 
     async def render_metrics(self, has_exemplars: bool = False) -> bytes:
         """Return all metrics in Prometheus' text format, or with exemplars in OpenMetrics'."""
+        reservations = self.reservations.statistics()
         parts = CollectedParts(
             feed=self.feed,
             registry=self.registry,
@@ -506,6 +512,8 @@ class RouterService:
             room=None if self.entrance is None else self.entrance.room,
             priorities=self.config.overload.priorities,
             key_limits=self.key_limits,
+            reservations=reservations.held,
+            reservation_ends=reservations.ends,
             boards=self._shared.boards,
             foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
             worker_restarts=self._shared.worker_restarts,
@@ -584,6 +592,8 @@ class _ReplicaFollower(ReplicaListener):
         self._upstream = upstream
         self.give_up: Callable[[str, float], None] | None = None
         """Ends what the compiled data plane has under way at an origin; None: nobody."""
+        self.on_gone: Callable[[str], object] = lambda _: None
+        """Ends what gateways have reserved at a replica."""
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
 
@@ -637,6 +647,7 @@ class _ReplicaFollower(ReplicaListener):
         self._planner.note_streams(replica)
         self._planner.forget(replica.id)
         self._tokenizer_check.forget(replica.id)
+        self.on_gone(replica.id)
         self._observers.forget_replica(replica.id)
         self._forget_unserved_models()
 

@@ -45,6 +45,7 @@ DOCUMENTS = (
     "docs/deployment.md",
     "docs/engine.md",
     "docs/engines.md",
+    "docs/gateways.md",
     "docs/index.md",
     "docs/offloading.md",
     "docs/operations.md",

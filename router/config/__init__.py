@@ -15,6 +15,7 @@ The files; each imports only what is listed above it:
     board.py      where routers tell each other of their load
     keys.py       who may come in, and what comes with a key
     overload.py   what waits when replicas have no room
+    doors.py      what gateways that send requests themselves may hold
     observability.py  logs, metrics, traces
     approximate.py  what stands in for event streams that are not there
     versions.py   names that stand for several versions of a model
@@ -29,6 +30,7 @@ from router.config.discovery import (
     KubernetesDiscovery,
 )
 from router.config.document import read_text
+from router.config.doors import DoorsConfig
 from router.config.keys import ClientKeyConfig
 from router.config.observability import ObservabilityConfig, TracingConfig
 from router.config.overload import OverloadConfig
@@ -64,6 +66,7 @@ __all__ = [
     "ClientKeyConfig",
     "DiscoveryConfig",
     "DnsDiscovery",
+    "DoorsConfig",
     "EventSourceConfig",
     "EventsConfig",
     "FileDiscovery",

@@ -32,6 +32,7 @@ from router.config.document import (
     problems_in,
     read_text,
 )
+from router.config.doors import DoorsConfig
 from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
 from router.config.observability import ObservabilityConfig
 from router.config.overload import OverloadConfig
@@ -687,6 +688,7 @@ class RouterConfig(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     health: HealthConfig = HealthConfig()
     overload: OverloadConfig = OverloadConfig()
+    doors: DoorsConfig = DoorsConfig()
     events: EventsConfig = EventsConfig()
     approximate: ApproximateConfig = ApproximateConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

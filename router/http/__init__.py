@@ -17,5 +17,6 @@ The files; each imports only what is listed above it:
     live_page.py          the live page's files, and the headers that restrict a browser to them
     insight.py            what pages show of requests, of all workers
     questions.py          `/route` in short, without ASGI
+    selection.py          where gateways that send requests themselves ask and report
     api.py                the router's own endpoints, on FastAPI
 """

@@ -70,6 +70,7 @@ from router.http.responses import (
     replica_details,
     route_view,
 )
+from router.http.selection import add_selection
 from router.http.views import (
     HistoryView,
     ModelEntry,
@@ -120,6 +121,7 @@ def create_api(
     _add_probes(app, parts, operator)
     sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
     _add_route(app, parts, sees_hits)
+    add_selection(app, parts, sees_hits)
     _add_models(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)

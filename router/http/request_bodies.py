@@ -26,6 +26,17 @@ TextOrTokenIds: TypeAlias = Annotated[
 """One prompt or several."""
 
 
+ReservationId: TypeAlias = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=128, pattern="^[A-Za-z0-9._:-]+$")
+]
+ReplicaName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+Names: TypeAlias = Annotated[list[ReplicaName], msgspec.Meta(max_length=1024)]
+WorkerNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Numbers: TypeAlias = Annotated[list[WorkerNumber], msgspec.Meta(max_length=1024)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
 class ProxiedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What all of them have in common."""
 
@@ -134,6 +145,59 @@ class TokenIdsRequest(ProxiedRequest, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
+class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
+    """What a gateway asks about: token ids, or in their place the body of any endpoint with a
+    prompt, beside these fields, which are the router's."""
+
+    model_name: str | None = None
+    """Another name of `model`."""
+    token_ids: TokenIds | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    """Turns of one session have the same."""
+    selection_id: ReservationId | None = None
+    """What to call the reservation, or the selection that will be reserved later."""
+    replicas: Names | None = None
+    """Only these may be chosen: ids, URLs, or `host:port`."""
+    avoid: Names | None = None
+    """These may not, as after one of them has failed."""
+    allowed_worker_ids: Numbers | None = None
+    """As `replicas`, by `worker_id`."""
+    dp_rank: Rank | None = None
+    """The data-parallel rank it is for, where the gateway chooses it."""
+
+
+class ReservationRequest(SelectionRequest, frozen=True, kw_only=True):
+    """What to reserve: a selection by its id, or a request with the replica it was sent to."""
+
+    replica: ReplicaName | None = None
+    """Its id, URL, or `host:port`."""
+    worker_id: WorkerNumber | None = None
+    """The same as a number."""
+
+
+class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What has come of a response."""
+
+    tokens: TokenCount = 0
+    """More of them since the last report."""
+    usage: EngineUsage | None = None
+    """As in the engine's response, or its last event."""
+    cached_tokens: TokenCount | None = None
+    """The same in short, where only this is known."""
+
+
+class ReservationEnd(OutputReport, frozen=True, kw_only=True):
+    """How a request ended, and what had come of it."""
+
+    outcome: Literal["completed", "client_left", "failed"] = "completed"
+    status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
+    """Of the replica's response."""
+    failure: Literal["connect", "closed", "first_byte_timeout", "unavailable"] | None = None
+    """How the replica failed, as far as it is to blame: it counts against its health."""
+
+
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     """The counts from which the router learns what was cached: each API has its own."""
 
@@ -198,6 +262,27 @@ EXAMPLES: dict[type[Any], dict[str, dict[str, Any]]] = {
             "lora_name": "sql",
             "cache_salt": "tenant-7",
         },
+    },
+    SelectionRequest: {
+        "selection-of-token-ids": {
+            "model": "gemma-3",
+            "token_ids": [2, 651, 7217, 603],
+            "selection_id": "request-4711",
+        },
+        "selection-of-a-chat": {"model": "gemma-3", "messages": _CHAT, "avoid": ["replica-3"]},
+    },
+    ReservationRequest: {
+        "reservation-of-a-selection": {"selection_id": "request-4711"},
+        "reservation-at-a-replica": {
+            "model": "gemma-3",
+            "token_ids": [2, 651, 7217, 603],
+            "replica": "replica-7",
+        },
+    },
+    OutputReport: {"progress": {"tokens": 64}},
+    ReservationEnd: {
+        "end": {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}}},
+        "failure": {"outcome": "failed", "failure": "connect"},
     },
     ReplicaConfig: {
         "discovered-replica": {"url": "http://10.0.0.7:8000"},

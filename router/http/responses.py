@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from router.config import RouterConfig
+from router.doors import Desk, worker_number
 from router.feed import Feed, SourceFeedStatistics
 from router.http.access import Guard
 from router.http.proxied_paths import ProxiedPaths
@@ -27,6 +30,7 @@ from router.http.views import (
     HourView,
     LastMinute,
     ModelEntry,
+    OverlapView,
     Overview,
     PromptView,
     RankedReplica,
@@ -35,6 +39,7 @@ from router.http.views import (
     RequestsView,
     RequestView,
     RouteView,
+    SelectionView,
     SourceView,
     StoreSummary,
     TrustView,
@@ -56,6 +61,7 @@ from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog, RoutedRequest, Totals
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
+from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
 from router.routing.decision import Decision
@@ -102,6 +108,7 @@ class ApiParts:
     admission: Admission
     readiness: Readiness
     dispatcher: Dispatcher
+    desk: Desk
     models: ModelSet
     registry: ReplicaRegistry
     fleet_changes: FleetChanges
@@ -213,6 +220,87 @@ def _hit(candidate: Candidate) -> HitView:
         pull_from=candidate.pull_from,
         suspect=candidate.suspect,
         approximate=candidate.is_approximate,
+    )
+
+
+_MAX_FALLBACKS = 3
+_BLOCK_SIZE = 16
+_CPU_TIERS = ("CPU", "cpu")
+
+
+def selection_view(
+    decision: Decision,
+    attempt: Attempt | None = None,
+    selection_id: str = "",
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> SelectionView:
+    """Where a gateway should send a request. Some replica must be able to serve it.
+
+    Args:
+        decision: On the request.
+        attempt: How it is sent there, where that is booked.
+        selection_id: Of the reservation, or of what may be reserved later.
+        fields: To be set in the body.
+    """
+    best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
+    candidate = best.candidate
+    replica = decision.replicas[candidate.replica_id]
+    source, model = decision.source_of(candidate), decision.model
+    layout = None if model is None else model.index.announced(source)
+    prompts = decision.prompts if model is not None and model.index.holds(source) else ()
+    return SelectionView(
+        selection_id=selection_id,
+        model_name=decision.model_name,
+        replica=replica.id,
+        worker_id=worker_number(replica.id),
+        dp_rank=candidate.dp_rank,
+        endpoint=str(replica.origin),
+        address=_address(replica),
+        fallbacks=[
+            _address(decision.replicas[each.candidate.replica_id])
+            for each in itertools.islice(decision.ranking, 1, 1 + _MAX_FALLBACKS)
+        ],
+        headers={} if attempt is None else _headers_of(replica, attempt),
+        body_fields=dict(fields),
+        block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
+        overlap=_overlap(candidate),
+        isl_tokens=decision.prompt_tokens,
+        effective_prefill_tokens=max(decision.prompt_tokens - candidate.cached_tokens, 0),
+        expected_tokens=decision.expected_tokens(candidate),
+        groups=[] if model is None else [model.index.explain(each, source) for each in prompts],
+        hit=_hit(candidate),
+        reason=best.reason,
+        policy=decision.policy,
+        cost=round(best.cost, 3) if math.isfinite(best.cost) else 0.0,
+    )
+
+
+def _address(replica: Replica) -> str:
+    origin = replica.origin
+    shown = f"[{origin.host}]" if ":" in origin.host else origin.host
+    return f"{shown}:{origin.port}"
+
+
+def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:
+    """What the engine is told; not the replica's key, which the gateway has or has not."""
+    names = {name for name, _ in replica.headers}
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in attempt.request_headers
+        if value is not None and name not in names
+    }
+
+
+def _overlap(candidate: Candidate) -> OverlapView:
+    gpu = candidate.gpu_cached_tokens
+    rank = "0" if candidate.dp_rank is None else str(candidate.dp_rank)
+    in_memory = sum(tokens for tier, tokens in candidate.by_tier if tier in _CPU_TIERS)
+    return OverlapView(
+        longest_matched=candidate.cached_tokens,
+        gpu=gpu,
+        dp={rank: gpu},
+        cpu=min(gpu + in_memory, candidate.cached_tokens),
+        disk=candidate.cached_tokens,
     )
 
 

@@ -83,6 +83,60 @@ class HitView(View, frozen=True, kw_only=True):
     of 64 tokens, and counts as far as such estimates were right lately."""
 
 
+class OverlapView(View, frozen=True, kw_only=True):
+    """Prompt tokens that the chosen replica would reuse, in the words of other indexers."""
+
+    longest_matched: int
+    """All of them; where a model has several KV cache groups, what all groups allow."""
+    gpu: int
+    dp: dict[str, int] = {}
+    """On the GPU, by data-parallel rank."""
+    cpu: int
+    """With what memory would bring back."""
+    disk: int
+    """With what all lower tiers would bring back."""
+
+
+class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a gateway should send a request."""
+
+    selection_id: str = ""
+    """Of the reservation, where there is one."""
+    model_name: str
+    routing_group: str = "default"
+    replica: str
+    worker_id: int
+    """The replica's id as a number, the same at every router."""
+    dp_rank: int | None
+    """The data-parallel rank to ask for; null lets the engine choose."""
+    endpoint: str
+    """The replica's URL."""
+    address: str
+    """Its `host:port`."""
+    fallbacks: list[str] = []
+    """`host:port` of the next best, for a gateway that tries again by itself."""
+    headers: dict[str, str] = {}
+    """To be sent with the request."""
+    body_fields: dict[str, Any] = {}
+    """To be set in its body."""
+    block_size: int
+    """Tokens of a block."""
+    overlap: OverlapView
+    isl_tokens: int
+    """Of the prompt, as far as its token ids are known."""
+    effective_prefill_tokens: int
+    """Of these, those to compute."""
+    expected_tokens: int
+    """Prompt tokens that will be cached when the engine admits the request: the prediction that is
+    compared with its report."""
+    groups: list[Sequence[GroupHit]] = []
+    """By prompt: the longest prefix that each KV cache group by itself would allow."""
+    hit: HitView
+    reason: str
+    policy: str
+    cost: float
+
+
 class PromptView(View, frozen=True, kw_only=True):
     """One prompt of the request."""
 

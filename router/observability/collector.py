@@ -65,6 +65,9 @@ class CollectedParts:
     """None: no request waits for room at a replica."""
     priorities: Sequence[str] = ()
     key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(()))
+    reservations: int = 0
+    """That gateways have made and not ended."""
+    reservation_ends: Mapping[str, int] = field(default_factory=dict)
     boards: Sequence[Board] = ()
     foreign_prefixes: int = 0
     """Heard from others, and made with another secret."""
@@ -96,6 +99,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         tuple(_router_metrics(parts)),
         tuple(_queue_metrics(parts)),
         tuple(_key_metrics(parts.key_limits)),
+        tuple(_reservation_metrics(parts)),
         tuple(_board_metrics(parts)),
         tuple(_snapshot_metrics(parts)),
     )
@@ -847,6 +851,23 @@ def _queue_metrics(parts: CollectedParts) -> Iterator[Metric]:
         "compute, and the usual length of a response.",
         labels,
         [(values, waiting.tokens) for values, waiting in found],
+    )
+
+
+def _reservation_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    yield _single(
+        "kvroute_reservations",
+        "Requests that gateways send themselves, booked and not ended; bounded by "
+        "`doors.max_reservations`.",
+        parts.reservations,
+    )
+    yield _counter(
+        "kvroute_reservation_ends",
+        "Reservations that have ended: `completed`, `client_left`, `failed` as their gateway said; "
+        "`expired`, since it said nothing for `doors.reservation_idle_s`; `replica_gone`, "
+        "`abandoned` without its word.",
+        ("end",),
+        [((end,), count) for end, count in parts.reservation_ends.items()],
     )
 
 

@@ -53,6 +53,14 @@ class Asked(msgspec.Struct, frozen=True):
     """The version that was chosen, where that name stands for several."""
     tenant: str = ""
     """Whose request it is, where there may be several."""
+    is_eligible: Callable[[Replica], bool] | None = None
+    """Which replicas may be chosen; None: all that serve the model."""
+
+    def among(self, replicas: Mapping[str, Replica]) -> Mapping[str, Replica]:
+        """Those of *replicas* that may be chosen."""
+        if self.is_eligible is None:
+            return replicas
+        return {id_: each for id_, each in replicas.items() if self.is_eligible(each)}
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +144,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         told_off = "".join(f" not at {replica_id}" for replica_id in self.told_off_by)
         if asked is None or asked.spec.stored_response is not None:
             return told_off if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
+        if asked.is_eligible is not None:
+            told_off = f" among {' '.join(sorted(self.replicas))}{told_off}"
         return told_off if asked.lora_name is None else f"for {asked.lora_name}{told_off}"
 
     @property

@@ -44,6 +44,7 @@ from router.tokenize import (
 
 _Result = TypeVar("_Result")
 
+IsEligible: TypeAlias = Callable[[Replica], bool]
 CheckModel: TypeAlias = Callable[[str], object]
 """Called with a model or adapter, as the client names it; raises where its key is not for it."""
 NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
@@ -122,6 +123,7 @@ class Dispatcher:
         check_model: CheckModel | None = None,
         owner: ResponseOwner | None = None,
         tenant: str = "",
+        is_eligible: IsEligible | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -138,9 +140,9 @@ class Dispatcher:
             check_model: Whether the client's key is for the model, before anything is done for it.
             owner: The holder of the client's key, where there are several.
             tenant: Whose request it is, where there may be several.
+            is_eligible: Which replicas may be chosen; None: all that serve the model.
         Raises:
             BadRequest: The body breaks a rule.
-            ModelNotAllowed: *check_model* says so.
             UnknownResponse: The response that it continues is not *owner*'s.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
@@ -150,11 +152,12 @@ class Dispatcher:
         if endpoint is None:
             model, body = await self._model_in(body, salt)
             by_load = functools.partial(self.dispatch_by_load, headers=headers, tenant=tenant)
+            by_load = functools.partial(by_load, is_eligible=is_eligible)
             return by_load(model, body, needs_model=needs_model, check_model=check_model)
         secret = None if salt is None else salt.secret
         spec, body = await self._parse(endpoint, body, encoding, secret)
         body = _owned(spec, body, owner)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant)
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant, is_eligible)
         return await self._decide_later(asked)
 
     def dispatch_now(
@@ -170,6 +173,7 @@ class Dispatcher:
         check_model: CheckModel | None = None,
         owner: ResponseOwner | None = None,
         tenant: str = "",
+        is_eligible: IsEligible | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -185,6 +189,7 @@ class Dispatcher:
             check_model: Of the client's key.
             owner: Its holder.
             tenant: Whose request it is.
+            is_eligible: Which replicas may be chosen.
         Raises:
             RequestError: As `dispatch`.
         """
@@ -197,12 +202,13 @@ class Dispatcher:
                 check_model=check_model,
                 owner=owner,
                 tenant=tenant,
+                is_eligible=is_eligible,
             )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
         body = _owned(spec, body, owner)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant)
+        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant, is_eligible)
         return self._decide_now(asked)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
@@ -219,6 +225,7 @@ class Dispatcher:
         replicas = self._serving(asked.model, asked.lora_name)
         check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
         prompts = prepare(asked.model.index, looked_up)
+        replicas = asked.among(replicas)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
     def have_room(self, decision: Decision) -> bool:
@@ -244,7 +251,7 @@ class Dispatcher:
         asked = decision.asked
         if asked is None or asked.spec.stored_response is not None:
             return decision.replicas
-        return self._serving(asked.model, asked.lora_name)
+        return asked.among(self._serving(asked.model, asked.lora_name))
 
     def _reads_at_once(self, body: bytes) -> bool:
         is_bounded = self._pack is not None and len(body) <= INLINE_IDS_BYTES
@@ -259,6 +266,7 @@ class Dispatcher:
         headers: Mapping[bytes, bytes],
         check_model: CheckModel | None,
         tenant: str,
+        is_eligible: IsEligible | None,
     ) -> Asked:
         session, named = session or spec.session, spec.model
         if named and check_model is not None:
@@ -272,7 +280,8 @@ class Dispatcher:
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
             spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
-        return Asked(spec, body, model, lora_name, session, dp_rank, named, target, tenant)
+        names = session, dp_rank, named, target, tenant
+        return Asked(spec, body, model, lora_name, *names, is_eligible)
 
     def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
         """From the first chat on that a replica could be told about, its messages' ends are looked
@@ -331,6 +340,7 @@ class Dispatcher:
         replicas = self._serving(model, asked.lora_name)
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
+        replicas = asked.among(replicas)
         return self._decide(asked, tokenized, prompts, replicas, times)
 
     def _decide(
@@ -396,6 +406,7 @@ class Dispatcher:
         rename: Callable[[bytes, str], bytes] = with_model,
         check_model: CheckModel | None = None,
         tenant: str = "",
+        is_eligible: IsEligible | None = None,
     ) -> Decision:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
@@ -417,12 +428,15 @@ class Dispatcher:
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
-            return self._by_load(None, self._all_replicas(), body, tenant=tenant)
+            return self._by_load(
+                None, _among(self._all_replicas(), is_eligible), body, tenant=tenant
+            )
         target = self._models.versions.choose(name, headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        decision = self._by_load(model, self._serving(model, lora_name), body, name, tenant)
+        serving = _among(self._serving(model, lora_name), is_eligible)
+        decision = self._by_load(model, serving, body, name, tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
     async def dispatch_to_holder(
@@ -562,6 +576,14 @@ class Dispatcher:
             return job()
         async with self._large:
             return await asyncio.to_thread(job)
+
+
+def _among(
+    replicas: Mapping[str, Replica], is_eligible: IsEligible | None
+) -> Mapping[str, Replica]:
+    if is_eligible is None:
+        return replicas
+    return {id_: each for id_, each in replicas.items() if is_eligible(each)}
 
 
 def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:

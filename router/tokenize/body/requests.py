@@ -81,7 +81,8 @@ _TAKEN_OUT = b"[\t \t \n\t]"
 
 
 _FIELD_NAMES = (
-    *("model", "cache_salt", "lora_name", "endpoint", "token_ids", "messages", "prompt", "input"),
+    *("model", "model_name", "cache_salt", "lora_name", "endpoint", "token_ids"),
+    *("messages", "prompt", "input"),
     *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
     *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
     *(ARGUMENTS_FIELD, "metadata", *_SESSION_FIELDS),
@@ -132,7 +133,7 @@ def parse_request(
         check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
     if form is Endpoint.GENERATE:
         fields = _with_sampling(fields)
-    model = optional_text(fields, "model", "$")
+    model = _model(fields, endpoint)
     prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
     has_salt, max_chars = "cache_salt" in fields, limits.max_salt_chars
     return PromptSpec(
@@ -152,6 +153,14 @@ def parse_request(
         has_transfer_params=TRANSFER_FIELD in fields,
         keeps_prompt=fields.get(_RETENTION) is not None,
     )
+
+
+def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
+    """Selection services call it by the longer name."""
+    model = optional_text(fields, "model", "$")
+    if model is None and endpoint is Endpoint.ROUTE:
+        return optional_text(fields, "model_name", "$")
+    return model
 
 
 def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:

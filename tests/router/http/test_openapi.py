@@ -24,7 +24,11 @@ from router.http.request_bodies import (
     GenerateRequest,
     MessagesRequest,
     MessagesToRoute,
+    OutputReport,
+    ReservationEnd,
+    ReservationRequest,
     ResponsesRequest,
+    SelectionRequest,
     TokenIdsRequest,
     TokenizeRequest,
 )
@@ -41,6 +45,14 @@ REPLICA = {
 KEYS = {"CLIENT_KEY": "client-key-sentinel", "OPERATOR_KEY": "operator-key-sentinel"}
 LOCKED = "server: {client_api_key: '${CLIENT_KEY}', operator_api_key: '${OPERATOR_KEY}'}"
 TEXT = ("text/", "application/x-ndjson")
+SELECTION_PATHS = {
+    "/select",
+    "/select_and_reserve",
+    "/reservations",
+    "/reservations/{reservation_id}",
+    "/reservations/{reservation_id}/prefill_complete",
+    "/reservations/{reservation_id}/output",
+}
 OPEN_PATHS = {"/", "/healthz", "/readyz", "/health", "/ping", "/metrics"}
 """Nobody needs a key for these (for /metrics only where it is configured so)."""
 OPERATOR_PATHS = {
@@ -54,8 +66,9 @@ OPERATOR_PATHS = {
     "/replicas/{replica_id}/undrain",
     "/replicas/{replica_id}/recording",
     "/route",
+    *SELECTION_PATHS,
 }
-"""Where clients have keys; without them, anyone may ask /route."""
+"""Where clients have keys; without them, anyone may ask where to go."""
 WITH_BODY = {
     "/route",
     "/v1/chat/completions",
@@ -67,6 +80,10 @@ WITH_BODY = {
     "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
+    "/select",
+    "/select_and_reserve",
+    "/reservations",
+    "/reservations/{reservation_id}/output",
 }
 
 
@@ -140,7 +157,10 @@ async def test_what_takes_a_body_says_what_it_takes(document: dict[str, Any]) ->
     taking = {
         name: operation for name, operation in operations(document) if "requestBody" in operation
     }
-    assert set(taking) == {f"POST {path}" for path in (*WITH_BODY, "/replicas")}
+    assert set(taking) == {
+        *(f"POST {path}" for path in (*WITH_BODY, "/replicas")),
+        "DELETE /reservations/{reservation_id}",
+    }
     for name, operation in taking.items():
         for media in operation["requestBody"]["content"].values():
             assert media["examples"], name
@@ -250,6 +270,7 @@ FORMS = {
     TokenIdsRequest: Endpoint.ROUTE,
     MessagesToRoute: Endpoint.ROUTE,
     EmbeddingsToRoute: Endpoint.ROUTE,
+    SelectionRequest: Endpoint.ROUTE,
 }
 
 
@@ -266,6 +287,9 @@ def test_every_example_of_a_body_is_one_that_the_router_reads() -> None:
         ReplicaConfig,
         TokenizeRequest,
         DetokenizeRequest,
+        ReservationRequest,
+        OutputReport,
+        ReservationEnd,
     }
 
 

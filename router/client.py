@@ -1,0 +1,231 @@
+"""A client for programs that send requests themselves: ask where, send, report what became of it.
+Needs the extra `client`.
+
+```python
+with SelectionClient("http://router:8080") as router:
+    with router.reserved({"model": "gemma-3", "token_ids": ids}) as reservation:
+        response = post(reservation.endpoint, headers=reservation.headers)
+        reservation.usage = response["usage"]
+```
+
+Leaving the block ends the reservation: `failed` where an exception left it, else `completed`.
+`AsyncSelectionClient` is the same with `async with` and `await`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from typing_extensions import Self
+
+TIMEOUT_S = 60.0
+"""Longer than a request waits for its turn at the router."""
+
+
+class SelectionError(Exception):
+    """The router has refused.
+
+    Args:
+        status: Of its response.
+        code: The same for every error of one kind.
+        message: For people.
+        retry_after_s: When to try again, where that makes sense.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+@dataclass
+class Selection:
+    """Where a request should go."""
+
+    id: str
+    """Of its reservation."""
+    replica: str
+    endpoint: str
+    """The replica's URL."""
+    address: str
+    """Its `host:port`."""
+    dp_rank: int | None
+    cached_tokens: int
+    """Prompt tokens that it is predicted to reuse."""
+    reason: str
+    headers: Mapping[str, str]
+    """To be sent with the request."""
+    body_fields: Mapping[str, Any]
+    """To be set in its body."""
+    answer: Mapping[str, Any] = field(repr=False)
+    """All that the router said."""
+    usage: Mapping[str, Any] | None = None
+    """What the engine reports: set it, and it is compared with the prediction."""
+    status: int | None = None
+    """Of the replica's response: set it where it is not 200."""
+
+    def report(self, outcome: str) -> dict[str, Any]:
+        """The body that ends the reservation."""
+        found = {"outcome": outcome, "usage": self.usage, "status": self.status}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _selection(response: httpx.Response) -> Selection:
+    _check(response)
+    found = response.json()
+    return Selection(
+        id=found.get("selection_id", ""),
+        replica=found["replica"],
+        endpoint=found["endpoint"],
+        address=found["address"],
+        dp_rank=found["dp_rank"],
+        cached_tokens=found["overlap"]["longest_matched"],
+        reason=found["reason"],
+        headers=found.get("headers", {}),
+        body_fields=found.get("body_fields", {}),
+        answer=found,
+    )
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        error = response.json()["error"]
+        code, message = str(error["code"]), str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        code, message = "unreadable", f"the router answered {response.status_code}"
+    after = response.headers.get("retry-after", "")
+    retry_after_s = float(after) if after.isdigit() else None
+    raise SelectionError(response.status_code, code, message, retry_after_s)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+class SelectionClient:
+    """Asks one router.
+
+    Args:
+        url: The router's.
+        api_key: Of a client, where it wants one.
+        timeout_s: For each answer, with the time that a request waits for its turn.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._http = httpx.Client(base_url=url, headers=_headers(api_key), timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
+
+    def select(self, body: Mapping[str, Any]) -> Selection:
+        """Ask without booking; raises `SelectionError`, as all do."""
+        return _selection(self._http.post("/select", json=body))
+
+    def reserve(self, body: Mapping[str, Any]) -> Selection:
+        """Ask, and book it until `end`."""
+        return _selection(self._http.post("/select_and_reserve", json=body))
+
+    def prefill_complete(self, selection: Selection) -> None:
+        """The first token is there."""
+        _check(self._http.post(f"/reservations/{selection.id}/prefill_complete"))
+
+    def output(self, selection: Selection, tokens: int) -> None:
+        """So many more tokens are there."""
+        _check(self._http.post(f"/reservations/{selection.id}/output", json={"tokens": tokens}))
+
+    def end(self, selection: Selection, outcome: str = "completed") -> None:
+        """It is over: `completed`, `client_left` or `failed`."""
+        report = selection.report(outcome)
+        _check(self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
+
+    @contextmanager
+    def reserved(self, body: Mapping[str, Any]) -> Iterator[Selection]:
+        """Reserve for as long as the block runs."""
+        selection = self.reserve(body)
+        try:
+            yield selection
+        except BaseException:
+            self.end(selection, "failed")
+            raise
+        self.end(selection)
+
+
+class AsyncSelectionClient:
+    """The same for programs on an event loop."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._http = httpx.AsyncClient(base_url=url, headers=_headers(api_key), timeout=timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """As in `SelectionClient`, like all others."""
+        await self._http.aclose()
+
+    async def select(self, body: Mapping[str, Any]) -> Selection:
+        """Ask without booking."""
+        return _selection(await self._http.post("/select", json=body))
+
+    async def reserve(self, body: Mapping[str, Any]) -> Selection:
+        """Ask, and book it until `end`."""
+        return _selection(await self._http.post("/select_and_reserve", json=body))
+
+    async def prefill_complete(self, selection: Selection) -> None:
+        """The first token is there."""
+        _check(await self._http.post(f"/reservations/{selection.id}/prefill_complete"))
+
+    async def output(self, selection: Selection, tokens: int) -> None:
+        """So many more tokens are there."""
+        path = f"/reservations/{selection.id}/output"
+        _check(await self._http.post(path, json={"tokens": tokens}))
+
+    async def end(self, selection: Selection, outcome: str = "completed") -> None:
+        """It is over."""
+        report = selection.report(outcome)
+        _check(await self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
+
+    @asynccontextmanager
+    async def reserved(self, body: Mapping[str, Any]) -> AsyncIterator[Selection]:
+        """Reserve for as long as the block runs."""
+        selection = await self.reserve(body)
+        try:
+            yield selection
+        except BaseException:
+            await self.end(selection, "failed")
+            raise
+        await self.end(selection)

@@ -1,0 +1,30 @@
+"""How gateways that send requests themselves use the router: they ask where, and report what became
+of it. Knows no ASGI.
+
+The files; each imports only what is listed above it:
+
+    asks.py          who asks, and what for
+    reservations.py  what is booked until its gateway says that it is over, or falls silent
+    desk.py          decides, waits for room, books
+"""
+
+from router.doors.asks import NOBODY, Caller, Question, worker_number
+from router.doors.desk import Desk
+from router.doors.reservations import (
+    Outcome,
+    Reservation,
+    Reservations,
+    ReservationStatistics,
+)
+
+__all__ = [
+    "NOBODY",
+    "Caller",
+    "Desk",
+    "Outcome",
+    "Question",
+    "Reservation",
+    "ReservationStatistics",
+    "Reservations",
+    "worker_number",
+]

@@ -1,0 +1,63 @@
+"""Who asks where a request should go, and what for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import msgspec
+import xxhash
+
+from router.overload import KeyUsage
+from router.routing.dispatcher import IsEligible, TenantSalt
+from router.routing.stored_responses import ResponseOwner
+from router.tokenize import Endpoint
+
+_WORKER_BITS = 53
+"""Every JSON reader holds such a number exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose key a question came with, and what it is good for."""
+
+    name: str = ""
+    """Of the key; empty where none is needed."""
+    salt: TenantSalt | None = field(default=None, repr=False)
+    usage: KeyUsage | None = field(default=None, repr=False)
+    owner: ResponseOwner | None = field(default=None, repr=False)
+    priority: str | None = None
+    share: float = 1.0
+
+
+NOBODY = Caller()
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """One question."""
+
+    endpoint: Endpoint
+    """The form of the body; `Endpoint.ROUTE`: it says so itself."""
+    body: bytes
+    path: str
+    """For the log of requests."""
+    request_id: str
+    """Ties the logs of gateway, router and engine together."""
+    headers: Mapping[bytes, bytes] = MappingProxyType({})
+    """Names in lower case."""
+    session: str | None = None
+    dp_rank: int | None = None
+    """The data-parallel rank that it is for, where the gateway has chosen."""
+    is_eligible: IsEligible | None = None
+    """Which replicas the gateway can send it to; None: all of them."""
+    caller: Caller = NOBODY
+    trace_id: str | None = None
+
+
+def worker_number(replica_id: str) -> int:
+    """A replica's id as a number, for clients that know workers by numbers: the same at every
+    router and after every restart."""
+    if replica_id.isascii() and replica_id.isdigit() and int(replica_id) < 1 << _WORKER_BITS:
+        return int(replica_id)
+    return xxhash.xxh3_64_intdigest(replica_id.encode()) >> (64 - _WORKER_BITS)

@@ -1,0 +1,246 @@
+"""Answers gateways: decides where a request should go, waits for room there, books it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from router.doors.asks import Caller, Question
+from router.doors.reservations import Claim, Outcome, Reservation, Reservations
+from router.errors import NoReplica, UnknownReservation
+from router.observability.request_observer import RequestObservers
+from router.overload import EngineOrder, Entrance
+from router.routing.admission import Admission
+from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
+
+KEEP_SELECTION_S = 120.0
+MAX_SELECTIONS = 4096
+MAX_SELECTION_BYTES = 64 * 1024 * 1024
+"""Of all that are kept, with their prompts."""
+_TOKEN_BYTES = 8
+
+
+class DeskParts(NamedTuple):
+    """What a desk works with."""
+
+    dispatcher: Dispatcher
+    observers: RequestObservers
+    admission: Admission
+    entrance: Entrance | None
+    """Where requests wait for room at a replica; None: nowhere."""
+    engine_order: EngineOrder
+    reservations: Reservations
+
+
+class Desk:
+    """Where gateways ask. Belongs to one event loop."""
+
+    def __init__(self, parts: DeskParts) -> None:
+        self.reservations = parts.reservations
+        self._parts = parts
+        self._selections = _Selections()
+
+    async def select(self, ask: Question, selection_id: str | None = None) -> Decision:
+        """Decide, and book nothing.
+
+        Args:
+            ask: The question.
+            selection_id: Under which to keep the decision for a while, to be booked as it is.
+        Raises:
+            RequestError: It is refused.
+        """
+        claim = self._claim(ask)
+        try:
+            with self._parts.admission:
+                decision = await self._decide(ask)
+        finally:
+            claim.give_back()
+        metrics = self._parts.observers.metrics
+        metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
+        decision.require_replica()
+        if selection_id is not None:
+            self._selections.keep(selection_id, _Selected(ask, decision, self.reservations.clock()))
+        return decision
+
+    async def reserve(self, ask: Question, reservation_id: str | None = None) -> Reservation:
+        """Decide, wait for room where all replicas are full, and book.
+
+        Args:
+            ask: The question.
+            reservation_id: What to call it; None: something new.
+        Raises:
+            RequestError: It is refused; nothing is booked.
+        """
+        reservation_id = reservation_id or new_id()
+        self.reservations.check_room(reservation_id)
+        claim = self._claim(ask)
+        try:
+            with self._parts.admission:
+                decision = await self._decide(ask)
+                if ask.caller.usage is not None:
+                    ask.caller.usage.spend(decision.tokens)
+                book = functools.partial(self._book, ask, reservation_id, claim)
+                return await self._in_turn(ask, decision, claim, book)
+        except BaseException:
+            claim.give_back()
+            raise
+
+    def reserve_selected(self, selection_id: str, caller: Caller) -> Reservation:
+        """Book what `select` has decided under that id, once.
+
+        Raises:
+            UnknownReservation: There is none, or *caller* did not ask for it.
+            RequestError: It is refused; nothing is booked.
+        """
+        kept = self._selections.take(selection_id, caller.name, self.reservations.clock())
+        ask, decision = kept.ask, kept.decision
+        replica = decision.replicas[decision.ranking[0].candidate.replica_id]
+        if replica.removed or not replica.is_healthy:
+            raise NoReplica(decision.model_name, "the selected one is gone")
+        self.reservations.check_room(selection_id)
+        claim = self._claim(ask)
+        try:
+            if caller.usage is not None:
+                caller.usage.spend(decision.tokens)
+            return self._book(ask, selection_id, claim, decision)
+        except BaseException:
+            claim.give_back()
+            raise
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _claim(self, ask: Question) -> Claim:
+        entrance = self._parts.entrance
+        return Claim(ask, self._parts.admission, None if entrance is None else entrance.room)
+
+    async def _decide(self, ask: Question) -> Decision:
+        caller = ask.caller
+        found = self._parts.dispatcher.dispatch_now(
+            *(ask.endpoint, ask.body, ask.session),
+            dp_rank=ask.dp_rank,
+            salt=caller.salt,
+            headers=ask.headers,
+            check_model=None if caller.usage is None else caller.usage.check_model,
+            owner=caller.owner,
+            tenant=self._tenant(ask),
+            is_eligible=ask.is_eligible,
+        )
+        return found if isinstance(found, Decision) else await found
+
+    def _tenant(self, ask: Question) -> str:
+        entrance = self._parts.entrance
+        named = "" if entrance is None else entrance.tenant(ask.headers)
+        return named or ("" if ask.caller.owner is None else ask.caller.name)
+
+    async def _in_turn(
+        self,
+        ask: Question,
+        decision: Decision,
+        claim: Claim,
+        book: Callable[[Decision], Reservation],
+    ) -> Reservation:
+        """Book when a replica has room."""
+        entrance, dispatcher, caller = self._parts.entrance, self._parts.dispatcher, ask.caller
+        if entrance is None or not (decision.ranking or decision.may_wait):
+            return book(decision)
+        of_key = caller.name, caller.priority, caller.share
+        waiter = entrance.waiter(decision.model_name, ask.headers, *of_key)
+        waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
+        waiter.can_start = functools.partial(dispatcher.have_room, decision)
+        turn: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        # It is booked at once: whoever is looked at next must find it there.
+        waiter.start = lambda: _settle(turn, lambda: book(dispatcher.again(decision)))
+        waiter.refuse = lambda error: None if turn.done() else turn.set_exception(error)
+        claim.waiter = waiter
+        if entrance.room.enter(waiter, is_room=bool(decision.ranking)):
+            return book(decision)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                turn.result().end(Outcome.CLIENT_LEFT)
+            raise
+
+    def _book(
+        self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
+    ) -> Reservation:
+        observers, waiter = self._parts.observers, claim.waiter
+        self.reservations.check_room(reservation_id)
+        observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
+        if waiter is not None:
+            observer.waited_s = observers.clock() - waiter.arrived
+        number_of = self._parts.engine_order.numbers(
+            ask.headers, ask.caller.priority, observer.waited_s
+        )
+        attempt = next(decision.attempts(number_of=number_of))
+        reservation = Reservation(
+            *(reservation_id, ask.caller.name, decision, attempt, observer, claim),
+            self.reservations.clock,
+        )
+        observer.on_attempt(attempt)
+        self.reservations.add(reservation)
+        return reservation
+
+
+def new_id() -> str:
+    """An id that nobody guesses."""
+    return f"{random.SystemRandom().getrandbits(128):032x}"
+
+
+def _settle(turn: asyncio.Future[Reservation], book: Callable[[], Reservation]) -> None:
+    if turn.done():
+        return
+    try:
+        turn.set_result(book())
+    except Exception as error:  # noqa: BLE001 - whoever waits gets it, not who let it start
+        turn.set_exception(error)
+
+
+class _Selected(NamedTuple):
+    ask: Question
+    decision: Decision
+    at: float
+
+    @property
+    def bytes(self) -> int:
+        return len(self.ask.body) + _TOKEN_BYTES * self.decision.prompt_tokens
+
+
+class _Selections:
+    """Decisions that may be booked later, bounded in number, size and age; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, _Selected] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, selection_id: str, kept: _Selected) -> None:
+        self._remove(selection_id)
+        self._kept[selection_id] = kept
+        self._bytes += kept.bytes
+        while len(self._kept) > MAX_SELECTIONS or self._bytes > MAX_SELECTION_BYTES:
+            self._remove(next(iter(self._kept)))
+
+    def take(self, selection_id: str, holder: str, now: float) -> _Selected:
+        self._forget_old(now)
+        kept = self._kept.get(selection_id)
+        if kept is None or kept.ask.caller.name != holder:
+            raise UnknownReservation("selection_id")
+        self._remove(selection_id)
+        return kept
+
+    def _forget_old(self, now: float) -> None:
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if self._kept[oldest].at > now - KEEP_SELECTION_S:
+                return
+            self._remove(oldest)
+
+    def _remove(self, selection_id: str) -> None:
+        kept = self._kept.pop(selection_id, None)
+        if kept is not None:
+            self._bytes -= kept.bytes

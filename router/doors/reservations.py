@@ -1,0 +1,288 @@
+"""What is booked for a gateway that sends a request itself. It ends when the gateway says so, when
+its replica is removed, or when the gateway has been silent for too long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from router.doors.asks import Question
+from router.errors import Overloaded, ReservationExists, UnknownReservation
+from router.observability.request_observer import RequestObserver
+from router.overload import Waiter, WaitingRoom
+from router.proxy import Attempt, End, Failure
+from router.routing.admission import Admission
+from router.routing.decision import Decision
+
+_SWEEP_S = 0.5
+
+
+class Outcome(Enum):
+    """How a reservation ends: the values of a label."""
+
+    COMPLETED = "completed"
+    """The replica's response, whatever its status, reached the client whole."""
+    CLIENT_LEFT = "client_left"
+    FAILED = "failed"
+    """The replica gave no response, or not all of it."""
+    EXPIRED = "expired"
+    """Its gateway has said nothing of it for too long."""
+    REPLICA_GONE = "replica_gone"
+    """Its replica was removed."""
+    ABANDONED = "abandoned"
+    """The gateway's connection, or this router, ended before it did."""
+
+
+_ENDS = {
+    Outcome.COMPLETED: End.COMPLETED,
+    Outcome.CLIENT_LEFT: End.CLIENT_LEFT,
+    Outcome.EXPIRED: End.ABANDONED,
+    Outcome.REPLICA_GONE: End.REPLICA_DIED,
+    Outcome.ABANDONED: End.ABANDONED,
+}
+
+
+class Claim:
+    """What one question takes of its caller's limits and of the memory for bodies, and its place
+    among those that wait.
+
+    Raises:
+        KeyLimitReached: The caller has used what it may for now.
+        Overloaded: There is no room for the body.
+    """
+
+    __slots__ = ("_admission", "_ask", "_room", "waiter")
+
+    def __init__(self, ask: Question, admission: Admission, room: WaitingRoom | None) -> None:
+        self._admission = admission
+        self._room = room
+        self.waiter: Waiter | None = None
+        usage = ask.caller.usage
+        if usage is not None:
+            usage.enter()
+        self._ask: Question | None = ask
+        try:
+            admission.hold(len(ask.body))
+        except BaseException:
+            if usage is not None:
+                usage.leave()
+            raise
+
+    def give_back(self, response_tokens: int | None = None) -> None:
+        """It is over; a second call changes nothing."""
+        ask, self._ask = self._ask, None
+        waiter, self.waiter = self.waiter, None
+        if ask is not None:
+            self._admission.hold(-len(ask.body))
+            if ask.caller.usage is not None:
+                ask.caller.usage.leave(response_tokens or 0)
+        if waiter is not None and self._room is not None:
+            self._room.over(waiter, response_tokens)
+
+
+class Reservation:
+    """One booking, from its decision to its end."""
+
+    __slots__ = (
+        "_clock",
+        "_on_over",
+        "_started_at",
+        "attempt",
+        "claim",
+        "decision",
+        "has_begun",
+        "holder",
+        "id",
+        "is_over",
+        "observer",
+        "touched_at",
+    )
+
+    def __init__(
+        self,
+        reservation_id: str,
+        holder: str,
+        decision: Decision,
+        attempt: Attempt,
+        observer: RequestObserver,
+        claim: Claim,
+        clock: Callable[[], float],
+    ) -> None:
+        self.id = reservation_id
+        self.holder = holder
+        """The key that it was made with, by name; nobody else may end it."""
+        self.decision = decision
+        self.attempt = attempt
+        """Where the gateway sends the request."""
+        self.observer = observer
+        self.claim = claim
+        self.is_over = self.has_begun = False
+        self._clock = clock
+        self._started_at = self.touched_at = clock()
+        self._on_over: Callable[[Reservation, Outcome], object] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return self._clock() - self._started_at
+
+    def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
+        """Have *call* told of its end."""
+        self._on_over = call
+
+    def prefill_complete(self) -> None:
+        """The first token of the response is there."""
+        if not self.has_begun and not self.is_over:
+            self.has_begun = True
+            self.observer.on_first_byte(self.attempt, self.seconds)
+
+    def output(self, tokens: int) -> None:
+        """So many more tokens of the response."""
+        if not self.is_over:
+            self.prefill_complete()
+            self.observer.on_events(tokens)
+
+    def report(self, usage: bytes) -> None:
+        """What the engine said of the tokens: a JSON object with the `usage` of its response."""
+        self.observer.on_usage(True, usage, b"")
+
+    def served_by(self, attempt: Attempt) -> None:
+        """The gateway has sent it to another replica of the decision, as where it tried again."""
+        if not self.is_over and attempt.replica_id != self.attempt.replica_id:
+            self.observer.on_failure(self.attempt, Failure.CONNECT)
+            self.attempt = attempt
+            self.observer.on_attempt(attempt)
+
+    def end(
+        self, outcome: Outcome, status: int | None = None, failure: Failure | None = None
+    ) -> None:
+        """It is over; a second call changes nothing.
+
+        Args:
+            outcome: How.
+            status: Of the replica's response; None: 200 where that is complete.
+            failure: How the replica failed, where that is known.
+        """
+        if self.is_over:
+            return
+        self.is_over = True
+        if status is None and outcome is Outcome.COMPLETED:
+            status = 200
+        try:
+            self._tell_end(outcome, status, failure)
+        finally:
+            self.claim.give_back(self.observer.response_tokens())
+            if self._on_over is not None:
+                self._on_over(self, outcome)
+
+    def _tell_end(self, outcome: Outcome, status: int | None, failure: Failure | None) -> None:
+        if outcome is Outcome.COMPLETED and not self.has_begun:
+            self.has_begun = True  # a response that is not streamed is there at once
+            self.observer.on_first_byte(self.attempt, self.seconds)
+        if failure is None and status is not None and status >= 500:
+            failure = Failure.SERVER_ERROR
+        if failure is not None:
+            self.observer.on_failure(self.attempt, failure)
+        end = _ENDS.get(outcome) or (End.REPLICA_DIED if self.has_begun else End.NO_REPLICA)
+        self.observer.on_end(end, status, self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationStatistics:
+    """Those that have not ended, and the ends since the start."""
+
+    held: int
+    ends: Mapping[str, int]
+
+
+class Reservations:
+    """All of them. Belongs to one event loop.
+
+    Args:
+        limit: How many there may be.
+        idle_s: After so many seconds in which nothing is said of one, it ends by itself.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, limit: int, idle_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit = limit
+        self._idle_s = idle_s
+        self.clock = clock
+        self._held: OrderedDict[str, Reservation] = OrderedDict()
+        """By id; the one that was heard of last stands last."""
+        self._ends: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def check_room(self, reservation_id: str) -> None:
+        """Check that another one may be made.
+
+        Raises:
+            ReservationExists: There is one of that id.
+            Overloaded: There are as many as there may be.
+        """
+        if reservation_id in self._held:
+            raise ReservationExists
+        if len(self._held) >= self._limit:
+            raise Overloaded(f"holds {self._limit} reservations, its limit")
+
+    def add(self, reservation: Reservation) -> None:
+        """Hold one that was made after `check_room`."""
+        self._held[reservation.id] = reservation
+        reservation.on_over(self._over)
+        self._look_later()
+
+    def get(self, reservation_id: str, holder: str) -> Reservation:
+        """One that something is said of now.
+
+        Raises:
+            UnknownReservation: There is none, or *holder* did not make it.
+        """
+        found = self._held.get(reservation_id)
+        if found is None or found.holder != holder:
+            raise UnknownReservation
+        found.touched_at = self.clock()
+        self._held.move_to_end(reservation_id)
+        return found
+
+    def replica_gone(self, replica_id: str) -> None:
+        """A replica was removed."""
+        for reservation in list(self._held.values()):
+            if reservation.attempt.replica_id == replica_id:
+                reservation.end(Outcome.REPLICA_GONE)
+
+    def end_all(self) -> None:
+        """The router stops."""
+        for reservation in list(self._held.values()):
+            reservation.end(Outcome.ABANDONED)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def statistics(self) -> ReservationStatistics:
+        """How many there are, and how they ended."""
+        ends = {outcome.value: self._ends[outcome.value] for outcome in Outcome}
+        return ReservationStatistics(len(self._held), ends)
+
+    def _over(self, reservation: Reservation, outcome: Outcome) -> None:
+        self._ends[outcome.value] += 1
+        self._held.pop(reservation.id, None)
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._held:
+            self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        last = self.clock() - self._idle_s
+        while self._held:
+            oldest = next(iter(self._held.values()))
+            if oldest.touched_at > last:
+                break
+            oldest.end(Outcome.EXPIRED)
+        self._look_later()

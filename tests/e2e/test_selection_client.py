@@ -1,0 +1,65 @@
+"""The Python client that asks a router where to send, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from router.client import AsyncSelectionClient, SelectionClient, SelectionError
+from tests.support.engine_stub import engines, prompt_ids
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    with router_process({"health": QUICK_HEALTH}) as process:
+        yield process
+
+
+async def test_a_block_is_a_reservation(router: RouterProcess) -> None:
+    """Its user cannot forget to end it."""
+    async with (
+        engines(1) as (stub,),
+        router.serving(stub),
+        AsyncSelectionClient(router.url) as client,
+    ):
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 1)}
+        assert (await client.select(body)).address == f"127.0.0.1:{stub.port}"
+        async with client.reserved(body) as found:
+            assert (found.replica, found.endpoint) == (stub.name, stub.url)
+            await client.prefill_complete(found)
+            await client.output(found, 3)
+            assert (await router.metrics()).sum("kvroute_reservations") == 1
+            found.usage = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 0}}
+        (logged,) = (await router.get("/requests?limit=1")).json["requests"]
+        assert (logged["end"], logged["actual"]) == ("completed", 0)
+        with pytest.raises(ZeroDivisionError):
+            async with client.reserved(body):
+                raise ZeroDivisionError
+        assert (await router.metrics()).sum("kvroute_reservation_ends_total", end="failed") == 1
+        await router.until_idle()
+
+
+async def test_threads_have_one_too(router: RouterProcess) -> None:
+    """Most gateways in Python are not on an event loop."""
+    async with engines(1) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 2)}
+
+        def ask_and_report() -> str:
+            with SelectionClient(router.url) as client, client.reserved(body) as found:
+                client.prefill_complete(found)
+                client.output(found, 2)
+                return found.replica
+
+        assert await asyncio.to_thread(ask_and_report) == stub.name
+        await router.until_idle()
+
+
+async def test_a_refusal_is_an_error_with_a_code(router: RouterProcess) -> None:
+    """Who asks must tell a full fleet from a wrong question."""
+    async with AsyncSelectionClient(router.url) as client:
+        with pytest.raises(SelectionError) as refused:
+            await client.reserve({"model": "nobody-has-it", "token_ids": [1]})
+        assert (refused.value.status, refused.value.code) == (404, "model_not_found")
