@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import uvicorn
 import uvloop
@@ -129,6 +129,7 @@ class RouterApp:
             service.entrance,
             None if service.tracing is None else service.tracing.tracer,
         )
+        self.paths = paths
         self.desk = _desk(service)
         """Where gateways ask that send requests themselves."""
         parts = ApiParts(
@@ -155,7 +156,7 @@ class RouterApp:
             render_metrics=_metrics_of_all(service, member),
             render_exemplars=_exemplars(service, member),
         )
-        self._api = create_api(parts, _lifespan(service, member))
+        self._api = create_api(parts, _with_picker(_lifespan(service, member), self, service))
         self.direct = RouteQuestions(self.gateway, dispatcher, service.metrics, header)
         """Serves what does not go through ASGI."""
 
@@ -220,6 +221,34 @@ def _lifespan(
             yield
 
     return lifespan
+
+
+_Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService) -> _Lifespan:
+    """A lifespan in which gateways can ask by external processing, if they are to."""
+    config = service.config.doors.ext_proc
+    if config.listen is None:
+        return lifespan
+    try:
+        picking = import_module("router.picking")
+    except ImportError as error:
+        rule = "it needs the extra gateway: pip install '.[gateway]' in kvroute's checkout"
+        problem = ConfigProblem("doors.ext_proc.listen", f"{config.listen}; {rule} ({error})")
+        raise ConfigError([problem]) from error
+    server = picking.make_picker(service, router.desk, router.gateway.guard, router.paths)
+
+    @contextlib.asynccontextmanager
+    async def with_picker(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app):
+            await server.start()
+            try:
+                yield
+            finally:
+                await server.stop()
+
+    return with_picker
 
 
 def _fleet_changes(service: RouterService, member: Member | None) -> FleetChanges:

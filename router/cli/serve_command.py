@@ -44,6 +44,11 @@ def add_to(commands: Any) -> None:
         help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
     parser.add_argument(
+        "--ext-proc",
+        metavar="HOST:PORT",
+        help="overrides doors.ext_proc.listen: where Envoy and the gateways made of it ask",
+    )
+    parser.add_argument(
         "--workers", type=int, help="overrides server.workers: processes that share the port"
     )
     parser.add_argument("--worker-line", type=int, help=argparse.SUPPRESS)
@@ -128,6 +133,7 @@ def _overrides(arguments: argparse.Namespace) -> Overrides:
         observability,
         arguments.index,
         arguments.workers,
+        arguments.ext_proc,
     )
 
 

@@ -30,7 +30,7 @@ from router.config.discovery import (
     KubernetesDiscovery,
 )
 from router.config.document import read_text
-from router.config.doors import DoorsConfig
+from router.config.doors import DoorsConfig, ExtProcConfig
 from router.config.keys import ClientKeyConfig
 from router.config.observability import ObservabilityConfig, TracingConfig
 from router.config.overload import OverloadConfig
@@ -69,6 +69,7 @@ __all__ = [
     "DoorsConfig",
     "EventSourceConfig",
     "EventsConfig",
+    "ExtProcConfig",
     "FileDiscovery",
     "GroupConfig",
     "HealthConfig",

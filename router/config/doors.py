@@ -1,9 +1,38 @@
-"""What gateways that send requests themselves may hold here."""
+"""What gateways that send requests themselves may hold here, and where they ask."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from router.config.section import Section
-from router.config.values import Count, Seconds
+from router.config.tls import ListenerTlsConfig
+from router.config.values import PLAIN, Count, Seconds
+
+ListenAddress = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}$", max_length=256), PLAIN
+]
+
+
+class ExtProcConfig(Section, frozen=True):
+    """The endpoint picker for Envoy and the gateways made of it: external processing over gRPC.
+    Needs the extra `gateway`."""
+
+    listen: ListenAddress | None = None
+    """Change it when a gateway asks here where requests go: `0.0.0.0:9002`. Whoever reaches that
+    port can ask; with client keys, for what a key is for."""
+    fallbacks: Annotated[int, Field(ge=0, le=8), PLAIN] = 0
+    """Change it when the gateway takes a list of endpoints and tries the next by itself; a cluster
+    of Envoy's kind `ORIGINAL_DST` takes one only."""
+    read_response: bool = True
+    """Change it when responses should not pass through here: then what engines report is not
+    compared with predictions, and a request counts as over when its response begins. Needs
+    `allow_mode_override` in the gateway."""
+    max_streams: Count = 16_384
+    """Change it when gateways have more requests under way at a time; more are refused with 503."""
+    tls: ListenerTlsConfig = ListenerTlsConfig()
+    """As [`server.tls`](#servertls); a new certificate needs a restart."""
 
 
 class DoorsConfig(Section, frozen=True):
@@ -16,3 +45,4 @@ class DoorsConfig(Section, frozen=True):
 
     Change it when responses take longer and the gateway reports no progress, or when gateways are
     often killed and what they had booked should be free sooner."""
+    ext_proc: ExtProcConfig = ExtProcConfig()

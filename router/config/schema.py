@@ -652,6 +652,8 @@ class Overrides(NamedTuple):
     """Options of `observability`."""
     index_choice: str | None = None
     workers: int | None = None
+    ext_proc: str | None = None
+    """Where gateways ask by external processing."""
 
     def applied_to(self, data: object) -> object:
         """A document with these values in it; what is not a document is left to be refused."""
@@ -664,6 +666,12 @@ class Overrides(NamedTuple):
             server = {**server, **{key: value for key, value in given.items() if value is not None}}
         if isinstance(replicas, list):
             replicas = [*replicas, *({"url": url} for url in self.replica_urls)]
+        doors = data.get("doors") or {}
+        if isinstance(doors, dict) and self.ext_proc is not None:
+            picker = doors.get("ext_proc") or {}
+            listening = {"listen": self.ext_proc}
+            picker = {**picker, **listening} if isinstance(picker, dict) else picker
+            doors = {**doors, "ext_proc": picker}
         observability = data.get("observability") or {}
         if isinstance(observability, dict):
             observability = {**observability, **self.observability}
@@ -672,6 +680,7 @@ class Overrides(NamedTuple):
             **({} if self.index_choice is None else {"index": self.index_choice}),
             "server": server,
             "replicas": replicas,
+            "doors": doors,
             "observability": observability,
         }
 

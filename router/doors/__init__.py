@@ -6,6 +6,9 @@ The files; each imports only what is listed above it:
     asks.py          who asks, and what for
     reservations.py  what is booked until its gateway says that it is over, or falls silent
     desk.py          decides, waits for room, books
+    messages.py      Envoy's external processing, and gRPC's health checks
+    picker.py        one request of a gateway that asks by external processing
+    ext_proc.py      the gRPC server of that
 """
 
 from router.doors.asks import NOBODY, Caller, Question, worker_number

@@ -37,8 +37,11 @@ NOBODY = Caller()
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """One question."""
 
-    endpoint: Endpoint
-    """The form of the body; `Endpoint.ROUTE`: it says so itself."""
+    endpoint: Endpoint | None
+    """The form of the body; `Endpoint.ROUTE`: it says so itself; None: it holds no prompt that is
+    looked at."""
+    response_id: str = ""
+    """The stored response that it is about."""
     body: bytes
     path: str
     """For the log of requests."""

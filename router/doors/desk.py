@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from router.doors.asks import Caller, Question
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
-from router.errors import NoReplica, UnknownReservation
+from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.observability.request_observer import RequestObservers
 from router.overload import EngineOrder, Entrance
 from router.routing.admission import Admission
@@ -112,6 +112,10 @@ class Desk:
             claim.give_back()
             raise
 
+    def refused(self, error: RequestError) -> None:
+        """Count what was refused, or not even asked, elsewhere than over HTTP."""
+        self._parts.observers.refused(error)
+
     # --- steps ------------------------------------------------------------------------------------
 
     def _claim(self, ask: Question) -> Claim:
@@ -120,6 +124,8 @@ class Desk:
 
     async def _decide(self, ask: Question) -> Decision:
         caller = ask.caller
+        if ask.endpoint is None:
+            return await self._decide_by_load(ask)
         found = self._parts.dispatcher.dispatch_now(
             *(ask.endpoint, ask.body, ask.session),
             dp_rank=ask.dp_rank,
@@ -131,6 +137,29 @@ class Desk:
             is_eligible=ask.is_eligible,
         )
         return found if isinstance(found, Decision) else await found
+
+    async def _decide_by_load(self, ask: Question) -> Decision:
+        dispatcher, usage = self._parts.dispatcher, ask.caller.usage
+        check = None if usage is None else usage.check_model
+        if ask.response_id:
+            whose = ask.caller.owner, self._tenant(ask)
+            return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, check, *whose)
+        is_object = ask.body[:64].lstrip()[:1] == b"{"
+        if not is_object and not (usage is None or usage.is_for_all_models):
+            rule = "with this key, it must be a JSON object that names the model"
+            raise BadRequest("$", f"{len(ask.body)} bytes", rule)
+        if not is_object:
+            by_load = functools.partial(dispatcher.dispatch_by_load, None, needs_model=False)
+            return by_load(ask.body, tenant=self._tenant(ask), is_eligible=ask.is_eligible)
+        return await dispatcher.dispatch(
+            *(None, ask.body),
+            needs_model=False,
+            salt=ask.caller.salt,
+            headers=ask.headers,
+            check_model=check,
+            tenant=self._tenant(ask),
+            is_eligible=ask.is_eligible,
+        )
 
     def _tenant(self, ask: Question) -> str:
         entrance = self._parts.entrance

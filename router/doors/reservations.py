@@ -246,9 +246,13 @@ class Reservations:
         found = self._held.get(reservation_id)
         if found is None or found.holder != holder:
             raise UnknownReservation
-        found.touched_at = self.clock()
-        self._held.move_to_end(reservation_id)
+        self.touch(found)
         return found
+
+    def touch(self, reservation: Reservation) -> None:
+        """Something was said of one that has not ended."""
+        reservation.touched_at = self.clock()
+        self._held.move_to_end(reservation.id)
 
     def replica_gone(self, replica_id: str) -> None:
         """A replica was removed."""

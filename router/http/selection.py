@@ -237,10 +237,19 @@ class _Doors:
 
 
 def _caller(request: Request) -> Caller:
-    key: Key | None = request.state.key
+    return caller_of(request.state.key, "/route")
+
+
+def caller_of(key: Key | None, path: str) -> Caller:
+    """Who asks, and what that lets them do.
+
+    Args:
+        key: The one that was given, where one is needed.
+        path: Whose form the body has.
+    """
     if key is None:
         return NOBODY
-    salt = tenant_salt(key, "/route")
+    salt = tenant_salt(key, path)
     return Caller(key.name, salt, key.usage, key.owner, key.priority, key.share)
 
 

@@ -1059,6 +1059,12 @@ ENDPOINTS = {
     "/health": {"get"},
     "/ping": {"get"},
     "/route": {"post"},
+    "/select": {"post"},
+    "/select_and_reserve": {"post"},
+    "/reservations": {"post"},
+    "/reservations/{reservation_id}": {"delete"},
+    "/reservations/{reservation_id}/prefill_complete": {"post"},
+    "/reservations/{reservation_id}/output": {"post"},
     "/healthz": {"get"},
     "/readyz": {"get"},
     "/metrics": {"get"},
@@ -1089,6 +1095,7 @@ async def test_every_endpoint_is_described(router: RouterProcess) -> None:
             assert found.status != 404 or found.error["code"] in (
                 "replica_not_found",
                 "model_not_found",
+                "reservation_not_found",
             ), path
 
 

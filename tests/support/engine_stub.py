@@ -588,14 +588,21 @@ class _Connection(asyncio.Protocol):
             return
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        length = int(headers.get("content-length", "0"))
-        self._needed_bytes = len(head) + len(separator) + length
+        if headers.get("transfer-encoding") == "chunked":
+            found = _chunked(rest)
+            if found is None:
+                return
+            body, length = found
+        else:
+            length = int(headers.get("content-length", "0"))
+            self._needed_bytes = len(head) + len(separator) + length
+            body = rest[:length]
         if len(rest) < length:
             return
         self._buffer, self._needed_bytes = bytearray(rest[length:]), 1
         method, target, _ = first.split(" ")
         self._exchange = Exchange(
-            self._stub, StubRequest(method, target, headers, rest[:length]), self._transport
+            self._stub, StubRequest(method, target, headers, body), self._transport
         )
         self._task = asyncio.get_running_loop().create_task(self._serve(self._exchange))
         self._task.add_done_callback(self._on_end)
@@ -612,6 +619,20 @@ class _Connection(asyncio.Protocol):
         if error is not None:
             self._stub.errors.append(error)
             self._transport.abort()
+
+
+def _chunked(rest: bytes) -> tuple[bytes, int] | None:
+    """A body in chunks without trailers, and the bytes it takes; None where more must come."""
+    body, at = b"", 0
+    while (end := rest.find(b"\r\n", at)) >= 0:
+        size = int(rest[at:end], 16)
+        at = end + 2 + size + 2
+        if len(rest) < at:
+            return None
+        if size == 0:
+            return body, at
+        body += rest[end + 2 : end + 2 + size]
+    return None
 
 
 def _is_same(pair: tuple[int, int]) -> bool:

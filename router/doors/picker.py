@@ -1,0 +1,416 @@
+"""One request of a gateway that asks over Envoy's external processing (ext_proc): what its stream
+says, and what is answered. Owns no socket.
+
+    state      input                        answers                                     next
+    HEAD       request headers              nothing, or in buffered mode that they pass BODY
+               the same, without a body     where to                                    SENT
+    BODY       a piece of the body          nothing                                     BODY
+               its last piece, or trailers  where to, and the body                      SENT
+    SENT       response headers             that they pass                              RESPONSE
+    RESPONSE   a piece of the body          that piece                                  RESPONSE
+               its last piece, or trailers  that                                        OVER
+    any        it is refused                an immediate response                       OVER
+
+The headers and the metadata that say where stand in the answer to the request's headers; in
+buffered mode, where that was given before there was a body, in the answer to the body.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from router.doors.asks import NOBODY, Caller, Question
+from router.doors.desk import Desk, new_id
+from router.doors.messages import ProcessingResponse
+from router.doors.reservations import Outcome, Reservation
+from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
+from router.proxy import Attempt, Dialect, error_body
+from router.replicas import Replica
+from router.routing.admission import Admission, BodyBuffer
+from router.routing.dispatcher import IsEligible
+from router.tokenize import Endpoint
+from router.upstream import Header
+
+ENDPOINT = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+_LB, _HINT, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+_ATTRIBUTES, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
+_DROPPED = b"x-llm-d-request-dropped-reason"
+_PULLED = b"x-kv-cache-source-host-port"
+
+MAX_CHUNK_BYTES = 62_000
+"""Some gateways take no more than 64 KiB in a message."""
+_OVERWRITE = 2
+_NONE, _STREAMED, _BUFFERED, _BUFFERED_PARTIAL, _FULL_DUPLEX = range(5)
+_REQUEST_ID_BYTES = 128
+
+
+class KnownPath(Protocol):
+    """What is known of a path that goes to a replica."""
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The form of the body, where it holds a prompt."""
+
+    @property
+    def response_id(self) -> str:
+        """The stored response that it is about."""
+
+
+class PickerParts(NamedTuple):
+    """What all requests have in common."""
+
+    desk: Desk
+    admission: Admission
+    find_path: Callable[[str], KnownPath | None]
+    dialect_of: Callable[[str], Dialect]
+    caller: Callable[[Mapping[bytes, bytes], str], Caller]
+    """Who asks, by headers and path; raises `RequestError`."""
+    aliases: Mapping[bytes, tuple[bytes, ...]]
+    """By header that the router reads: what the field calls it."""
+    dropped: Sequence[bytes]
+    """Headers that are not for replicas."""
+    session_header: bytes
+    max_body_bytes: int
+    fallbacks: int
+    """How many more endpoints to name, in the order of retries."""
+    reads_response: bool
+
+
+class Stage(Enum):
+    """How far a request has come; see above."""
+
+    HEAD = "head"
+    BODY = "body"
+    SENT = "sent"
+    RESPONSE = "response"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class _Head:
+    """Of the request."""
+
+    headers: dict[bytes, bytes]
+    path: str
+    is_eligible: IsEligible | None
+    is_duplex: bool
+
+    @property
+    def request_id(self) -> str:
+        given = self.headers.get(b"x-request-id", b"")[:_REQUEST_ID_BYTES]
+        return given.decode("latin-1") or new_id()
+
+
+class Pick:
+    """One stream."""
+
+    def __init__(self, parts: PickerParts) -> None:
+        self.stage = Stage.HEAD
+        self.is_refused = False
+        """Whether nothing more is to be said."""
+        self._parts = parts
+        self._buffer = BodyBuffer(parts.admission)
+        self._body: list[bytes] = []
+        self._size = 0
+        self._head = _Head({}, "", None, False)
+        self._caller = NOBODY
+        self._reservation: Reservation | None = None
+        self._status: int | None = None
+        self._is_response_duplex = False
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether more of the request must come before there is an answer."""
+        return self.stage is Stage.HEAD or self.stage is Stage.BODY
+
+    async def take(self, message: Any) -> list[Any]:
+        """Take what the gateway says; return what to answer."""
+        if message.HasField("protocol_config"):
+            self._is_response_duplex = message.protocol_config.response_body_mode == _FULL_DUPLEX
+        try:
+            return await self._take(message)
+        except RequestError as error:
+            return [self.refused(error)]
+
+    def refused(self, error: RequestError) -> Any:
+        """What the client is told in place of a response; it is over."""
+        self._parts.desk.refused(error)
+        self.stage, self.is_refused = Stage.OVER, True
+        self._let_go_of_body()
+        answer = ProcessingResponse()
+        refusal = answer.immediate_response
+        refusal.status.code = error.status
+        refusal.details = error.code
+        refusal.body = error_body(
+            self._parts.dialect_of(self._head.path), str(error), error.type, error.code
+        )
+        headers = [(b"content-type", b"application/json"), *error.headers()]
+        if error.status in (429, 503):
+            headers.append((_DROPPED, error.code.encode()))
+        _set_headers(refusal.headers, headers)
+        return answer
+
+    def closed(self) -> None:
+        """The stream is over, whatever had come."""
+        self._let_go_of_body()
+        if self._reservation is not None:
+            # The gateway's own reason is not told: its client has left, or the replica.
+            self._reservation.end(Outcome.CLIENT_LEFT, self._status)
+        self.stage = Stage.OVER
+
+    # --- the request ------------------------------------------------------------------------------
+
+    async def _take(self, message: Any) -> list[Any]:
+        if message.HasField("request_headers"):
+            return await self._request_headers(message)
+        if message.HasField("request_body"):
+            return await self._request_body(message.request_body)
+        if message.HasField("request_trailers"):
+            return await self._request_trailers()
+        if message.HasField("response_headers"):
+            return self._response_headers(message)
+        if message.HasField("response_body"):
+            return self._response_body(message.response_body)
+        if message.HasField("response_trailers"):
+            return self._response_trailers()
+        return []
+
+    async def _request_headers(self, message: Any) -> list[Any]:
+        if self.stage is not Stage.HEAD:
+            raise BadRequest("request_headers", "twice", "must come once, and first")
+        headers = _headers(message.request_headers.headers)
+        for name, others in self._parts.aliases.items():
+            found = next((headers[other] for other in others if other in headers), None)
+            if found is not None:
+                headers.setdefault(name, found)
+        path = headers.get(b":path", b"/").decode("latin-1").partition("?")[0]
+        mode = message.protocol_config.request_body_mode
+        if mode in (_STREAMED, _BUFFERED_PARTIAL):
+            rule = "must be FULL_DUPLEX_STREAMED, BUFFERED or NONE"
+            raise BadRequest("request_body_mode", str(mode), rule)
+        is_duplex = mode == _FULL_DUPLEX
+        self._head = _Head(headers, path, _eligible(message), is_duplex)
+        self._caller = self._parts.caller(headers, path)
+        self.stage = Stage.BODY
+        if message.request_headers.end_of_stream:
+            return await self._pick()
+        if mode == _NONE and message.HasField("protocol_config"):
+            return await self._pick()
+        return [] if is_duplex else [_passing("request_headers")]
+
+    async def _request_body(self, piece: Any) -> list[Any]:
+        if self.stage is not Stage.BODY:
+            raise BadRequest("request_body", f"after {self.stage.value}", "must follow the headers")
+        self._size += len(piece.body)
+        if self._size > self._parts.max_body_bytes:
+            raise BodyTooLarge(self._parts.max_body_bytes)
+        self._buffer.add(len(piece.body))
+        self._body.append(piece.body)
+        return await self._pick(has_body=True) if piece.end_of_stream else []
+
+    async def _request_trailers(self) -> list[Any]:
+        answers = await self._pick(has_body=True) if self.stage is Stage.BODY else []
+        if self.stage is Stage.OVER:
+            return answers
+        return [*answers, _passing("request_trailers")]
+
+    async def _pick(self, has_body: bool = False) -> list[Any]:
+        body = b"".join(self._body)
+        self._body.clear()
+        reservation = await self._reserve(body)
+        self._reservation, self.stage = reservation, Stage.SENT
+        sent = reservation.decision.body if reservation.attempt.body is None else None
+        sent = reservation.attempt.body if sent is None else sent
+        assert sent is not None
+        self._let_go_of_body()
+        is_in_body = has_body and not self._head.is_duplex
+        answer = ProcessingResponse()
+        part = answer.request_body if is_in_body else answer.request_headers
+        self._say_where(answer, part.response, len(sent) if sent != body else None)
+        if is_in_body and sent != body:
+            part.response.body_mutation.body = sent
+        if not has_body or is_in_body:
+            return [answer]
+        return [answer, *_pieces(sent)]
+
+    async def _reserve(self, body: bytes) -> Reservation:
+        head, parts = self._head, self._parts
+        known = parts.find_path(head.path)
+        session = head.headers.get(parts.session_header)
+        question = Question(
+            endpoint=None if known is None else known.endpoint,
+            response_id="" if known is None else known.response_id,
+            body=body,
+            path=head.path,
+            request_id=head.request_id,
+            headers=head.headers,
+            session=session.decode("latin-1") if session else None,
+            is_eligible=head.is_eligible,
+            caller=self._caller,
+        )
+        return await parts.desk.reserve(question)
+
+    def _say_where(self, answer: Any, common: Any, length: int | None) -> None:
+        reservation, parts = self._reservation, self._parts
+        assert reservation is not None
+        decision = reservation.decision
+        endpoints = [address_of(decision.replicas[reservation.attempt.replica_id])]
+        endpoints += [
+            address_of(decision.replicas[ranked.candidate.replica_id])
+            for ranked in itertools.islice(decision.ranking, 1, 1 + parts.fallbacks)
+        ]
+        where = ",".join(endpoints)
+        told: list[Header] = [(ENDPOINT.encode(), where.encode())]
+        told += [
+            (name, value)
+            for name, value in reservation.attempt.request_headers
+            if value is not None
+        ]
+        if length is not None:
+            told.append((b"content-length", b"%d" % length))
+        source = decision.ranked(reservation.attempt.replica_id).candidate.pull_from
+        if source is not None and source in decision.replicas:
+            told.append((_PULLED, address_of(decision.replicas[source]).encode()))
+        _set_headers(common.header_mutation, told)
+        names = {name for name, _ in told}
+        common.header_mutation.remove_headers.extend(
+            name.decode() for name in parts.dropped if name not in names
+        )
+        common.clear_route_cache = True
+        answer.dynamic_metadata.update({_LB: {ENDPOINT: where}})
+        if not parts.reads_response:
+            answer.mode_override.response_header_mode = 1
+            answer.mode_override.response_body_mode = _NONE
+
+    # --- the response -----------------------------------------------------------------------------
+
+    def _response_headers(self, message: Any) -> list[Any]:
+        headers = _headers(message.response_headers.headers)
+        status = headers.get(b":status", b"")
+        self._status = int(status) if status.isdigit() and len(status) == 3 else 502
+        answer = _passing("response_headers")
+        reservation = self._reservation
+        if reservation is not None:
+            self._note_served(reservation, _served(message))
+            self.stage = Stage.RESPONSE
+            replica_id = reservation.attempt.replica_id
+            _set_headers(
+                answer.response_headers.response.header_mutation,
+                [(b"x-kv-replica", replica_id.encode())],
+            )
+            if message.response_headers.end_of_stream or not self._parts.reads_response:
+                self._end()
+        return [answer]
+
+    def _response_body(self, piece: Any) -> list[Any]:
+        reservation = self._reservation
+        if reservation is not None and not reservation.is_over:
+            if piece.body:
+                reservation.prefill_complete()
+                reservation.observer.on_chunk(piece.body)
+                self._parts.desk.reservations.touch(reservation)
+            if piece.end_of_stream:
+                self._end()
+        answer = ProcessingResponse()
+        part = answer.response_body
+        part.SetInParent()
+        if self._is_response_duplex:
+            streamed = part.response.body_mutation.streamed_response
+            streamed.body, streamed.end_of_stream = piece.body, piece.end_of_stream
+        return [answer]
+
+    def _response_trailers(self) -> list[Any]:
+        self._end()
+        return [_passing("response_trailers")]
+
+    def _end(self) -> None:
+        self.stage = Stage.OVER
+        if self._reservation is not None:
+            self._reservation.end(Outcome.COMPLETED, self._status)
+
+    def _note_served(self, reservation: Reservation, served: str) -> None:
+        """The gateway may have tried another one by itself."""
+        if not served:
+            return
+        replicas = reservation.decision.replicas
+        if address_of(replicas[reservation.attempt.replica_id]) == served:
+            return
+        replica = next((each for each in replicas.values() if address_of(each) == served), None)
+        if replica is not None:
+            reservation.served_by(Attempt(replica.id, replica.origin))
+
+    def _let_go_of_body(self) -> None:
+        self._body.clear()
+        self._buffer.__exit__(None, None, None)
+        self._buffer = BodyBuffer(self._parts.admission)
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def address_of(replica: Replica) -> str:
+    """Its `ip:port`, IPv6 in brackets."""
+    return replica.origin.key.partition("://")[2]
+
+
+def _eligible(message: Any) -> IsEligible | None:
+    """Which replicas the gateway allows."""
+    metadata = message.metadata_context.filter_metadata
+    if _HINT not in metadata or _SUBSET not in metadata[_HINT].fields:
+        return None
+    value = metadata[_HINT].fields[_SUBSET]
+    texts = [each.string_value for each in value.list_value.values] or [value.string_value]
+    named = frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
+    if not named:
+        raise NoReplica("any model", "the gateway allows no endpoint")
+
+    def is_eligible(replica: Replica) -> bool:
+        host = replica.origin.host
+        return not named.isdisjoint((address_of(replica), host, f"[{host}]"))
+
+    return is_eligible
+
+
+def _served(message: Any) -> str:
+    """Which endpoint gave the response, as far as the gateway says; after retries, the last."""
+    metadata, attributes = message.metadata_context.filter_metadata, message.attributes
+    if _LB in metadata and SERVED in metadata[_LB].fields:
+        return str(metadata[_LB].fields[SERVED].string_value)
+    if _ATTRIBUTES in attributes and _UPSTREAM in attributes[_ATTRIBUTES].fields:
+        return str(attributes[_ATTRIBUTES].fields[_UPSTREAM].string_value)
+    return ""
+
+
+def _headers(found: Any) -> dict[bytes, bytes]:
+    return {
+        each.key.lower().encode("latin-1", "replace"): each.raw_value
+        or each.value.encode("latin-1", "replace")
+        for each in found.headers
+    }
+
+
+def _set_headers(mutation: Any, headers: Sequence[Header]) -> None:
+    for name, value in headers:
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = name.decode("latin-1"), value
+
+
+def _passing(part: str) -> Any:
+    answer = ProcessingResponse()
+    getattr(answer, part).SetInParent()
+    return answer
+
+
+def _pieces(body: bytes) -> Iterator[Any]:
+    """The body in messages that every gateway takes."""
+    for start in range(0, len(body) or 1, MAX_CHUNK_BYTES):
+        answer = ProcessingResponse()
+        streamed = answer.request_body.response.body_mutation.streamed_response
+        streamed.body = body[start : start + MAX_CHUNK_BYTES]
+        streamed.end_of_stream = start + MAX_CHUNK_BYTES >= len(body)
+        yield answer
