@@ -37,6 +37,7 @@ class Outcome(Enum):
     """The gateway's connection, or this router, ended before it did."""
 
 
+_NOT_NOW = (502, 503, 504)
 _ENDS = {
     Outcome.COMPLETED: End.COMPLETED,
     Outcome.CLIENT_LEFT: End.CLIENT_LEFT,
@@ -184,7 +185,7 @@ class Reservation:
             self.has_begun = True  # a response that is not streamed is there at once
             self.observer.on_first_byte(self.attempt, self.seconds)
         if failure is None and status is not None and status >= 500:
-            failure = Failure.SERVER_ERROR
+            failure = Failure.UNAVAILABLE if status in _NOT_NOW else Failure.SERVER_ERROR
         if failure is not None:
             self.observer.on_failure(self.attempt, failure)
         end = _ENDS.get(outcome) or (End.REPLICA_DIED if self.has_begun else End.NO_REPLICA)

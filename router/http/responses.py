@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from router.http.views import (
     StoreSummary,
     TrustView,
 )
-from router.index import SourceId, SourceStatistics
+from router.index import GroupHit, SourceId, SourceStatistics
 from router.mirror import ApproximateCaches, ApproximateStatistics
 from router.observability.history import STEP_S, History, Hour
 from router.observability.labels import (
@@ -223,7 +222,6 @@ def _hit(candidate: Candidate) -> HitView:
     )
 
 
-_MAX_FALLBACKS = 3
 _BLOCK_SIZE = 16
 _CPU_TIERS = ("CPU", "cpu")
 
@@ -247,7 +245,6 @@ def selection_view(
     replica = decision.replicas[candidate.replica_id]
     source, model = decision.source_of(candidate), decision.model
     layout = None if model is None else model.index.announced(source)
-    prompts = decision.prompts if model is not None and model.index.holds(source) else ()
     return SelectionView(
         selection_id=selection_id,
         model_name=decision.model_name,
@@ -256,10 +253,6 @@ def selection_view(
         dp_rank=candidate.dp_rank,
         endpoint=str(replica.origin),
         address=_address(replica),
-        fallbacks=[
-            _address(decision.replicas[each.candidate.replica_id])
-            for each in itertools.islice(decision.ranking, 1, 1 + _MAX_FALLBACKS)
-        ],
         headers={} if attempt is None else _headers_of(replica, attempt),
         body_fields=dict(fields),
         block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
@@ -267,12 +260,19 @@ def selection_view(
         isl_tokens=decision.prompt_tokens,
         effective_prefill_tokens=max(decision.prompt_tokens - candidate.cached_tokens, 0),
         expected_tokens=decision.expected_tokens(candidate),
-        groups=[] if model is None else [model.index.explain(each, source) for each in prompts],
+        groups=_group_hits(decision, source) if attempt is None else [],
         hit=_hit(candidate),
         reason=best.reason,
         policy=decision.policy,
         cost=round(best.cost, 3) if math.isfinite(best.cost) else 0.0,
     )
+
+
+def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]]:
+    model = decision.model
+    if model is None or not model.index.holds(source):
+        return []
+    return [model.index.explain(prompt, source) for prompt in decision.prompts]
 
 
 def _address(replica: Replica) -> str:

@@ -52,6 +52,20 @@ _RESERVED = (
 )
 _REPORTED = (BadRequest("$.tokens", "-1", "must be 0 or more"), BodyTooLarge(MAX_REPORT_BYTES))
 
+
+def _own(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The fields of a question without those that may be long, which are read once, by the
+    dispatcher."""
+    fields = [
+        (field.name, field.type, field.default)
+        for field in msgspec.structs.fields(kind)
+        if field.name not in ("token_ids", "model", "model_name", "lora_name", "cache_salt")
+    ]
+    return msgspec.defstruct(f"_Own{kind.__name__}", fields)
+
+
+_OWN_FIELDS = {kind: _own(kind) for kind in (SelectionRequest, ReservationRequest)}
+
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
@@ -191,7 +205,7 @@ class _Doors:
         self._parts = parts
         self._session_header = parts.config.policy.session_header.encode()
 
-    async def read(self, request: Request, kind: type[_Body]) -> tuple[_Body, Question]:
+    async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
         server, headers = self._parts.config.server, dict(request.headers.raw)
         with self._parts.admission.buffer() as buffer:
@@ -199,8 +213,7 @@ class _Doors:
                 *(headers, request.receive, server.max_body_bytes),
                 *(server.timeouts.client_body_s, buffer.add),
             )
-        fields = _decode(body, kind)
-        assert isinstance(fields, SelectionRequest)
+        fields: Any = _decode(body, _OWN_FIELDS[kind])
         session = headers.get(self._session_header)
         given = headers.get(b"x-request-id", b"")
         is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
@@ -264,13 +277,13 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
 
 
-def _eligible(fields: SelectionRequest) -> IsEligible | None:
+def _eligible(fields: Any) -> IsEligible | None:
     """Which replicas a question allows."""
     only = None if fields.replicas is None else frozenset(fields.replicas)
     numbers = None if fields.allowed_worker_ids is None else frozenset(fields.allowed_worker_ids)
-    if isinstance(fields, ReservationRequest):
-        only = only if fields.replica is None else frozenset((fields.replica,))
-        numbers = numbers if fields.worker_id is None else frozenset((fields.worker_id,))
+    chosen, number = getattr(fields, "replica", None), getattr(fields, "worker_id", None)
+    only = only if chosen is None else frozenset((chosen,))
+    numbers = numbers if number is None else frozenset((number,))
     avoided = frozenset(fields.avoid or ())
     if only is None and numbers is None and not avoided:
         return None

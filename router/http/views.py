@@ -113,8 +113,6 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     """The replica's URL."""
     address: str
     """Its `host:port`."""
-    fallbacks: list[str] = []
-    """`host:port` of the next best, for a gateway that tries again by itself."""
     headers: dict[str, str] = {}
     """To be sent with the request."""
     body_fields: dict[str, Any] = {}
@@ -130,7 +128,8 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens that will be cached when the engine admits the request: the prediction that is
     compared with its report."""
     groups: list[Sequence[GroupHit]] = []
-    """By prompt: the longest prefix that each KV cache group by itself would allow."""
+    """By prompt: the longest prefix that each KV cache group by itself would allow; told where
+    nothing is booked."""
     hit: HitView
     reason: str
     policy: str
