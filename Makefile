@@ -153,6 +153,7 @@ bench-peers: $(INSTALLED) $(NATIVE) $(BENCH_PEERS_INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.router.core.index.fuzz $(ARGS)
 	$(BIN)/python -m tests.router.core.http.sanitized $(ARGS)
+	$(BIN)/python -m tests.router.core.tls.sanitized $(ARGS)
 
 # For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
 wheels: $(INSTALLED)

@@ -348,6 +348,29 @@ class Placing:
     def company(self, replica_id: str) -> tuple[int, int, float]: ...
     def forget(self, replica_id: str) -> None: ...
 
+def load_tls(places: Sequence[str]) -> str:
+    """Find OpenSSL 3; return its version. The first call decides for the process.
+
+    Args:
+        places: Modules that are linked with it, or libraries, by path or by the name that the
+            system's loader knows.
+    Raises:
+        ValueError: It is nowhere; names what was tried.
+    """
+
+class TlsContext:
+    """Who one is, and whom one trusts. `load_tls` has been called. PEM files; empty: none.
+
+    Raises:
+        ValueError: A file cannot be used.
+    """
+
+    @staticmethod
+    def for_clients(certificate: str, key: str, authorities: str) -> TlsContext: ...
+    @staticmethod
+    def for_servers(certificate: str, key: str, authorities: str) -> TlsContext:
+        """Without authorities, those of the system are trusted."""
+
 class Plane:
     """The data plane's threads.
 
@@ -375,15 +398,26 @@ class Plane:
                     byte, then as in `ended`
     """
 
-    def __init__(self, options: dict[str, Any], listeners: list[int]) -> None: ...
+    def __init__(
+        self,
+        options: dict[str, Any],
+        listeners: list[int],
+        towards_clients: TlsContext | None = None,
+        towards_replicas: TlsContext | None = None,
+    ) -> None: ...
+    def secure(
+        self, towards_clients: TlsContext | None, towards_replicas: TlsContext | None
+    ) -> None:
+        """For new connections."""
     def fileno(self) -> int: ...
     def take(self) -> list[tuple[Any, ...]]: ...
     def forward(
         self,
         id: int,
         origin: str,
-        host: str,
+        hosts: Sequence[str],
         port: int,
+        secure_host: str,
         authority: bytes,
         base_path: bytes,
         target: bytes | None,

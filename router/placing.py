@@ -151,11 +151,15 @@ class NativeDecisions:
     def _way(self, replica: Replica) -> tuple[Any, ...] | None:
         """As `Placing` takes it; None where it is not known yet, or may not be gone."""
         origin, times = replica.origin, self._service.config.server.timeouts
-        hosts = self._addresses.numeric(origin.host)
-        if hosts is None or origin.tls or (origin.allows and not origin.allows(hosts)):
+        hosts = self._addresses.latest(origin.host)
+        if origin.allows is not None:
+            hosts = [host for host in hosts if origin.allows(host)]
+        if not hosts:
             return None
+        secure_host = origin.host if origin.tls else ""
         return (
-            *(origin.key, hosts, origin.port, origin.host_header, origin.target_prefix),
+            *(origin.key, tuple(hosts), origin.port, secure_host),
+            *(origin.host_header, origin.target_prefix),
             tuple(replica.headers),
             ((b"x-kv-replica", replica.id.encode()),),
             (times.connect_s, times.whole_response_s, times.idle_s),

@@ -53,7 +53,17 @@ from router.index import IndexImplementation, why_not_native
 from router.observability.request_log import LogPlace
 from router.observability.request_observer import Settled
 from router.overload import EngineOrder
-from router.plane import USUAL_HEADERS, BehindPlane, DataPlane, PlaneOptions, PlaneProxy
+from router.plane import (
+    USUAL_HEADERS,
+    BehindPlane,
+    DataPlane,
+    NoTls,
+    PemFiles,
+    PlaneOptions,
+    PlaneProxy,
+    Secured,
+    load_openssl,
+)
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -68,7 +78,7 @@ from router.reload import Reloader
 from router.routing.admission import Admission, Elsewhere
 from router.service import RouterService, SharedWith
 from router.sharing import valkey_board
-from router.tls import Certificate, keep_fresh, listener_certificate
+from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
 from router.upstream import PoolLimits
 from router.workers.exposition import joined
 from router.workers.fleet import FleetChanges
@@ -441,7 +451,8 @@ async def serve(
         _warn_without_native(config)
     app = RouterApp(service, member)
     if isinstance(service.proxy, PlaneProxy):
-        await _serve_behind_plane(service, app, service.proxy, reserved_from, source)
+        secured = _PlaneCertificates(certificate, service.replica_certificate)
+        await _serve_behind_plane(service, app, service.proxy, secured, reserved_from, source)
         return
     uvicorn_config = _uvicorn_config(service, app, reserved_from, certificate)
     grace_s = config.server.timeouts.shutdown_grace_s
@@ -464,6 +475,7 @@ async def _serve_behind_plane(
     service: RouterService,
     app: RouterApp,
     proxy: PlaneProxy,
+    certificates: _PlaneCertificates,
     reserved_from: int,
     source: ConfigSource | None,
 ) -> None:
@@ -482,7 +494,8 @@ async def _serve_behind_plane(
         server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
 
         async def listens() -> None:
-            plane.start([os.dup(listener.fileno()) for _ in range(config.server.threads)])
+            listeners = [os.dup(listener.fileno()) for _ in range(config.server.threads)]
+            plane.start(listeners, certificates.secured)
             server.start_deciding()
             _announce(listener, config)
 
@@ -492,14 +505,66 @@ async def _serve_behind_plane(
         loop.set_exception_handler(service.shortages.note_failure_of_loop)
         _heed(loop, server, None)
         exempt_from_collection()
-        certificates = list(filter(None, [service.peer_certificate]))
-        async with _reloading(service, source, certificates, None):
+        known = list(filter(None, [service.peer_certificate, *certificates.known]))
+        renewing = functools.partial(certificates.renew, plane)
+        async with _reloading(service, source, known, None, renewing):
             try:
                 await server.serve(sockets=[behind])
             finally:
                 server.stop_deciding()
                 await plane.close()
     logger.info("stopped")
+
+
+class _PlaneCertificates:
+    """What the compiled data plane shows and trusts, from the files of certificates.
+
+    Args:
+        listener: Towards clients; None: plain HTTP.
+        replicas: Towards replicas; None: the system's authorities are trusted.
+    Raises:
+        ConfigError: A file cannot be used, or there is no library for TLS, which is asked for.
+    """
+
+    def __init__(self, listener: Certificate | None, replicas: Certificate | None) -> None:
+        self._listener, self._replicas = listener, replicas
+        self.known = list(filter(None, [listener, replicas]))
+        """Those whose files are watched."""
+        self.secured = Secured()
+        try:
+            load_openssl()
+        except NoTls as error:
+            for each in self.known:
+                raise ConfigError([ConfigProblem(each.place, str(error))]) from None
+            logger.info("replicas with https cannot be reached: %s", error)
+        else:
+            self._make()
+
+    def renew(self, plane: DataPlane) -> None:
+        """Use what the files hold now for new connections.
+
+        Args:
+            plane: Uses it.
+        Raises:
+            ConfigError: A file cannot be used; the old ones stay.
+        """
+        self._make()
+        plane.plane.secure(*self.secured)
+
+    def _make(self) -> None:
+        listener = _pem_files(self._listener) if self._listener else None
+        try:
+            self.secured = Secured.made(listener, _pem_files(self._replicas))
+        except NoTls as error:
+            raise ConfigError(
+                [ConfigProblem(LISTENER if listener else REPLICAS, str(error))]
+            ) from None
+
+
+def _pem_files(certificate: Certificate | None) -> PemFiles:
+    if certificate is None:
+        return PemFiles()
+    return PemFiles(certificate.certificate, certificate.key, certificate.authorities)
 
 
 def _announce(listener: socket.socket, config: RouterConfig) -> None:
@@ -513,7 +578,6 @@ def _check_plane(config: RouterConfig) -> None:
     if config.server.data_plane != "native":
         return
     reasons = {
-        "tls": "it has no TLS yet" if config.server.tls.certificate else None,
         "workers": "threads take their place" if config.server.workers > 1 else None,
         "data_plane": why_not_native(),
     }
@@ -666,11 +730,12 @@ async def _reloading(
     source: ConfigSource | None,
     certificates: Sequence[Certificate],
     member: Member | None,
+    on_renewed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
     """Read the configuration again on SIGHUP, and files that are watched when they change."""
     jobs: list[Coroutine[Any, Any, None]] = []
     if any(each.certificate for each in certificates):
-        jobs.append(keep_fresh(certificates))
+        jobs.append(keep_fresh(certificates, on_renewed))
     if source is not None:
         reloader = Reloader(source.read, service.reconfigure, service.metrics)
         if member is None:

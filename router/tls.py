@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ class Certificate(NamedTuple):
     place: str
     certificate: str | None = None
     key: str | None = None
+    authorities: str | None = None
+    """That are trusted; None: the system's, or nobody is asked who they are."""
 
     def load(self) -> None:
         """Read the files (again).
@@ -62,7 +64,7 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
     if config.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, f"{LISTENER}.client_ca", config.client_ca)
-    found = Certificate(context, LISTENER, config.certificate, config.key)
+    found = Certificate(context, LISTENER, config.certificate, config.key, config.client_ca)
     found.load()
     return found
 
@@ -85,7 +87,7 @@ def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Cert
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, f"{place}.ca", config.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    found = Certificate(context, place, config.certificate, config.key)
+    found = Certificate(context, place, config.certificate, config.key, config.ca)
     found.load()
     return found
 
@@ -98,12 +100,15 @@ def unverified() -> ssl.SSLContext:
     return context
 
 
-async def keep_fresh(certificates: Sequence[Certificate]) -> None:
+async def keep_fresh(
+    certificates: Sequence[Certificate], on_renewed: Callable[[], None] = lambda: None
+) -> None:
     """Read certificates again when their files change, until cancelled. While a pair does not
     belong together, as between two writes, the old one stays.
 
     Args:
         certificates: Those in use.
+        on_renewed: Called when one has been read again; may raise `ConfigError`.
     """
     seen = [await asyncio.to_thread(each.stamp) for each in certificates]
     while True:
@@ -112,12 +117,13 @@ async def keep_fresh(certificates: Sequence[Certificate]) -> None:
             stamp = await asyncio.to_thread(each.stamp)
             if stamp != seen[index]:
                 seen[index] = stamp
-                _load_again(each)
+                _load_again(each, on_renewed)
 
 
-def _load_again(certificate: Certificate) -> None:
+def _load_again(certificate: Certificate, on_renewed: Callable[[], None]) -> None:
     try:
         certificate.load()
+        on_renewed()
     except ConfigError as error:
         logger.error("a renewed certificate is refused, the old one stays: %s", error)
     else:

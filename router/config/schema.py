@@ -149,7 +149,7 @@ class ServerConfig(Section, frozen=True):
     the port, on Linux. `--workers` of `kvroute serve` overrides it."""
     data_plane: Literal["python", "native"] = "python"
     """What owns the sockets of clients and replicas: Python, or the threads of the compiled core,
-    which is new, and without TLS and several workers so far.
+    which is new, and without several workers so far.
 
     Change it to `native` when requests cost too much processor time."""
     threads: Annotated[int, Field(ge=1, le=64), PLAIN] = 1

@@ -11,7 +11,7 @@ from router.errors import RouterError
 from router.index.base import PrefixIndex
 from router.index.reference.index import ReferenceIndex
 
-CORE_VERSION = 17
+CORE_VERSION = 18
 """Of the compiled module, as core/binding/module.cpp names it: what it takes and returns."""
 
 IndexChoice: TypeAlias = Literal["auto", "native", "reference"]

@@ -295,7 +295,8 @@ _COUNTERS = {
         "Requests that the router itself refused, by the error's code; "
         "broken connections are `malformed_http`, `headers_too_large`, "
         "`bad_host`, `unknown_transfer_coding`, `too_many_pipelined`, "
-        "`slow_request`, `response_not_read`, `client_gone`.",
+        "`slow_request`, `response_not_read`, `client_gone`, `not_tls`, "
+        "`tls_handshake_failed`.",
         ("code",),
     ),
     "wrong_keys": _Spec(

@@ -10,6 +10,7 @@ what happens to a request they tell:
 
 The files:
 
+    secured.py     who the router is by TLS, and whom it trusts, in the core
     exchanges.py   a client's request that the core holds: an `Exchange` for who serves it
     relays.py      a request that was sent on: its attempts, and what the core tells of them
     control.py     all that goes to no replica: to the application behind the plane
@@ -19,5 +20,17 @@ The files:
 from router.plane.control import BehindPlane
 from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneOptions
 from router.plane.relays import Addresses, PlaneProxy
+from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 
-__all__ = ["USUAL_HEADERS", "Addresses", "BehindPlane", "DataPlane", "PlaneOptions", "PlaneProxy"]
+__all__ = [
+    "USUAL_HEADERS",
+    "Addresses",
+    "BehindPlane",
+    "DataPlane",
+    "NoTls",
+    "PemFiles",
+    "PlaneOptions",
+    "PlaneProxy",
+    "Secured",
+    "load_openssl",
+]

@@ -13,6 +13,7 @@ from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
 from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
+from router.plane.secured import Secured
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
 from router.upstream import Header
@@ -118,14 +119,15 @@ class DataPlane:
         assert self._plane is not None
         return self._plane
 
-    def start(self, listeners: Sequence[int]) -> None:
+    def start(self, listeners: Sequence[int], secured: Secured) -> None:
         """Take clients from now on.
 
         Args:
             listeners: Sockets that listen, one for each thread; the core closes them.
+            secured: By TLS.
         """
         options = asdict(self._options) | {"broken_events": broken_events()}
-        self._plane = import_module("router._core").Plane(options, list(listeners))
+        self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
         self._proxy.plane = self._plane
         asyncio.get_running_loop().add_reader(self.plane.fileno(), self._on_events)
 
@@ -316,8 +318,9 @@ class DataPlane:
         self.plane.forward(
             number,
             "control",
-            self._control_path,
+            (self._control_path,),
             0,
+            "",
             b"",
             b"",
             None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -16,7 +16,7 @@ from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget,
 from router.proxy.messages import error_body, error_event
 from router.proxy.trying import Trying
 from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
-from router.upstream import Header, Origin
+from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Plane
@@ -51,15 +51,15 @@ class Addresses:
             return None
         return found[1]
 
-    def numeric(self, host: str) -> str | None:
-        """One of *host*, or of what it was; None while that is looked up for the first time."""
+    def latest(self, host: str) -> Sequence[str]:
+        """Those of *host*, or what they were; none while they are looked up for the first time."""
         if is_numeric(host):
-            return host
+            return (host,)
         if self.known(host) is None and host not in self._looking_up:
             task = asyncio.get_running_loop().create_task(self._look_up_for_later(host))
             self._looking_up[host] = task
         found = self._known.get(host)
-        return found[1][0] if found is not None and found[1] else None
+        return () if found is None else found[1]
 
     async def _look_up_for_later(self, host: str) -> None:
         try:
@@ -146,7 +146,6 @@ class PlaneRelay(Trying):
 
     __slots__ = (
         "_exchange",
-        "_hosts",
         "_on_over",
         "_proxy",
         "_request",
@@ -171,8 +170,6 @@ class PlaneRelay(Trying):
         self._exchange = exchange
         self._on_over = on_over
         self._started_at = asyncio.get_running_loop().time()
-        self._hosts: list[str] = []
-        """Further addresses of the attempt's replica."""
 
     # --- what its server says ---------------------------------------------------------------------
 
@@ -286,13 +283,12 @@ class PlaneRelay(Trying):
         allows = attempt.origin.allows
         if allows is not None:
             hosts = [host for host in hosts if allows(host)]
-        if not hosts or attempt.origin.tls:
+        if not hosts:
             self._failed_before("connect", "nothing may be connected to there")
             return
-        first, *self._hosts = hosts
-        self._forward(attempt, first, may_reuse)
+        self._forward(attempt, hosts, may_reuse)
 
-    def _forward(self, attempt: Attempt, host: str, may_reuse: bool) -> None:
+    def _forward(self, attempt: Attempt, hosts: Sequence[str], may_reuse: bool) -> None:
         request, origin, plane = self._request, attempt.origin, self._proxy.plane
         assert plane is not None
         body = request.body if attempt.body is None else attempt.body
@@ -301,9 +297,10 @@ class PlaneRelay(Trying):
         try:
             plane.forward(
                 self._exchange.number,
-                origin.key if self._is_first(host, origin) else f"{origin.key} {host}",
-                host,
+                origin.key,
+                hosts,
                 origin.port,
+                origin.host if origin.tls else "",
                 origin.host_header,
                 origin.target_prefix,
                 None if request.target == self._exchange.target else request.target,
@@ -316,11 +313,7 @@ class PlaneRelay(Trying):
                 DIALECTS.index(request.dialect),
             )
         except ValueError:
-            self._failed_before("connect", f"{host} is no address")
-
-    def _is_first(self, host: str, origin: Origin) -> bool:
-        known = self._proxy.addresses.known(origin.host)
-        return not known or known[0] == host
+            self._failed_before("connect", f"{', '.join(hosts)}: no address")
 
     def _failed_before(self, failure: str, why: str) -> None:
         attempt = self._attempt
@@ -333,9 +326,6 @@ class PlaneRelay(Trying):
             self._refuse(End.OVERLOADED, 503, message, "overloaded")
             return
         if failure in ("connect", "connect_timeout"):
-            if self._hosts:
-                self._forward(attempt, self._hosts.pop(0), False)
-                return
             self._proxy.addresses.forget(attempt.origin.host)
         logger.debug("%s: %s", attempt.origin, why)
         self._failed(attempt, failure_of(failure))

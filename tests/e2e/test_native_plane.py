@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trustme
 import yaml
 
 from tests.support.engine_stub import (
@@ -129,6 +132,39 @@ async def test_wrong_predictions_are_evidence_whoever_made_them() -> None:
                         break
 
 
+async def test_replicas_and_clients_by_tls_are_served_without_python_as_well(
+    tmp_path: Path,
+) -> None:
+    """Encryption is no reason to ask Python; the replica learns by which scheme its client came."""
+    ca = trustme.CA()
+    ca_file, chain, key = (tmp_path / name for name in ("ca.pem", "router.pem", "router.key"))
+    ca.cert_pem.write_to_path(ca_file)
+    issued = ca.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(chain)
+    issued.private_key_pem.write_to_path(key)
+    shown, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    issued.configure_cert(shown)
+    ca.configure_trust(trusting)
+    async with EngineStub("by-tls", tls=shown, has_events=True) as stub:
+        server = {
+            **NATIVE["server"],
+            "tls": {"certificate": str(chain), "key": str(key)},
+            "replica_tls": {"ca": str(ca_file)},
+        }
+        replicas = [{"url": stub.url, "id": stub.name}]
+        config = {**NATIVE, "server": server, "replicas": replicas}
+        with router_process(config) as router:
+            url = f"https://127.0.0.1:{router.port}"
+            async with httpx.AsyncClient(base_url=url, verify=trusting) as client:
+                body = {"model": stub.model, "prompt": prompt_ids(64, 900), "max_tokens": 2}
+                reason = ""
+                while reason != WITHOUT_PYTHON:
+                    await client.post("/v1/completions", json=body)
+                    found = (await client.get("/requests")).json()["requests"]
+                    reason = found[0]["reason"] if found else ""
+            assert stub.requests[-1].headers["x-forwarded-proto"] == "https"
+
+
 async def test_a_replica_that_hangs_up_costs_no_request(router: RouterProcess) -> None:
     """The core hands such a request over, and Python goes on where the others are."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
@@ -182,20 +218,13 @@ async def test_a_stream_that_is_under_way_ends_before_the_router_does() -> None:
                     await stopping
 
 
-@pytest.mark.parametrize(
-    ("server", "place"), [({"workers": 2}, "server.workers"), ({"tls": {}}, None)], ids=str
-)
-def test_what_it_cannot_do_is_refused_at_the_start(
-    server: dict[str, Any], place: str | None, tmp_path: Path
-) -> None:
+def test_what_it_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
     """An operator should learn it from the first line, and not from clients."""
-    if place is None:
-        server = {"tls": {"certificate": "c.pem", "key": "k.pem"}}
-        place = "server.tls"
     path = tmp_path / "kvroute.yaml"
-    path.write_text(yaml.safe_dump({"server": {"port": 0, "data_plane": "native", **server}}))
+    server = {"port": 0, "data_plane": "native", "workers": 2}
+    path.write_text(yaml.safe_dump({"server": server}))
     done = subprocess.run(
         [*COMMAND, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert f"{place}: not with data_plane native" in done.stderr
+    assert "server.workers: not with data_plane native" in done.stderr

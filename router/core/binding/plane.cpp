@@ -13,6 +13,7 @@
 #include "plane/ask.hpp"
 #include "plane/placing.hpp"
 #include "plane/plane.hpp"
+#include "tls/context.hpp"
 
 namespace nb = nanobind;
 using namespace kvroute::plane;
@@ -159,16 +160,26 @@ Options options_of(nb::dict from) {
     return options;
 }
 
-// Connections to `host`, an address, and `port`; to a Unix socket where it is a path.
-void forward(Plane& plane, ExchangeId id, std::string origin, const std::string& host, int port,
-             nb::handle authority, nb::handle base_path, nb::handle target, nb::handle replaced,
+std::vector<Address> addresses_of(nb::handle hosts, int port) {
+    std::vector<Address> found;
+    for (nb::handle host : hosts) {
+        if (const auto each = Address::parse(nb::cast<std::string>(host), port)) found.push_back(*each);
+    }
+    if (found.empty()) throw nb::value_error("no address");
+    return found;
+}
+
+// Connections to one of `hosts`, addresses, and `port`; to a Unix socket where it is a path. By TLS to
+// who has the name `secure_host`, if that is not empty.
+void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, int port,
+             std::string secure_host, nb::handle authority, nb::handle base_path, nb::handle target,
+             nb::handle replaced,
              nb::handle added, nb::handle reported, nb::handle body,
              std::tuple<double, double, double> timeouts, int flags, int dialect) {
     Forward made;
-    const std::optional<Address> address = Address::parse(host, port);
-    if (!address) throw nb::value_error("not an address");
     made.origin = std::move(origin);
-    made.address = *address;
+    made.addresses = addresses_of(hosts, port);
+    made.secure_host = std::move(secure_host);
     made.authority = text_of(authority);
     made.base_path = text_of(base_path);
     made.target = optional_text(target);
@@ -190,23 +201,22 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
-// A way to a replica: origin, host, port, authority, base path, replaced, reported, timeouts, and whether
-// clients are told of hits.
+// A way to a replica: origin, hosts, port, secure host, authority, base path, replaced, reported, timeouts,
+// and whether clients are told of hits.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = nb::cast<std::string>(from[0]);
-    const auto address = Address::parse(nb::cast<std::string>(from[1]), nb::cast<int>(from[2]));
-    if (!address) throw nb::value_error("not an address");
-    made.address = *address;
-    made.authority = text_of(from[3]);
-    made.base_path = text_of(from[4]);
-    for (nb::handle each : nb::object(from[5])) {
+    made.addresses = addresses_of(nb::object(from[1]), nb::cast<int>(from[2]));
+    made.secure_host = nb::cast<std::string>(from[3]);
+    made.authority = text_of(from[4]);
+    made.base_path = text_of(from[5]);
+    for (nb::handle each : nb::object(from[6])) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
     }
-    made.reported = fields_of(nb::object(from[6]));
+    made.reported = fields_of(nb::object(from[7]));
     std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) =
-        nb::cast<std::tuple<double, double, double>>(from[7]);
-    made.shows_hit = nb::cast<bool>(from[8]);
+        nb::cast<std::tuple<double, double, double>>(from[8]);
+    made.shows_hit = nb::cast<bool>(from[9]);
     return made;
 }
 
@@ -248,6 +258,19 @@ nb::dict counts_of(const Plane& plane) {
     return made;
 }
 
+using Secured = std::shared_ptr<kvroute::tls::Context>;
+
+// From PEM files; empty: none.
+template <auto make>
+Secured context(std::string certificate, std::string key, std::string authorities) {
+    try {
+        const auto made = make({std::move(certificate), std::move(key), std::move(authorities)});
+        return std::const_pointer_cast<kvroute::tls::Context>(made);  // which Python cannot change
+    } catch (const kvroute::tls::Problem& problem) {
+        throw nb::value_error(problem.what());
+    }
+}
+
 // For tests: the steps of a stream by themselves.
 nb::bytes released(EventLines& lines, nb::bytes piece, bool is_last) {
     std::string out;
@@ -281,6 +304,16 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("feed", [](UsageCapture& self, nb::bytes piece) { self.feed({piece.c_str(), piece.size()}); })
         .def("finish", &finished);
     module.def("read_ask", &read_ask_of);
+    nb::class_<kvroute::tls::Context>(module, "TlsContext")
+        .def_static("for_clients", &context<&kvroute::tls::Context::for_clients>)
+        .def_static("for_servers", &context<&kvroute::tls::Context::for_servers>);
+    module.def("load_tls", [](const std::vector<std::string>& places) {
+        try {
+            return std::string(kvroute::tls::load(places).OpenSSL_version(0));
+        } catch (const kvroute::tls::Problem& problem) {
+            throw nb::value_error(problem.what());
+        }
+    });
     nb::class_<Placing>(module, "Placing")
         .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s) {
             using namespace kvroute::binding;
@@ -296,13 +329,21 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("forget", [](Placing& self, const std::string& replica) { self.quiet().forget(replica); });
     nb::class_<Plane>(module, "Plane")
         .def("__init__",
-             [](Plane* self, nb::dict options, const std::vector<int>& listeners) {
-                 new (self) Plane(options_of(options), listeners);
-             })
+             [](Plane* self, nb::dict options, const std::vector<int>& listeners, Secured towards_clients,
+                Secured towards_replicas) {
+                 new (self) Plane(options_of(options), {towards_clients, towards_replicas}, listeners);
+             },
+             nb::arg("options"), nb::arg("listeners"), nb::arg("towards_clients").none() = nb::none(),
+             nb::arg("towards_replicas").none() = nb::none())
+        .def("secure",
+             [](Plane& self, Secured towards_clients, Secured towards_replicas) {
+                 self.secure({towards_clients, towards_replicas});
+             },
+             nb::arg("towards_clients").none(), nb::arg("towards_replicas").none())
         .def("fileno", &Plane::descriptor)
         .def("take", &events_of)
-        .def("forward", &forward, nb::arg("id"), nb::arg("origin"), nb::arg("host"),
-             nb::arg("port"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
+        .def("forward", &forward, nb::arg("id"), nb::arg("origin"), nb::arg("hosts"),
+             nb::arg("port"), nb::arg("secure_host"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
              nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),
              nb::arg("timeouts"), nb::arg("flags"), nb::arg("dialect"))
         .def("respond", &respond)

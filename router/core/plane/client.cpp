@@ -120,6 +120,12 @@ void Client::open(int descriptor, std::string host, int port, bool is_of_reserve
     is_of_reserve_ = is_of_reserve;
     receiving_since_ = now;
     thread_.loop().add(*this, descriptor, EPOLLIN | EPOLLRDHUP);
+    std::shared_ptr<const tls::Context> context = thread_.contexts().towards_clients();
+    try {
+        if (context) channel_.secure(descriptor, std::move(context));
+    } catch (const std::bad_alloc&) {
+        drop();
+    }
 }
 
 void Client::on_ready(u32 events) {
@@ -144,6 +150,11 @@ void Client::on_no_memory() {
 
 void Client::close() {
     if (!is_open()) return;
+    channel_.end(descriptor_);
+    drop();
+}
+
+void Client::drop() {
     thread_.loop().close(*this);
     thread_.closed(place_);
 }
@@ -165,14 +176,14 @@ void Client::cut(End end) {
     // With a reset: a body that ends with its connection would look whole.
     const linger at_once{1, 0};
     setsockopt(descriptor_, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-    close();
+    drop();
 }
 
 void Client::update_interest() {
     if (!is_open()) return;
-    u32 events = out_.size() > sent_ ? EPOLLOUT : 0u;
+    u32 events = is_unsent() ? EPOLLOUT : 0u;
     const bool takes = stage_ == Stage::idle || stage_ == Stage::draining || stage_ == Stage::refused;
-    const bool waits = !takes && in_.size() >= kMostWaiting;
+    const bool waits = (!takes && in_.size() >= kMostWaiting) || channel_.is_clogged();
     const bool has_piece =
         stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_ && !is_awaited_;
     if (!has_left_half_ && !waits && !has_piece) events |= EPOLLIN | EPOLLRDHUP;
@@ -191,7 +202,7 @@ void Client::look_after(double now) {
     }
     if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
     if (!is_open()) return;
-    if (out_.size() > sent_ && now - stalled_since_ > stall_s) {
+    if (is_unsent() && now - stalled_since_ > stall_s) {
         if (!was_forwarded_) thread_.post(0, Refused{"response_not_read"});
         cut(End::client_stalled);
         return;
@@ -224,20 +235,38 @@ void Client::look_after(double now) {
 // --- reading --------------------------------------------------------------------------------------
 
 void Client::read() {
-    std::string& buffer = thread_.buffer();
-    const ssize_t count = ::recv(descriptor_, buffer.data(), buffer.size(), 0);
-    if (count < 0) {
-        if (errno != EAGAIN && errno != EINTR) leave();
+    const bool was_unsent = is_unsent();
+    const Channel::Read came = channel_.receive(descriptor_, thread_.buffer());
+    if (!was_unsent) stalled_since_ = thread_.now();  // TLS may have had something to say
+    if (stage_ != Stage::refused) {  // else it is discarded
+        if (!came.bytes.empty() && in_.empty() && stage_ == Stage::idle) {
+            receiving_since_ = thread_.now();
+        }
+        in_ += came.bytes;
+        proceed();
+    }
+    if (!is_open()) return;
+    switch (came.state) {
+        case Channel::State::open: break;
+        case Channel::State::ended: on_end_of_input(); break;
+        case Channel::State::cut:
+        case Channel::State::broken: leave(); break;
+        case Channel::State::refused: refuse_handshake(); break;
+    }
+}
+
+// What it says is not TLS as it must be. It is told so by an alert, which has been sent.
+void Client::refuse_handshake() {
+    if (stage_ == Stage::refused) return;
+    if (channel_.is_established()) {
+        leave();
         return;
     }
-    if (count == 0) {
-        on_end_of_input();
-        return;
-    }
-    if (stage_ == Stage::refused) return;  // discarded
-    if (in_.empty() && stage_ == Stage::idle) receiving_since_ = thread_.now();
-    in_.append(buffer.data(), static_cast<std::size_t>(count));
-    proceed();
+    thread_.post(0, Refused{channel_.is_foreign() ? "not_tls" : "tls_handshake_failed"});
+    stage_ = Stage::refused;
+    refused_at_ = thread_.now();
+    ::shutdown(descriptor_, SHUT_WR);
+    update_interest();
 }
 
 // Takes what has come, as far as the stage allows.
@@ -387,7 +416,7 @@ bool Client::place() {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
     std::optional<Placed> placed = decider->place(
-        {*ask, host_, head_.find("x-request-id"), clock_now()});
+        {*ask, host_, channel_.is_secure(), head_.find("x-request-id"), clock_now()});
     if (!placed) return false;
     request_id_ = std::move(placed->request_id);
     booking_ = std::move(placed->booking);
@@ -484,7 +513,9 @@ void Client::refuse(int status, const char* code, sv message) {
     text += http::kLineEnd;
     text += body;
     send(text);
-    if (is_open()) ::shutdown(descriptor_, SHUT_WR);
+    if (!is_open()) return;
+    channel_.end(descriptor_);
+    ::shutdown(descriptor_, SHUT_WR);
 }
 
 // --- commands -------------------------------------------------------------------------------------
@@ -857,7 +888,7 @@ void Client::end_exchange() {
     share_ = {};
     if (body_.capacity() > kPiece) body_ = std::string();
     forward_.body.reset();
-    if (out_.size() > sent_) {
+    if (is_unsent()) {
         update_interest();
         return;  // `flush` comes back
     }
@@ -875,29 +906,31 @@ void Client::end_exchange() {
 
 void Client::send(sv bytes) {
     if (!is_open() || bytes.empty()) return;
+    if (!is_unsent()) stalled_since_ = thread_.now();
     if (out_.size() == sent_) {
-        const ssize_t sent = send_some(descriptor_, bytes);
+        const ssize_t sent = channel_.send(descriptor_, bytes);
         if (sent < 0) {
             leave();
             return;
         }
         bytes.remove_prefix(static_cast<std::size_t>(sent));
-        if (bytes.empty()) return;
+        if (bytes.empty() && !channel_.has_unsent()) return;
         out_.clear();
         sent_ = 0;
-        stalled_since_ = thread_.now();
     }
     out_ += bytes;
     update_interest();
 }
 
 void Client::flush() {
-    const ssize_t sent = send_some(descriptor_, sv(out_).substr(sent_));
+    const std::size_t unsent = channel_.unsent();
+    ssize_t sent = channel_.flush(descriptor_) ? 0 : -1;
+    if (sent == 0 && out_.size() > sent_) sent = channel_.send(descriptor_, sv(out_).substr(sent_));
     if (sent < 0) {
         leave();
         return;
     }
-    if (sent > 0) stalled_since_ = thread_.now();
+    if (sent > 0 || channel_.unsent() < unsent) stalled_since_ = thread_.now();
     sent_ += static_cast<std::size_t>(sent);
     if (sent_ == out_.size()) {
         out_.clear();
@@ -911,7 +944,7 @@ void Client::flush() {
         is_held_ = false;
         if (upstream_ != nullptr) upstream_->resume(thread_.now());
     }
-    if (stage_ == Stage::answered && out_.empty()) {
+    if (stage_ == Stage::answered && !is_unsent()) {
         end_exchange();
         return;
     }

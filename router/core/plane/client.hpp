@@ -16,6 +16,7 @@
 #include "http/body.hpp"
 #include "http/head.hpp"
 #include "plane/bodies.hpp"
+#include "plane/channel.hpp"
 #include "plane/decider.hpp"
 #include "plane/loop.hpp"
 #include "plane/stream.hpp"
@@ -82,6 +83,7 @@ private:
     void tell_body();
     void on_end_of_input();
     void probe();
+    void refuse_handshake();
     void refuse(const http::Problem& problem);
     void refuse(int status, const char* code, std::string_view message);
     // Sending it on
@@ -103,9 +105,12 @@ private:
     void flush();
     void update_interest();
     void leave();
+    void drop();
+    bool is_unsent() const { return out_.size() > sent_ || channel_.has_unsent(); }
 
     Thread& thread_;
     u32 place_;
+    Channel channel_;
     std::string host_;
     int port_ = 0;
     bool is_of_reserve_ = false;

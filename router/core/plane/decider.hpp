@@ -44,6 +44,7 @@ struct Placed {
 struct Question {
     const Ask& ask;
     std::string_view client;      // its address
+    bool is_secure;               // it came by TLS
     std::string_view request_id;  // that the client gives; empty: none
     double now = 0;
 };

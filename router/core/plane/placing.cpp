@@ -131,11 +131,11 @@ std::string given_or_new(std::string_view id) {
 }
 
 // The fields that this request's engine and its client are told.
-void tell(Forward& forward, std::string_view client, const std::string& request_id,
+void tell(Forward& forward, const Question& question, const std::string& request_id,
           std::optional<int> dp_rank, i64 hit_tokens) {
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
-    forward.added.emplace_back("x-forwarded-for", client);
-    forward.added.emplace_back("x-forwarded-proto", "http");
+    forward.added.emplace_back("x-forwarded-for", question.client);
+    forward.added.emplace_back("x-forwarded-proto", question.is_secure ? "https" : "http");
     forward.added.emplace_back("x-request-id", request_id);
     if (forward.shows_hit) {
         forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(hit_tokens));
@@ -261,7 +261,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
     placed.request_id = given_or_new(question.request_id);
-    tell(placed.forward, question.client, placed.request_id, dp_rank, cached.all);
+    tell(placed.forward, question, placed.request_id, dp_rank, cached.all);
     return placed;
 }
 

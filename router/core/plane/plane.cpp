@@ -4,16 +4,21 @@
 
 namespace kvroute::plane {
 
-Plane::Plane(Options options, const std::vector<int>& listeners)
-    : options_(std::move(options)), bodies_(options_.max_held_bytes) {
+Plane::Plane(Options options, Secured secured, const std::vector<int>& listeners)
+    : common_(std::move(options)) {
+    secure(std::move(secured));
     for (const int listener : listeners) {
         const u32 number = static_cast<u32>(threads_.size());
-        threads_.push_back(std::make_unique<Thread>(number, options_, outbox_, bodies_, listener));
+        threads_.push_back(std::make_unique<Thread>(number, common_, listener));
     }
     for (auto& thread : threads_) thread->start();
 }
 
 Plane::~Plane() { stop(); }
+
+void Plane::secure(Secured secured) {
+    common_.contexts.use(std::move(secured.towards_clients), std::move(secured.towards_replicas));
+}
 
 void Plane::send(Command command) {
     const std::size_t number = command.id >> 56;

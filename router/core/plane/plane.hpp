@@ -10,12 +10,17 @@ namespace kvroute::plane {
 
 class Plane {
 public:
+    // By TLS; see `tls::Contexts::use`.
+    struct Secured {
+        std::shared_ptr<const tls::Context> towards_clients, towards_replicas;
+    };
+
     // `listeners`: one for each thread, non-blocking and listening; they may be copies of one.
-    Plane(Options options, const std::vector<int>& listeners);
+    Plane(Options options, Secured secured, const std::vector<int>& listeners);
     ~Plane();
 
-    int descriptor() const { return outbox_.descriptor(); }
-    std::vector<Event> take() { return outbox_.take(); }
+    int descriptor() const { return common_.outbox.descriptor(); }
+    std::vector<Event> take() { return common_.outbox.take(); }
     void send(Command command);
     void give_up(const std::string& origin, double silent_s);
     void cut_all();
@@ -23,15 +28,15 @@ public:
     void stop();
     PoolCounts counts() const;
     u64 clients() const;
-    u64 held_bytes() const { return bodies_.held(); }
+    u64 held_bytes() const { return common_.bodies.held(); }
+    // For new connections.
+    void secure(Secured secured);
     // From now on. Null: Python decides everything.
     void decide_by(std::shared_ptr<Decider> decider);
 
 private:
-    Options options_;
+    Common common_;
     std::vector<std::shared_ptr<Decider>> deciders_;
-    Outbox outbox_;
-    Bodies bodies_;
     std::vector<std::unique_ptr<Thread>> threads_;
 };
 

@@ -79,8 +79,8 @@ std::vector<Event> Outbox::take() {
 
 // --- the thread -----------------------------------------------------------------------------------
 
-Thread::Thread(u32 number, const Options& options, Outbox& outbox, Bodies& bodies, int listener)
-    : number_(number), options_(options), outbox_(outbox), bodies_(bodies), pool_(loop_, options_),
+Thread::Thread(u32 number, Common& common, int listener)
+    : number_(number), common_(common), pool_(loop_, common.options, common.contexts),
       listening_(listener), signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     loop_.add(listener_, listening_, EPOLLIN | EPOLLEXCLUSIVE);
     loop_.add(mailbox_, signal_, EPOLLIN);
@@ -121,7 +121,7 @@ void Thread::run() {
 
 void Thread::look_after() {
     looked_at_ = now_;
-    outbox_.nudge();
+    common_.outbox.nudge();
     pool_.look_after(now_);
     for (std::size_t place = 0; place < clients_.size(); ++place) {
         if (clients_[place]) clients_[place]->look_after(now_);
@@ -143,7 +143,7 @@ void Thread::accept() {
         }
         const int one = 1;
         setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-        const bool is_of_reserve = descriptor >= options_.reserved_from;
+        const bool is_of_reserve = descriptor >= options().reserved_from;
         if (is_of_reserve) {
             post(0, Refused{"reserve"});
             make_room();

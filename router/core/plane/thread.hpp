@@ -37,6 +37,17 @@ private:
     int signal_ = -1;
 };
 
+// What all threads have in common.
+struct Common {
+    explicit Common(Options given)
+        : options(std::move(given)), bodies(options.max_held_bytes) {}
+
+    const Options options;
+    Outbox outbox;
+    Bodies bodies;
+    tls::Contexts contexts;
+};
+
 struct GiveUp {
     std::string origin;
     double silent_s = 0;
@@ -44,7 +55,7 @@ struct GiveUp {
 
 class Thread {
 public:
-    Thread(u32 number, const Options& options, Outbox& outbox, Bodies& bodies, int listener);
+    Thread(u32 number, Common& common, int listener);
     ~Thread();
 
     void start();
@@ -58,17 +69,20 @@ public:
     u64 clients() const { return open_clients_.load(std::memory_order_relaxed); }
 
     // For clients.
-    const Options& options() const { return options_; }
+    const Options& options() const { return common_.options; }
+    const tls::Contexts& contexts() const { return common_.contexts; }
     Loop& loop() { return loop_; }
     Pool& pool() { return pool_; }
-    Bodies& bodies() { return bodies_; }
+    Bodies& bodies() { return common_.bodies; }
     double now() const { return now_; }
-    void post(ExchangeId id, decltype(Event::what) what) { outbox_.post({id, std::move(what)}); }
+    void post(ExchangeId id, decltype(Event::what) what) {
+        common_.outbox.post({id, std::move(what)});
+    }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
     // Null: Python decides everything.
     Decider* decider() const {
-        return outbox_.is_long() ? nullptr : decider_.load(std::memory_order_acquire);
+        return common_.outbox.is_long() ? nullptr : decider_.load(std::memory_order_acquire);
     }
     void decide_by(Decider* decider) { decider_.store(decider, std::memory_order_release); }
     std::string& buffer() { return buffer_; }
@@ -107,9 +121,7 @@ private:
     Client& client_at_free_place(u32& place);
 
     u32 number_;
-    const Options& options_;
-    Outbox& outbox_;
-    Bodies& bodies_;
+    Common& common_;
     Loop loop_;
     Pool pool_;
     Listener listener_{*this};

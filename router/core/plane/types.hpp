@@ -43,7 +43,8 @@ struct Address {
 // One attempt: where the request goes, and what is changed on its way there and back.
 struct Forward {
     std::string origin;  // connections are kept by it
-    Address address;
+    std::vector<Address> addresses;  // one after the other, until one takes the connection
+    std::string secure_host;  // by TLS, to whose certificate has this name; empty: as it is
     std::string authority;    // of the Host header; empty: the client's own goes on
     std::string base_path;    // before the target
     std::optional<std::string> target;  // in place of the client's

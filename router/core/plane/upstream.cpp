@@ -32,27 +32,91 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     parsed_ = interim_bytes_ = 0;
     heard_at_ = now;
     ++pool_.counts_.active;
-    if (phase_ == Phase::connecting) {
-        deadline_ = now + timeouts.connect_s;
-        return;
-    }
+    if (is_connecting()) return;
     phase_ = Phase::sending;
     deadline_ = now + timeouts.first_byte_s;
     write();
 }
 
+// --- the connection -------------------------------------------------------------------------------
+
+// Towards the next address that can be tried. False: none is left; the last failure stands where it
+// was put.
+bool Upstream::connect(double now, Failure& failure, std::string& why) {
+    while (!addresses_.empty()) {
+        const Address address = addresses_.front();
+        addresses_.erase(addresses_.begin());
+        const int family = address.storage.ss_family;
+        const int descriptor = pool_.new_socket(family, is_control_);
+        if (descriptor < 0) {
+            failure = Failure::no_files;
+            why = "no file descriptor is left";
+            return false;
+        }
+        const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
+        const int done = ::connect(descriptor, to, address.length);
+        if (done < 0 && errno != EINPROGRESS) {
+            failure = Failure::connect;
+            why = std::strerror(errno);
+            ::close(descriptor);
+            continue;
+        }
+        const bool is_ready = done == 0 && secure_host_.empty();
+        phase_ = is_ready ? Phase::sending : Phase::connecting;
+        pool_.loop_.add(*this, descriptor, is_ready ? EPOLLIN | EPOLLRDHUP : EPOLLOUT);
+        // Those that are left get as much of the time.
+        deadline_ = now + (connect_until_ - now) / static_cast<double>(addresses_.size() + 1);
+        return true;
+    }
+    return false;
+}
+
+void Upstream::not_connected(Failure failure, std::string why) {
+    pool_.loop_.close(*this);
+    channel_ = Channel();
+    if (!connect(clock_now(), failure, why)) fail(failure, why);
+}
+
+void Upstream::on_connected() {
+    if (secure_host_.empty()) {
+        begin_sending();
+        return;
+    }
+    phase_ = Phase::securing;
+    std::shared_ptr<const tls::Context> context = pool_.contexts_.towards_replicas();
+    try {
+        if (context == nullptr) throw tls::Problem("TLS is not set up");
+        channel_.secure(descriptor_, std::move(context), secure_host_);
+    } catch (const tls::Problem& problem) {
+        not_connected(Failure::connect, problem.what());
+        return;
+    }
+    pool_.loop_.change(*this, interest());
+}
+
+void Upstream::begin_sending() {
+    phase_ = Phase::sending;
+    deadline_ = clock_now() + timeouts_.first_byte_s;
+    write();
+}
+
+// --- the exchange ---------------------------------------------------------------------------------
+
 u32 Upstream::interest() const {
     if (phase_ == Phase::connecting) return EPOLLOUT;
-    u32 events = is_paused_ ? 0u : EPOLLIN | EPOLLRDHUP;
-    if (!head_to_send_.empty() || !body_to_send_.empty()) events |= EPOLLOUT;
+    u32 events = is_paused_ || channel_.is_clogged() ? 0u : EPOLLIN | EPOLLRDHUP;
+    const bool has_more = !head_to_send_.empty() || !body_to_send_.empty();
+    const bool is_sending = has_more && phase_ != Phase::securing;
+    if (is_sending || (channel_.has_unsent() && !is_shut_)) events |= EPOLLOUT;
     return events;
 }
 
 void Upstream::write() {
+    if (!channel_.flush(descriptor_)) is_shut_ = true;
     while (!head_to_send_.empty() || !body_to_send_.empty()) {
         const ssize_t sent = head_to_send_.empty()
-                                 ? send_some(descriptor_, body_to_send_)
-                                 : send_some(descriptor_, head_to_send_, body_to_send_);
+                                 ? channel_.send(descriptor_, body_to_send_)
+                                 : channel_.send(descriptor_, head_to_send_, body_to_send_);
         if (sent < 0) {
             // What the replica said before it closed may still be read.
             head_to_send_ = body_to_send_ = {};
@@ -96,15 +160,17 @@ void Upstream::on_ready(u32 events) {
         socklen_t size = sizeof error;
         getsockopt(descriptor_, SOL_SOCKET, SO_ERROR, &error, &size);
         if (error || (events & EPOLLERR)) {
-            fail(Failure::connect, std::strerror(error));
-            return;
+            not_connected(Failure::connect, std::strerror(error));
+        } else {
+            on_connected();
         }
-        phase_ = Phase::sending;
-        deadline_ = clock_now() + timeouts_.first_byte_s;
-        write();
         return;
     }
-    if (events & EPOLLOUT) write();
+    if (phase_ != Phase::securing && events & EPOLLOUT) write();
+    if (phase_ == Phase::securing && !channel_.flush(descriptor_)) {
+        not_connected(Failure::connect, "closed in the TLS handshake");
+        return;
+    }
     if (is_open() && (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))) read();
 }
 
@@ -119,20 +185,37 @@ void Upstream::read() {
         pool_.loop_.change(*this, 0);
         return;
     }
-    std::string& buffer = pool_.buffer_;
-    const ssize_t count = ::recv(descriptor_, buffer.data(), buffer.size(), 0);
-    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    const Channel::Read came = channel_.receive(descriptor_, pool_.buffer_);
+    const bool is_over = came.state != Channel::State::open;
+    if (phase_ == Phase::securing) {
+        if (is_over) {
+            const bool says_why = came.state == Channel::State::refused;
+            not_connected(Failure::connect,
+                          says_why ? channel_.problem() : "closed in the TLS handshake");
+            return;
+        }
+        if (channel_.is_established()) begin_sending();
+    }
+    if (came.bytes.empty() && !is_over) {  // or only what TLS says for itself
+        pool_.loop_.change(*this, interest());
+        return;
+    }
     if (recipient_ == nullptr) {  // kept, and closed by the server, or it says what nobody asked
         pool_.remove(*this);
         return;
     }
     heard_at_ = clock_now();
-    if (count > 0) {
+    if (is_over) is_shut_ = true;
+    if (!came.bytes.empty()) {
         has_received_ = true;
-        take(sv(buffer.data(), static_cast<std::size_t>(count)));
-        return;
+        take(came.bytes);
     }
-    if (count == 0 && phase_ == Phase::in_body && head_.framing == http::Framing::until_close) {
+    if (is_over && is_open()) on_end_of_input(came.state);
+}
+
+void Upstream::on_end_of_input(Channel::State state) {
+    const bool is_clean = state == Channel::State::ended;
+    if (is_clean && phase_ == Phase::in_body && head_.framing == http::Framing::until_close) {
         if (!was_begun_) {
             was_begun_ = true;
             recipient_->on_response(head_, {}, true);
@@ -142,7 +225,9 @@ void Upstream::read() {
         if (recipient_ != nullptr) end(false);
         return;
     }
-    if (was_begun_) {
+    if (state == Channel::State::refused && !was_begun_ && !has_received_) {
+        fail(was_kept_ ? Failure::kept_closed : Failure::closed, channel_.problem());
+    } else if (was_begun_) {
         fail(Failure::died, "closed in mid-body");
     } else if (has_received_) {
         fail(Failure::malformed, "closed in mid-response");
@@ -244,7 +329,8 @@ void Upstream::take_body(sv bytes) {
         if (recipient_ == nullptr) return;
     }
     if (is_last) {
-        const bool is_sent = head_to_send_.empty() && body_to_send_.empty();
+        const bool is_sent =
+            head_to_send_.empty() && body_to_send_.empty() && !channel_.has_unsent();
         end(head_.keeps_alive && head_.framing != http::Framing::until_close && is_sent &&
             !has_more && !is_shut_);
     } else if (is_bad) {
@@ -255,8 +341,8 @@ void Upstream::take_body(sv bytes) {
 
 bool Upstream::look_at(double now) {
     if (recipient_ == nullptr || now < deadline_) return false;
-    if (phase_ == Phase::connecting) {
-        fail(Failure::connect_timeout, "no connection in time");
+    if (is_connecting()) {
+        not_connected(Failure::connect_timeout, "no connection in time");
     } else {
         fail(was_begun_ ? Failure::idle_timeout : Failure::first_byte_timeout, "silent for too long");
     }
@@ -264,7 +350,7 @@ bool Upstream::look_at(double now) {
 }
 
 void Upstream::give_up(double now, double silent_s) {
-    if (recipient_ == nullptr || is_paused_ || phase_ == Phase::connecting) return;
+    if (recipient_ == nullptr || is_paused_ || is_connecting()) return;
     if (!was_begun_) {
         fail(Failure::given_up, "its health checks fail");
     } else if (now - heard_at_ >= silent_s) {
@@ -312,9 +398,9 @@ void Upstream::end(bool may_keep) {
 Upstream* Pool::start(Recipient& recipient, const Forward& forward, sv head, sv body, double now) {
     Upstream* upstream = forward.may_reuse ? take_idle(forward.origin) : nullptr;
     if (upstream == nullptr) {
-        const char* why = "";
+        std::string why = "there is no address";
         Failure failure = Failure::connect;
-        upstream = connect(forward, why, failure);
+        upstream = connect(forward, now, failure, why);
         if (upstream == nullptr) {
             ++counts_.connect_failures;
             recipient.on_failure(failure, false, why);
@@ -336,40 +422,37 @@ Upstream* Pool::take_idle(const std::string& origin) {
     return upstream;
 }
 
-Upstream* Pool::connect(const Forward& forward, const char*& why, Failure& failure) {
+Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, std::string& why) {
     if (!make_room()) {
         why = "all connections are in use";
         failure = Failure::at_limit;
         return nullptr;
     }
-    const int family = forward.address.storage.ss_family;
-    const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    const bool is_reserved = descriptor >= options_.reserved_from && !forward.is_control;
-    if (descriptor < 0 || is_reserved) {
-        if (descriptor >= 0) ::close(descriptor);
-        failure = Failure::no_files;
-        why = "no file descriptor is left";
-        return nullptr;
-    }
-    if (family != AF_UNIX) {
-        const int one = 1;
-        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    }
-    const auto* to = reinterpret_cast<const sockaddr*>(&forward.address.storage);
-    const int done = ::connect(descriptor, to, forward.address.length);
-    if (done < 0 && errno != EINPROGRESS) {
-        why = std::strerror(errno);
-        ::close(descriptor);
-        return nullptr;
-    }
     auto made = std::make_unique<Upstream>(*this, forward.origin);
+    made->addresses_ = forward.addresses;
+    made->secure_host_ = forward.secure_host;
+    made->is_control_ = forward.is_control;
+    made->connect_until_ = now + forward.timeouts.connect_s;
+    if (!made->connect(now, failure, why)) return nullptr;
     Upstream* upstream = made.get();
-    upstream->phase_ = done == 0 ? Upstream::Phase::sending : Upstream::Phase::connecting;
-    loop_.add(*upstream, descriptor, done == 0 ? EPOLLIN | EPOLLRDHUP : EPOLLOUT);
     all_.emplace(upstream, std::move(made));
     ++counts_.opened;
     ++counts_.connections;
     return upstream;
+}
+
+// Negative: none is left, or only those that are for others.
+int Pool::new_socket(int family, bool is_control) {
+    const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (descriptor >= options_.reserved_from && !is_control) {
+        ::close(descriptor);
+        return -1;
+    }
+    if (descriptor >= 0 && family != AF_UNIX) {
+        const int one = 1;
+        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    }
+    return descriptor;
 }
 
 // Within the bound on connections, by closing one that is idle if there is one.
@@ -407,6 +490,7 @@ void Pool::remove(Upstream& upstream) {
         }
         if (kept.empty()) idle_.erase(of_origin);
     }
+    if (upstream.is_open() && upstream.channel_.is_secure()) upstream.channel_.end(upstream.descriptor_);
     loop_.close(upstream);
     const auto found = all_.find(&upstream);
     if (found == all_.end()) return;

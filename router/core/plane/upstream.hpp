@@ -8,6 +8,7 @@
 
 #include "http/body.hpp"
 #include "http/head.hpp"
+#include "plane/channel.hpp"
 #include "plane/loop.hpp"
 #include "plane/types.hpp"
 
@@ -52,21 +53,32 @@ public:
 
 private:
     friend class Pool;
-    enum class Phase : u8 { connecting, sending, awaiting_head, in_body, idle };
+    enum class Phase : u8 { connecting, securing, sending, awaiting_head, in_body, idle };
+
+    bool is_connecting() const { return phase_ <= Phase::securing; }
+    bool connect(double now, Failure& failure, std::string& why);
+    void not_connected(Failure failure, std::string why);
+    void on_connected();
+    void begin_sending();
 
     void write();
     void read();
     void take(std::string_view bytes);
+    void on_end_of_input(Channel::State state);
     bool take_head(std::string_view& bytes);
     void take_body(std::string_view bytes);
     void fail(Failure failure, const std::string& why);
     void end(bool may_keep);
     u32 interest() const;
-    double phase_limit_s() const;
 
     Pool& pool_;
     std::string origin_;
     Recipient* recipient_ = nullptr;
+    Channel channel_;
+    std::string secure_host_;
+    std::vector<Address> addresses_;  // to be tried yet
+    bool is_control_ = false;
+    double connect_until_ = 0;        // whichever it is
     Phase phase_ = Phase::idle;
     bool was_kept_ = false;    // it had an exchange before this one
     bool has_received_ = false;
@@ -95,7 +107,8 @@ struct PoolCounts {
 // All connections of one thread.
 class Pool {
 public:
-    Pool(Loop& loop, const Options& options) : loop_(loop), options_(options) {}
+    Pool(Loop& loop, const Options& options, const tls::Contexts& contexts)
+        : loop_(loop), options_(options), contexts_(contexts) {}
 
     // Null: the recipient was told of the failure.
     Upstream* start(Recipient& recipient, const Forward& forward, std::string_view head,
@@ -116,13 +129,15 @@ public:
 private:
     friend class Upstream;
     Upstream* take_idle(const std::string& origin);
-    Upstream* connect(const Forward& forward, const char*& why, Failure& failure);
+    Upstream* connect(const Forward& forward, double now, Failure& failure, std::string& why);
+    int new_socket(int family, bool is_control);
     bool make_room();
     void keep(Upstream& upstream, double now);
     void remove(Upstream& upstream);
 
     Loop& loop_;
     const Options& options_;
+    const tls::Contexts& contexts_;
     std::unordered_map<Upstream*, std::unique_ptr<Upstream>> all_;
     std::unordered_map<std::string, std::vector<Upstream*>> idle_;
     std::vector<std::unique_ptr<Upstream>> buried_;

@@ -45,13 +45,15 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", ["index.threads", "plane.traffic"])
-def test_threads_do_not_race(program: str, module: Path) -> None:
+@pytest.mark.parametrize("program", ["index.threads", "plane.traffic", "plane.traffic by TLS"])
+def test_threads_do_not_race(program: str, module: Path, tmp_path: Path) -> None:
     """Long prompts are hashed in a thread while the event loop applies batches. Events and commands
     pass between the plane's threads and that loop, and connections die at any point."""
     runtime = runtime_of_the_sanitizer()
+    name, _, by_tls = program.partition(" ")
+    folder = [str(tmp_path)] if by_tls else []
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.router.core.{program}", str(module)],
+        [sys.executable, "-m", f"tests.router.core.{name}", str(module), *folder],
         env={**os.environ, "LD_PRELOAD": runtime, "TSAN_OPTIONS": "halt_on_error=1"},
         cwd=ROOT,
         capture_output=True,

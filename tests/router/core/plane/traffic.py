@@ -1,5 +1,5 @@
 """Clients that come, leave and read slowly, and replicas that fail, before two threads of the data
-plane: a program for ThreadSanitizer, run by `test_sanitized_threads.py`."""
+plane, as they are or by TLS: a program for ThreadSanitizer, run by `test_sanitized_threads.py`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ import contextlib
 import random
 import selectors
 import socket
+import ssl
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+from router.plane import Secured
 from tests.router.core.index.threads import load
+from tests.router.core.plane.harness import NAME, Authority, secured
 
 CLIENTS, REQUESTS = 6, 25
 BODY = b'{"model": "m", "prompt": [1, 2, 3]}'
 STREAM = b"".join(b"data: {%d}\n\n" % number for number in range(50)) + b"data: [DONE]\n\n"
 
 
-def replica(listener: socket.socket) -> None:
+def replica(listener: socket.socket, tls: ssl.SSLContext | None) -> None:
     """Serves one request a connection and more, in one of several ways."""
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+        threading.Thread(target=serve, args=(connection, tls), daemon=True).start()
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, tls: ssl.SSLContext | None) -> None:
     """Serve the requests of a connection, until one of the two leaves."""
     draw = random.Random(connection.fileno())
-    with connection, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        stack.enter_context(connection)
+        if tls is not None:
+            connection = stack.enter_context(tls.wrap_socket(connection, server_side=True))
         while respond(connection, draw.randrange(6)):
             pass
 
@@ -62,14 +68,18 @@ def respond(connection: socket.socket, kind: int) -> bool:
     return kind not in (0, 3)
 
 
-def client(port: int, seed: int) -> None:
+def client(port: int, seed: int, tls: ssl.SSLContext | None) -> None:
     """Send requests; leave in the middle of some."""
     draw = random.Random(seed)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
     for _ in range(REQUESTS):
         try:
-            with socket.create_connection(("127.0.0.1", port)) as connection:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(socket.create_connection((NAME, port)))
                 connection.settimeout(20)
+                if tls is not None:
+                    connection = tls.wrap_socket(connection, server_hostname=NAME)
+                    stack.enter_context(connection)
                 request = head + BODY
                 if draw.randrange(5) == 0:
                     connection.sendall(request[: draw.randrange(len(request))])
@@ -89,14 +99,25 @@ def client(port: int, seed: int) -> None:
             continue
 
 
-def answer(plane: Any, event: tuple[Any, ...], port: int) -> None:
+def answer(plane: Any, event: tuple[Any, ...], port: int, secure_host: str) -> None:
     """What Python does about an event."""
     kind, number, *what = event
     if kind == "opened" and not what[-1]:
         plane.read_body(number)
     elif kind == "opened" or (kind == "body" and what[1]) or kind == "failed":
         plane.forward(
-            *(number, "r", "127.0.0.1", port, b"replica", b"", None, (), ((b"x-a", b"b"),)),
+            *(
+                number,
+                "r",
+                (NAME,),
+                port,
+                secure_host,
+                b"replica",
+                b"",
+                None,
+                (),
+                ((b"x-a", b"b"),),
+            ),
             *(((b"x-kv-replica", b"r"),), None, (5.0, 20.0, 20.0), 1, 0),
         )
     elif kind == "body":
@@ -108,11 +129,21 @@ def answer(plane: Any, event: tuple[Any, ...], port: int) -> None:
             plane.respond(number, 503, [(b"content-length", b"0")], b"")
 
 
-def main(path: Path) -> None:
-    """Run until all clients have been served."""
+def main(path: Path, folder: Path | None) -> None:
+    """Run until all clients have been served.
+
+    Args:
+        path: The extension module.
+        folder: For certificates; None: nothing is encrypted.
+    """
     module = load(path)
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    threading.Thread(target=replica, args=(listeners[0],), daemon=True).start()
+    authority = Authority(folder) if folder else None
+    by_tls = secured(authority) if authority else Secured()
+    theirs, ours = (
+        (authority.server_context(), authority.client_context()) if authority else (None, None)
+    )
+    listeners = [socket.create_server((NAME, 0)) for _ in range(2)]
+    threading.Thread(target=replica, args=(listeners[0], theirs), daemon=True).start()
     port, listeners_port = (each.getsockname()[1] for each in listeners)
     listeners[1].setblocking(False)
     options = {
@@ -127,9 +158,10 @@ def main(path: Path) -> None:
         **{"max_connections": 0, "reserved_from": 1 << 30, "dropped": [b"x-b"]},
         **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
     }
-    plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)])
+    plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
     threads = [
-        threading.Thread(target=client, args=(listeners_port, seed)) for seed in range(CLIENTS)
+        threading.Thread(target=client, args=(listeners_port, seed, ours))
+        for seed in range(CLIENTS)
     ]
     for thread in threads:
         thread.start()
@@ -138,8 +170,9 @@ def main(path: Path) -> None:
         while any(thread.is_alive() for thread in threads):
             if selector.select(0.1):
                 for event in plane.take():
-                    answer(plane, event, port)
+                    answer(plane, event, port, NAME if authority else "")
             plane.give_up("r", 30.0)
+            plane.secure(*by_tls)
     plane.cut_all()
     plane.stop()
     assert plane.counts()["opened"] > 0
@@ -147,4 +180,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)

@@ -1,0 +1,68 @@
+// One encrypted connection, without I/O: what has come goes in, what is to be sent comes out.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "tls/context.hpp"
+
+namespace kvroute::tls {
+
+class Session {
+public:
+    // `server`: the name or address that its certificate must have; empty for a session with a client.
+    // Throws `Problem`.
+    Session(std::shared_ptr<const Context> context, const std::string& server);
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    ~Session();
+
+    enum class State : unsigned char { open, ended, broken };
+    struct Read {
+        std::size_t bytes = 0;
+        State state = State::open;  // after these
+    };
+
+    // Takes all of what has come, and writes into `out` what that says; it fits where there is room for
+    // `came` and one record. What the other side has to be told is appended to `to_send`.
+    Read receive(std::string_view came, char* out, std::size_t size, std::string& to_send);
+    // Nothing before the handshake is over. False: it is broken.
+    bool send(std::string_view bytes, std::string& to_send);
+    // Begins the handshake, where that is for this side.
+    void begin(std::string& to_send);
+    // Says that nothing more comes.
+    void end(std::string& to_send);
+
+    bool is_established() const { return is_established_; }
+    // The other side sent what is no TLS at all; known once it is broken.
+    bool is_foreign() const { return is_foreign_; }
+    // Why it is broken.
+    const std::string& problem() const { return problem_; }
+
+    static constexpr std::size_t kRecord = 16 * 1024 + 512;
+
+private:
+    friend BIO_METHOD* make_pipe(Library&);
+    static int pull(BIO*, char* into, int size);
+    static int push(BIO*, const char* bytes, int size);
+    static long control(BIO*, int what, long, void*);
+
+    bool shake_hands();
+    State broken();
+
+    std::shared_ptr<const Context> context_;
+    SSL* made_;
+    std::string_view came_;           // during a call
+    std::string* to_send_ = nullptr;  // as well
+    bool is_established_ = false, has_spoken_ = false, is_foreign_ = false, is_broken_ = false;
+    std::string problem_;
+};
+
+// What OpenSSL reads from and writes to in place of a socket.
+BIO_METHOD* make_pipe(Library& openssl);
+
+// The first error of the last call, in words; none is left.
+std::string last_error();
+
+}  // namespace kvroute::tls

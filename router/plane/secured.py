@@ -1,0 +1,74 @@
+"""Who the router is by TLS, and whom it trusts, as the core has it. The core brings no OpenSSL of
+its own: it uses the library that this Python is linked with, or else the system's."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from router._core import TlsContext
+
+
+class NoTls(Exception):
+    """There is no library for it, or a file cannot be used."""
+
+
+class PemFiles(NamedTuple):
+    """Paths; None: there is none."""
+
+    certificate: str | None = None
+    key: str | None = None
+    authorities: str | None = None
+
+
+class Secured(NamedTuple):
+    """What is done by TLS."""
+
+    towards_clients: TlsContext | None = None
+    """None: they speak plain HTTP."""
+    towards_replicas: TlsContext | None = None
+    """None: none can be reached by https."""
+
+    @classmethod
+    def made(cls, towards_clients: PemFiles | None, towards_replicas: PemFiles) -> Secured:
+        """From what stands in the files now. `load_openssl` has been called.
+
+        Args:
+            towards_clients: None: plain HTTP.
+            towards_replicas: Without authorities, the system's are trusted.
+        Raises:
+            NoTls: A file cannot be used.
+        """
+        context = import_module("router._core").TlsContext
+        clients, replicas = (
+            tuple(name or "" for name in files or ())
+            for files in (towards_clients, towards_replicas)
+        )
+        try:
+            return cls(
+                context.for_clients(*clients) if clients else None,
+                context.for_servers(*replicas),
+            )
+        except ValueError as error:
+            raise NoTls(str(error)) from None
+
+
+def load_openssl() -> str:
+    """Find the library; return its version.
+
+    Raises:
+        NoTls: There is none that can be used.
+    """
+    places = ["libssl.so.3"]
+    try:
+        linked = import_module("_ssl")
+    except ImportError:
+        pass
+    else:
+        # Whatever that is linked with is found through it, under any name.
+        places[:0] = filter(None, [getattr(linked, "__file__", None)])
+    try:
+        return str(import_module("router._core").load_tls(places))
+    except ValueError as error:
+        raise NoTls(str(error)) from None

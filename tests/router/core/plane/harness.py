@@ -1,0 +1,216 @@
+"""A data plane by itself: its events are served here, its clients and replicas are sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from router.plane import PemFiles, Secured, load_openssl
+
+NAME = "127.0.0.1"
+DEADLINE_S = 20.0
+OPTIONS: dict[str, Any] = {
+    **{"head_bytes": 65536, "max_body_bytes": 8 << 20, "max_held_bytes": 8 << 20},
+    **{"request_s": 10.0, "client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 5.0},
+    **{"max_idle": 8, "max_connections": 0, "reserved_from": 1 << 30, "dropped": []},
+    **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+}
+Handler = Callable[[socket.socket], None]
+
+
+class Authority:
+    """Issues certificates, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ca = trustme.CA()
+        self.folder = folder
+        self.file = folder / "ca.pem"
+        self.ca.cert_pem.write_to_path(self.file)
+
+    def issued(self, name: str = NAME) -> PemFiles:
+        """A certificate for *name*."""
+        issued = self.ca.issue_cert(name)
+        paths = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        paths[0].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(paths[1])
+        return PemFiles(str(paths[0]), str(paths[1]))
+
+    def server_context(self, name: str = NAME) -> ssl.SSLContext:
+        """Of a server with a certificate for *name*."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.ca.issue_cert(name).configure_cert(context)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Of a client that trusts it."""
+        context = ssl.create_default_context()
+        self.ca.configure_trust(context)
+        return context
+
+
+def secured(authority: Authority, is_server: bool = True) -> Secured:
+    """What a plane shows and trusts."""
+    load_openssl()
+    clients = authority.issued() if is_server else None
+    return Secured.made(clients, PemFiles(authorities=str(authority.file)))
+
+
+@dataclass
+class Way:
+    """Where the plane is told to send everything; without hosts it responds by itself."""
+
+    port: int = 0
+    hosts: Sequence[str] = ()
+    secure_host: str = ""
+    timeouts: tuple[float, float, float] = (5.0, 10.0, 10.0)
+
+
+@dataclass
+class Served:
+    """A plane that runs, and what it has told."""
+
+    plane: Any
+    port: int
+    way: Way
+    refused: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until what was told is so."""
+        with self.changed:
+            assert self.changed.wait_for(holds, DEADLINE_S), (self.refused, self.failed)
+
+    def take(self, kind: str, number: int, what: Sequence[Any]) -> None:
+        """An event."""
+        if kind == "refused":
+            self.refused[what[0]] += 1
+        elif kind == "ended":
+            self.ended.append(what[0])
+        elif kind == "failed":
+            self.failed.append((what[0], what[1]))
+            body = f"{what[0]}: {what[1]}".encode()
+            self.plane.respond(number, 502, [(b"content-length", b"%d" % len(body))], body)
+        elif (kind == "opened" and not what[-1]) or (kind == "body" and not what[-1]):
+            self.plane.read_body(number)
+        elif kind == "opened" or kind == "body":
+            self._serve(number)
+
+    def _serve(self, number: int) -> None:
+        way = self.way
+        if not way.hosts:
+            self.plane.respond(number, 200, [(b"content-length", b"2")], b"ok")
+            return
+        self.plane.forward(
+            *(number, f"{way.secure_host}:{way.port}", list(way.hosts), way.port, way.secure_host),
+            *(b"replica", b"", None, (), (), (), None, way.timeouts, 1, 0),
+        )
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve the plane's events."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.plane.fileno(), selectors.EVENT_READ)
+            while not stop.is_set():
+                selector.select(0.05)
+                with self.changed:
+                    for kind, number, *what in self.plane.take():
+                        self.take(kind, number, what)
+                    self.changed.notify_all()
+
+
+@contextlib.contextmanager
+def serving(by_tls: Secured, way: Way | None = None, **options: Any) -> Iterator[Served]:
+    """A plane with one thread.
+
+    Args:
+        by_tls: What it shows and trusts.
+        way: Where it sends everything.
+        options: In place of the usual ones.
+    """
+    listener = socket.create_server((NAME, 0))
+    port = listener.getsockname()[1]
+    listener.setblocking(False)
+    core = import_module("router._core")
+    plane = core.Plane({**OPTIONS, **options}, [listener.detach()], *by_tls)
+    served, stop = Served(plane, port, way or Way()), threading.Event()
+    thread = threading.Thread(target=served.run, args=(stop,))
+    thread.start()
+    try:
+        yield served
+    finally:
+        plane.cut_all()
+        plane.stop()
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def replica(handle: Handler, tls: ssl.SSLContext | None = None, host: str = NAME) -> Iterator[int]:
+    """A server that gives each connection to *handle*; its port.
+
+    Args:
+        handle: Serves one connection.
+        tls: Its certificate; None: it speaks plain HTTP.
+        host: Where it listens.
+    """
+    listener = socket.create_server((host, 0))
+
+    def serve(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            connection.settimeout(DEADLINE_S)
+            if tls is not None:
+                connection = stack.enter_context(tls.wrap_socket(connection, server_side=True))
+            handle(connection)
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def read_request(connection: socket.socket) -> bytes:
+    """The next request of a connection; empty where there is none."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        if not (piece := connection.recv(65536)):
+            return b""
+        said += piece
+    head, _, body = said.partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
+    while len(body) < length:
+        body += connection.recv(1 << 20)
+    return head + b"\r\n\r\n" + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the other side says that nothing more does."""
+    said = b""
+    while piece := connection.recv(1 << 16):
+        said += piece
+    return said
