@@ -14,7 +14,7 @@ import time
 from benchmarks.figures import BLOCK_SIZE, processor_seconds, prompt_tokens, report
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
-from router.index import LayoutHints, PrefixIndex, SourceId, create_index
+from router.index import LayoutHints, PrefixIndex, SourceId
 
 _BATCH_BLOCKS = 4096
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=16_384, help="of each source")
     options = parser.parse_args()
-    index = create_index()
+    index = PrefixIndex()
     sources = [SourceId(f"replica-{number}") for number in range(options.sources)]
     for number, source in enumerate(sources):
         _fill(index, source, number, options.blocks)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index import REFERENCE, IndexImplementation, PrefixIndex, SourceId, choose_index
+from router.index import PrefixIndex, SourceId
 
 BLOCK_SIZE = 16
 
@@ -101,16 +101,10 @@ def block_hash(seed: int, index: int) -> int:
     return hash((seed, index, "block")) & (2**64 - 1)
 
 
-def implementations() -> list[IndexImplementation]:
-    """The reference, and the compiled index where it was built."""
-    return list(dict.fromkeys((REFERENCE, choose_index())))
-
-
 def filled_index(
     replicas: int,
     tokens: list[int],
     groups: int = 2,
-    implementation: IndexImplementation = REFERENCE,
 ) -> PrefixIndex:
     """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every group.
 
@@ -118,9 +112,8 @@ def filled_index(
         replicas: How many.
         tokens: The prompt.
         groups: The first of full attention, the others with a window.
-        implementation: Which index.
     """
-    index = implementation.create()
+    index = PrefixIndex()
     for replica in range(replicas):
         held = tokens[: len(tokens) * (replica + 1) // replicas]
         events: list[Event] = [

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.figures import (
     BLOCK_SIZE,
-    implementations,
     processor_seconds,
     prompt_tokens,
     removed_events,
@@ -61,21 +60,19 @@ def _measure(blocks: int, blocks_per_event: int) -> None:
     tokens = prompt_tokens(blocks * BLOCK_SIZE)
     stored = _payloads(list(stored_events(tokens, blocks_per_event)))
     removed = _payloads(list(removed_events(tokens, blocks_per_event)))
-    indexes = {each.name: each.create() for each in implementations()}
+    index = PrefixIndex()
     blind = HashHolders()
     for action, payloads in (("stored", stored), ("removed", removed)):
         theirs = _seconds(payloads, lambda payload: blind.apply("replica", payload))
-        for name, index in indexes.items():
-            ours = _seconds(payloads, _apply_to(index))
-            report(
-                "index_apply",
-                implementation=name,
-                action=action,
-                blocks_per_event=blocks_per_event,
-                blocks_per_second=round(blocks / ours),
-                group_blind_blocks_per_second=round(blocks / theirs),
-                ratio=round(theirs / ours, 3),
-            )
+        ours = _seconds(payloads, _apply_to(index))
+        report(
+            "index_apply",
+            action=action,
+            blocks_per_event=blocks_per_event,
+            blocks_per_second=round(blocks / ours),
+            group_blind_blocks_per_second=round(blocks / theirs),
+            ratio=round(theirs / ours, 3),
+        )
 
 
 def _apply_to(index: PrefixIndex) -> Callable[[bytes], object]:

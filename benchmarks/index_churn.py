@@ -30,7 +30,7 @@ from kvevents.events import (
     EventBatch,
     TierBlocksCleared,
 )
-from router.index import LayoutHints, PrefixIndex, SourceId, SourceLimits, choose_index
+from router.index import LayoutHints, PrefixIndex, SourceId, SourceLimits
 
 _RUN = 32
 """Blocks of a run."""
@@ -46,7 +46,7 @@ class Sample:
     blocks: int
     """Held on all GPUs, counted by source and group."""
     table_bytes: int
-    """Of the compiled index; 0 of another."""
+    """Of the index."""
     resident_bytes: int
     """Of the process."""
 
@@ -177,22 +177,19 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=10_000_000)
     parser.add_argument("--sources", type=int, default=70, help="more than 64 by default")
     parser.add_argument("--runs", type=int, default=64, help="of 32 blocks, held by each source")
-    parser.add_argument("--index", default="auto", choices=["auto", "native", "reference"])
     options = parser.parse_args()
-    implementation = choose_index(options.index)
     limits = SourceLimits(waiting_runs=256, waiting_batches=1000)
-    churn = Churn(implementation.create(limits=limits), options.sources, options.runs)
+    churn = Churn(PrefixIndex(limits), options.sources, options.runs)
     for sample in churn.samples(options.operations):
-        _report(implementation.name, sample)
+        _report(sample)
     sample = churn.drop_all()
     gc.collect()
-    _report(implementation.name, sample)
+    _report(sample)
 
 
-def _report(implementation: str, sample: Sample) -> None:
+def _report(sample: Sample) -> None:
     report(
         "index_churn",
-        implementation=implementation,
         operations=sample.operations,
         blocks=sample.blocks,
         table_megabytes=round(sample.table_bytes / 1e6, 2),

@@ -15,7 +15,6 @@ from benchmarks.figures import (
     BLOCK_SIZE,
     block_hash,
     filled_index,
-    implementations,
     median_seconds,
     prompt_tokens,
     report,
@@ -45,23 +44,21 @@ def _measure(count: int, replicas: int, repeats: int) -> None:
     unknown = array("I", prompt_tokens(count, seed=1))
     holders = _blind_holders(count // BLOCK_SIZE, replicas)
     theirs = median_seconds(lambda: _blind_match(holders, count // BLOCK_SIZE), repeats)
-    for implementation in implementations():
-        index, packed = filled_index(replicas, tokens, 2, implementation), array("I", tokens)
-        known_s, list_s, unknown_s = (
-            median_seconds(partial(index.match, prompt), repeats)
-            for prompt in (packed, tokens, unknown)
-        )
-        report(
-            "index_match",
-            implementation=implementation.name,
-            tokens=count,
-            replicas=replicas,
-            milliseconds=round(known_s * 1e3, 4),
-            from_a_list_milliseconds=round(list_s * 1e3, 4),
-            unknown_prompt_milliseconds=round(unknown_s * 1e3, 4),
-            group_blind_milliseconds=round(theirs * 1e3, 3),
-            ratio=round(known_s / theirs, 3),
-        )
+    index, packed = filled_index(replicas, tokens), array("I", tokens)
+    known_s, list_s, unknown_s = (
+        median_seconds(partial(index.match, prompt), repeats)
+        for prompt in (packed, tokens, unknown)
+    )
+    report(
+        "index_match",
+        tokens=count,
+        replicas=replicas,
+        milliseconds=round(known_s * 1e3, 4),
+        from_a_list_milliseconds=round(list_s * 1e3, 4),
+        unknown_prompt_milliseconds=round(unknown_s * 1e3, 4),
+        group_blind_milliseconds=round(theirs * 1e3, 3),
+        ratio=round(known_s / theirs, 3),
+    )
 
 
 def _blind_holders(blocks: int, replicas: int) -> dict[int, set[int]]:

@@ -1,25 +1,19 @@
 """How many bytes does the index need for a block that a replica holds, by the number of groups that
 hold it, and where all replicas hold the same blocks?
-
-Of the reference what Python allocates is counted, of the compiled index what its tables and nodes
-take.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import tracemalloc
 
 from benchmarks.figures import (
     BLOCK_SIZE,
-    implementations,
     prompt_tokens,
     report,
     stored_events,
 )
 from kvevents.events import Event, EventBatch
-from router.index import IndexImplementation, SourceId
+from router.index import PrefixIndex, SourceId
 
 
 def main() -> None:
@@ -30,36 +24,25 @@ def main() -> None:
     options = parser.parse_args()
     settings = [(groups, False) for groups in options.groups] + [(1, True)]
     for groups, is_shared in settings:
-        for implementation in implementations():
-            used = _bytes_used(implementation, options.blocks, options.replicas, groups, is_shared)
-            report(
-                "index_memory",
-                implementation=implementation.name,
-                groups=groups,
-                shared_by=options.replicas if is_shared else 1,
-                bytes_per_replica_and_block=round(used / options.blocks / options.replicas, 1),
-            )
+        used = _bytes_used(options.blocks, options.replicas, groups, is_shared)
+        report(
+            "index_memory",
+            groups=groups,
+            shared_by=options.replicas if is_shared else 1,
+            bytes_per_replica_and_block=round(used / options.blocks / options.replicas, 1),
+        )
 
 
-def _bytes_used(
-    implementation: IndexImplementation, blocks: int, replicas: int, groups: int, is_shared: bool
-) -> int:
-    index = implementation.create()
-    gc.collect()
-    tracemalloc.start()
+def _bytes_used(blocks: int, replicas: int, groups: int, is_shared: bool) -> int:
+    """What the tables and nodes take."""
+    index = PrefixIndex()
     for replica in range(replicas):
         seed = 0 if is_shared else replica
         tokens = prompt_tokens(blocks * BLOCK_SIZE, seed=seed)
         for group in range(groups):
             events: list[Event] = list(stored_events(tokens, 64, group, seed=seed))
             index.apply(SourceId(f"replica-{replica}"), EventBatch(0.0, events))
-            del events
-        del tokens
-    gc.collect()
-    used, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    core = getattr(index, "core", None)
-    return used + (core.sizes()[1] if core else 0)
+    return index.core.sizes()[1]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from random import Random
 from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
-from router.index import SourceId, choose_index, create_index
+from router.index import PrefixIndex, SourceId
 from router.mirror import STEP, create_mirror
 from router.replicas.health import HealthRecord
 from router.replicas.load import make_load_tracker
@@ -76,9 +76,9 @@ def _microseconds(decide: Callable[[], object], decisions: int) -> float:
 
 
 def _decider(policy: str, count: int, most_hit: int, in_core: bool) -> Callable[[], object]:
-    random, index = Random(1), create_index()
+    random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
-    load, mirror = make_load_tracker(in_core), create_mirror(choose_index())
+    load, mirror = make_load_tracker(in_core), create_mirror()
     is_new = policy == LEAST_DELAY
     planner = RoutePlanner(
         make_policy(policy, PolicySettings(random=Random(1))),
@@ -135,7 +135,7 @@ def _replica(name: str) -> Replica:
 
 def _report_memory() -> None:
     """Bytes for each key, with a cache full of prompts that share nothing."""
-    random, index, mirror = Random(2), create_index(), create_mirror(choose_index())
+    random, index, mirror = Random(2), PrefixIndex(), create_mirror()
     before = _resident_bytes()
     for _ in range(2000):
         prompt = index.prepare(_tokens(random), extra_steps=(STEP,))

@@ -22,7 +22,7 @@ from kvevents.events import EventBatch
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from router.feed import SavedSource
-from router.index import PrefixIndex, SourceId, choose_index
+from router.index import PrefixIndex, SourceId
 from router.snapshots import Sender, read_sealed, restore
 
 SECRET = b"shared"
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=20_000, help="that each replica holds")
     options = parser.parse_args()
-    running = choose_index().create(secret=SECRET)
+    running = PrefixIndex(secret=SECRET)
     replay_s = replay_bytes = 0.0
     for number in range(options.replicas):
         source = SourceId(f"replica-{number}")
@@ -90,7 +90,7 @@ async def take(running: PrefixIndex, options: Any, replay_s: float, replay_bytes
     pieces = [piece async for piece in sender.open()]
     sending_s, data = time.process_time() - started, b"".join(pieces)
     started = time.process_time()
-    index = choose_index().create(secret=SECRET)
+    index = PrefixIndex(secret=SECRET)
     restored = restore(read_sealed(data, SECRET, 900.0), "m", index, needs_own_keys=True)
     taking_s = time.process_time() - started
     assert len(restored) == options.replicas

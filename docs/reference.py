@@ -93,7 +93,6 @@ _SUBJECTS = (
 """Headings of the metrics' table; by what follows `kvroute_`."""
 
 _SEE = {
-    "kvroute_index_info": "[the index](configuration.md#the-index)",
     "kvroute_prefill_backlog_seconds": "[scaling the engines](deployment.md#scaling-the-engines)",
     "kvroute_source_rebuilds": "[self-repair](#self-repair)",
     "kvroute_tokenizer_info": "[tokenizers](#tokenizers)",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.config import RouterConfig
 from router.index import SourceId
-from router.index.native import NativeIndex
 from router.mirror.native import NativeMirror
 from router.plane import Addresses, DataPlane
 from router.replicas import Replica
@@ -114,12 +113,10 @@ class NativeDecisions:
         caches; None where Python has to look at its requests."""
         index, planner = model.index, self._parts.planner
         replicas = list(self._service.registry.serving(model.name))
-        is_simple = isinstance(index, NativeIndex) and index.is_all_in_core
-        if not is_simple or not replicas or model.aliases:
+        if not replicas or model.aliases:
             return None
         if self._is_closely_watched(model, replicas):
             return None
-        assert isinstance(index, NativeIndex)
         if index.searches:
             return None
         ways = [self._way(replica) for replica in replicas]

@@ -33,7 +33,7 @@ from kvevents.errors import LayoutError, MalformedBatch
 from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
-from router.index import DumpError, LayoutHints, SourceId, create_index
+from router.index import DumpError, LayoutHints, PrefixIndex, SourceId
 
 MAX_LINE_BYTES = 256 * 2**20
 _SOURCE = SourceId("recording")
@@ -326,7 +326,7 @@ class _Replay:
     """The index as it was at each line of a recording."""
 
     def __init__(self, hints: LayoutHints, summary: ReplaySummary) -> None:
-        self._index = create_index()
+        self._index = PrefixIndex()
         self._index.add(_SOURCE, hints)
         self._source = _SOURCE
         self._summary = summary

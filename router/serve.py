@@ -49,10 +49,11 @@ from router.http.networks import Networks
 from router.http.proxied_paths import ProxiedPaths
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
-from router.index import IndexImplementation, why_not_native
+from router.index import PrefixIndex
 from router.observability.request_log import LogPlace
 from router.observability.request_observer import Settled
 from router.overload import EngineOrder
+from router.placing import native_decisions
 from router.plane import (
     USUAL_HEADERS,
     BehindPlane,
@@ -421,7 +422,7 @@ class ConfigSource(NamedTuple):
 
 async def serve(
     config: RouterConfig,
-    indexes: IndexImplementation | None = None,
+    new_index: Callable[..., PrefixIndex] = PrefixIndex,
     source: ConfigSource | None = None,
     member: Member | None = None,
 ) -> None:
@@ -430,7 +431,7 @@ async def serve(
 
     Args:
         config: The whole configuration.
-        indexes: Makes the index of each model; None: as configured.
+        new_index: Makes the index of a model; see `ModelSet`.
         source: Reads it again; None: nothing does.
         member: Of several workers this one; None: there is one.
     Raises:
@@ -442,13 +443,10 @@ async def serve(
     reserved_from = _reserved_files_from()
     service = RouterService(
         config,
-        indexes=indexes,
+        new_index=new_index,
         reserved_files_from=reserved_from,
         sharing=_shared_with(config, member),
     )
-    logger.info("index: %s", service.models.index_implementation)
-    if indexes is None and (member is None or member.start.number == 0):
-        _warn_without_native(config)
     app = RouterApp(service, member)
     if isinstance(service.proxy, PlaneProxy):
         secured = _PlaneCertificates(certificate, service.replica_certificate)
@@ -487,10 +485,7 @@ async def _serve_behind_plane(
         behind = stack.enter_context(contextlib.closing(_local_listener(f"{folder}/control")))
         listener = stack.enter_context(contextlib.closing(_listener(config, None)))
         plane = _plane(service, app, proxy, reserved_from, f"{folder}/control")
-        # It imports the compiled core, which need not be there otherwise.
-        natives = import_module("router.placing").native_decisions(
-            service, proxy.addresses, app.gateway.guard.clients_see_hits
-        )
+        natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
         server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
 
         async def listens() -> None:
@@ -579,7 +574,6 @@ def _check_plane(config: RouterConfig) -> None:
         return
     reasons = {
         "workers": "threads take their place" if config.server.workers > 1 else None,
-        "data_plane": why_not_native(),
     }
     problems = [
         ConfigProblem(f"server.{place}", f"not with data_plane native: {why}")
@@ -659,17 +653,6 @@ def _count_refusal(service: RouterService, reason: str) -> None:
     if reason == OUT_OF_MEMORY:
         service.shortages.note("memory")
     service.metrics.bad_requests.labels(reason).inc()
-
-
-def _warn_without_native(config: RouterConfig) -> None:
-    """What serves in place of the compiled index, and what it costs: nobody has chosen it."""
-    why = why_not_native() if config.index == "auto" else None
-    if why is not None:
-        logger.warning(
-            "%s; the index in plain Python serves: the same answers, at 4 to 18 times the "
-            "processor time for an event and up to 250 times for a prompt",
-            why,
-        )
 
 
 def _listener(config: RouterConfig, member: Member | None) -> socket.socket:
@@ -758,7 +741,7 @@ async def _reloading(
 
 def run(
     config: RouterConfig,
-    indexes: IndexImplementation | None = None,
+    new_index: Callable[..., PrefixIndex] = PrefixIndex,
     source: ConfigSource | None = None,
     member: Member | None = None,
 ) -> int:
@@ -766,7 +749,7 @@ def run(
 
     Args:
         config: The whole configuration.
-        indexes: Makes the index of each model; None: as configured.
+        new_index: Makes the index of a model; see `ModelSet`.
         source: Reads it again while the router runs; None: nothing does.
         member: Of several workers this one; None: there is one.
     Raises:
@@ -778,10 +761,10 @@ def run(
     try:
         if sys.version_info >= (3, 11):
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(config, indexes, source, member))
+                runner.run(serve(config, new_index, source, member))
         else:
             uvloop.install()
-            asyncio.run(serve(config, indexes, source, member))
+            asyncio.run(serve(config, new_index, source, member))
     except ConfigError as error:
         if config.observability.log_format != "json":
             raise

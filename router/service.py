@@ -32,12 +32,7 @@ from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.doors import Reservations
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
-from router.index import (
-    IndexImplementation,
-    IndexUnavailable,
-    SourceId,
-    choose_index,
-)
+from router.index import PrefixIndex, SourceId
 from router.mirror import (
     ApproximateCaches,
     Mirror,
@@ -138,7 +133,7 @@ class RouterService:
         self,
         config: RouterConfig,
         registry: CollectorRegistry | None = None,
-        indexes: IndexImplementation | None = None,
+        new_index: Callable[..., PrefixIndex] = PrefixIndex,
         reserved_files_from: int | None = None,
         sharing: SharedWith | None = None,
     ) -> None:
@@ -147,12 +142,11 @@ class RouterService:
         Args:
             config: The whole configuration.
             registry: Where the metrics are registered; None: a registry of their own.
-            indexes: Makes the index of each model; None: as configured.
+            new_index: Makes the index of a model; see `ModelSet`.
             reserved_files_from: File descriptors from this number on are not for requests.
             sharing: With whom it shares load and limits; None: it is alone.
         Raises:
-            ConfigError: A tokenizer, chat template or certificate cannot be used, or the configured
-                index.
+            ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
         """
         self.config = config
@@ -168,15 +162,14 @@ class RouterService:
         self.request_log = RequestLog(place=self._shared.log_place)
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
-        indexes = indexes or configured_index(config)
-        self._mirror = _mirror(config, indexes)
-        self._load = make_load_tracker(in_core=indexes.name == "native")
+        self._mirror = _mirror(config)
+        self._load = make_load_tracker(in_core=True)
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         self._upstream = self._make_upstream(reserved_files_from)
         self._make_overload()
-        self._make_caches(indexes)
+        self._make_caches(new_index)
         planner = self._planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
@@ -228,7 +221,7 @@ class RouterService:
         )
         self.entrance = Entrance(overload, WaitingRoom(limits, listener))
 
-    def _make_caches(self, indexes: IndexImplementation) -> None:
+    def _make_caches(self, new_index: Callable[..., PrefixIndex]) -> None:
         """What is known of models and caches, and how it is kept true."""
         config = self.config
         tokenizers = ReplicaTokenizers(
@@ -250,7 +243,7 @@ class RouterService:
         self.models = ModelSet(
             config.models,
             tokenizers.ask_one_of,
-            indexes,
+            new_index,
             self._large_work,
             self._shared.key_secret,
             Versions(config.versioned_models),
@@ -531,18 +524,6 @@ def _report_end(task: asyncio.Task[None]) -> None:
         logger.critical("%s ended; others are no longer heard", task.get_name(), exc_info=error)
 
 
-def configured_index(config: RouterConfig) -> IndexImplementation:
-    """What makes the indexes.
-
-    Raises:
-        ConfigError: The configuration asks for the compiled one, and there is none.
-    """
-    try:
-        return choose_index(config.index)
-    except IndexUnavailable as error:
-        raise ConfigError([ConfigProblem("index", f"{config.index!r}; {error}")]) from error
-
-
 def _with_live_options(old: RouterConfig, new: RouterConfig) -> RouterConfig:
     """*old* with what a running router takes over of *new*."""
     level = {"log_level": new.observability.log_level}
@@ -774,9 +755,9 @@ def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
     return PolicySettings(config.weights, config.policy.options, lots)
 
 
-def _mirror(config: RouterConfig, indexes: IndexImplementation) -> Mirror:
+def _mirror(config: RouterConfig) -> Mirror:
     prices = config.weights.tier_token, config.weights.lower_tier_token
-    return create_mirror(indexes, config.policy.mirror_max_keys, *prices)
+    return create_mirror(config.policy.mirror_max_keys, *prices)
 
 
 def _approximate(config: RouterConfig, feed: Feed, mirror: Mirror) -> ApproximateCaches | None:

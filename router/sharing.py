@@ -23,7 +23,7 @@ from router.board import Board, SharedLoad, SharedPrefix, Slot
 from router.board.slots import MAX_KEYS, fitting
 from router.config import BoardConfig
 from router.errors import ConfigError, ConfigProblem
-from router.index import SourceId, pack_keys
+from router.index import SourceId, pack_keys, unpack_keys
 from router.mirror import STEP, Mirror, Prefilling, are_equal
 from router.observability.self_repair import QuietMoments
 from router.overload import KeyCounts, KeyLimits
@@ -194,7 +194,7 @@ class Sharing:
             SourceId(prefix.replica, prefix.dp_rank),
             prefix.tokens,
             prefix.queued_tokens,
-            model.index.unpack_keys(prefix.keys, STEP),
+            unpack_keys(prefix.keys),
         )
 
 

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from router.cli import main as command_line
 from router.config import ReplicaOptions, RouterConfig
 from router.feed import Feed
-from router.index import Hit, PrefixIndex, SourceId, create_index
+from router.index import Hit, PrefixIndex, SourceId
 from router.serve import RouterApp
 from router.service import RouterService
 from tests.support.following import QUICK
@@ -580,7 +580,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    index, source = create_index(), SourceId("example")
+    index, source = PrefixIndex(), SourceId("example")
     feed = Feed(lambda _model: index, QUICK)
     feed.add(source, events, replay, "kv-events", "model")
     try:
@@ -609,7 +609,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        index, source = create_index(), SourceId("example")
+        index, source = PrefixIndex(), SourceId("example")
         feed = Feed(lambda _model, index=index: index, QUICK)
         feed.add(source, events, replay, "kv-events", "model")
         try:

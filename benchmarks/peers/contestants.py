@@ -94,7 +94,6 @@ class Kvroute:
 
     Args:
         replica_urls: One for each source.
-        index: Which implementation; see the option `index`.
         core: The CPU; None: any.
         tokenizer: Of the model; None: prompts are token ids.
         plane: The option `server.data_plane`.
@@ -106,14 +105,12 @@ class Kvroute:
     def __init__(
         self,
         replica_urls: Sequence[str],
-        index: str = "auto",
         core: int | None = None,
         tokenizer: Path | None = None,
         plane: str = "python",
     ) -> None:
         self._plane = plane
         self._urls = replica_urls
-        self._index = index
         self._core = core
         self._tokenizer = tokenizer
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-bench-")
@@ -124,7 +121,6 @@ class Kvroute:
         ] or [[] for _ in self._urls]
         model = {"tokenizer": str(self._tokenizer)} if self._tokenizer else {}
         config = {
-            "index": self._index,
             "server": {"port": 0, "data_plane": self._plane},
             "observability": {"log_level": "warning"},
             "models": [{"name": MODEL, **model}],
@@ -271,7 +267,6 @@ def kvroute_proxy(
     replica_urls: Sequence[str],
     endpoints: Sequence[str],
     core: int | None,
-    index: str = "auto",
     tokenizer: Path | None = None,
     plane: str = "python",
 ) -> Proxy:
@@ -281,11 +276,10 @@ def kvroute_proxy(
         replica_urls: Where requests go.
         endpoints: Of the replicas' events; none: they publish none.
         core: The CPU; None: any.
-        index: See `Kvroute`.
         tokenizer: See `Kvroute`.
         plane: See `Kvroute`.
     """
-    server = Kvroute(replica_urls, index, core, tokenizer, plane)
+    server = Kvroute(replica_urls, core, tokenizer, plane)
     server.follow(endpoints)
     return Proxy("kvroute", server.port, server.process, server.close)
 

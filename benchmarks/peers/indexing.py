@@ -38,7 +38,7 @@ from benchmarks.peers.publishing import (
     run_tokens,
     stored,
 )
-from router.index import LayoutHints, SourceId, choose_index
+from router.index import LayoutHints, PrefixIndex, SourceId
 
 _Made = TypeVar("_Made")
 
@@ -47,7 +47,7 @@ _RUN_BLOCKS = 64
 
 
 def _ours(settings: Settings, replicas: Replicas) -> IndexServer:
-    return Kvroute(replicas.urls, settings.index, settings.core)
+    return Kvroute(replicas.urls, settings.core)
 
 
 def _servers(
@@ -179,7 +179,7 @@ def _apply_ours(settings: Settings, blocks_per_event: int) -> float:
     payloads = []
     for tokens in _runs(settings):
         payloads += batches(stored(tokens, block_hashes(tokens), blocks_per_event))
-    index = choose_index(settings.index).create()
+    index = PrefixIndex()
     source = SourceId("r0")
     index.add(source)
     seconds = _cpu_s(lambda: [index.apply(source, payload) for payload in payloads])
@@ -239,7 +239,7 @@ def match_in_process(settings: Settings) -> None:
     for replicas in settings.match_replicas:
         for tokens in settings.prompt_tokens:
             makes: dict[str, Callable[[], Callable[[], object]]] = {
-                "kvroute, 2 groups": partial(_our_match, settings, replicas, tokens),
+                "kvroute, 2 groups": partial(_our_match, replicas, tokens),
                 "Dynamo's RadixTree, group-blind": partial(_dynamo_match, replicas, tokens),
             }
             for name, match in _in_process(settings, "match", makes):
@@ -254,8 +254,8 @@ def _held(replicas: int, tokens: int) -> Iterator[tuple[int, list[int]]]:
         yield number, whole[: tokens * (number + 1) // replicas // BLOCK_SIZE * BLOCK_SIZE]
 
 
-def _our_match(settings: Settings, replicas: int, tokens: int) -> Callable[[], object]:
-    index = choose_index(settings.index).create()
+def _our_match(replicas: int, tokens: int) -> Callable[[], object]:
+    index = PrefixIndex()
     for number, held in _held(replicas, tokens):
         source = SourceId(f"r{number}")
         index.add(source, LayoutHints())

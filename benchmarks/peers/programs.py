@@ -28,8 +28,6 @@ class Settings:
     programs: Path
     """Where the C programs are."""
     with_peers: bool = True
-    index: str = "auto"
-    """Ours: the option `index` of the configuration."""
     core: int | None = None
     """The CPU of the router that is measured; None: any."""
     other_core: int | None = None

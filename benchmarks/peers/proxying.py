@@ -124,10 +124,8 @@ NATIVE = "kvroute, native plane"
 def requests_of_ids(settings: Settings) -> None:
     """CPU time per request of token ids, with the replicas' events."""
     makes: dict[str, Make] = {
-        "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core, settings.index),
-        NATIVE: lambda urls, events: kvroute_proxy(
-            urls, events, settings.core, settings.index, plane="native"
-        ),
+        "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core),
+        NATIVE: lambda urls, events: kvroute_proxy(urls, events, settings.core, plane="native"),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),
@@ -144,9 +142,7 @@ def requests_of_text(settings: Settings) -> None:
     """CPU time per chat. Ours tokenises it; none of the others does."""
     with tokenizer() as directory:
         makes: dict[str, Make] = {
-            "kvroute": lambda urls, _: kvroute_proxy(
-                urls, (), settings.core, settings.index, directory
-            ),
+            "kvroute": lambda urls, _: kvroute_proxy(urls, (), settings.core, directory),
             "vllm-router cache_aware": lambda urls, _: vllm_router(
                 urls, (), settings.core, "cache_aware"
             ),
@@ -196,10 +192,8 @@ def _requests(
 def streams(settings: Settings) -> None:
     """Paced streams, all at the same time: the first token, gaps, and CPU time per token."""
     makes: dict[str, Make] = {
-        "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core, settings.index),
-        NATIVE: lambda urls, events: kvroute_proxy(
-            urls, events, settings.core, settings.index, plane="native"
-        ),
+        "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core),
+        NATIVE: lambda urls, events: kvroute_proxy(urls, events, settings.core, plane="native"),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),

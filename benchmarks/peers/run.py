@@ -75,7 +75,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     add("--alone", action="store_true", help="without peers")
-    add("--index", default="auto", help="ours: auto, native or reference")
     add("--pin", action="store_true", help="the router on core 0, all else on core 1")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=5.0)
@@ -97,7 +96,6 @@ def _settings(options: argparse.Namespace, programs: Path) -> Settings:
     return Settings(
         programs,
         with_peers=not options.alone,
-        index=options.index,
         core=0 if options.pin else None,
         other_core=1 if options.pin else None,
         rounds=options.rounds,

@@ -13,7 +13,7 @@ from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
 from router.config import PeerTierConfig
 from router.config import ReplicaConfig as RouterReplicaConfig
-from router.index import HashedPrompt, PrefixIndex, SourceId, choose_index
+from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror import create_mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -79,7 +79,7 @@ class SimulatedRouter:
             None if has_mirror else RecentPrefixes(),
             (),
             clock=clock,
-            mirror=create_mirror(choose_index(), clock=clock) if has_mirror else None,
+            mirror=create_mirror(clock=clock) if has_mirror else None,
         )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
@@ -133,7 +133,7 @@ class SimulatedRouter:
 
 def _index() -> PrefixIndex:
     # Homes are drawn from the keys: with a secret of its own each run would draw others.
-    return choose_index().create(secret=b"simulation")
+    return PrefixIndex(secret=b"simulation")
 
 
 def _healthy(replica_id: str, has_peers: bool) -> Replica:

@@ -6,15 +6,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from router.config import Overrides, RouterConfig, read_text
-from router.index import IndexChoice
 from router.routing.models import ModelSet
 from router.scoring import PolicySettings, make_policy
 from router.serve import ConfigSource
 from router.serve import run as run_server
-from router.service import configured_index
 from router.tls import listener_certificate, replica_certificate
 from router.workers.member import Member
 from router.workers.supervisor import Plan, supervise
@@ -68,11 +66,6 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="let operators record prompts, as token ids: kvroute capture --url",
-    )
-    parser.add_argument(
-        "--index",
-        choices=get_args(IndexChoice),
-        help="overrides index: native is the compiled one",
     )
     parser.add_argument(
         "--log-level",
@@ -131,7 +124,6 @@ def _overrides(arguments: argparse.Namespace) -> Overrides:
         arguments.replica,
         arguments.insecure or None,
         observability,
-        arguments.index,
         arguments.workers,
         arguments.ext_proc,
     )
@@ -141,13 +133,12 @@ def _load(config: RouterConfig) -> None:
     """Load what a start would load, and let it go again.
 
     Raises:
-        ConfigError: A tokenizer, chat template or certificate cannot be used, or the compiled
-            index.
+        ConfigError: A tokenizer, chat template or certificate cannot be used.
         PolicyError: The policy cannot be made.
     """
     listener_certificate(config.server.tls)
     replica_certificate(config.server.replica_tls)
-    ModelSet(config.models, _no_replica, configured_index(config)).close()
+    ModelSet(config.models, _no_replica).close()
     make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options))
 
 

@@ -329,7 +329,7 @@ def _totals(overview: Overview) -> list[Text]:
     minute = overview.minute
     rate = minute.requests / max(minute.seconds, 1.0)
     traffic = f"{rate:,.1f} requests/s, {overview.under_way:,} under way, {minute.failed:,} failed"
-    lines = f"{traffic} · policy {overview.policy} · {overview.index} index", _hits(minute)
+    lines = f"{traffic} · policy {overview.policy}", _hits(minute)
     return [plain(line) for line in lines]
 
 

@@ -65,7 +65,7 @@ from router.config.values import (
 )
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
-from router.index import IndexChoice, LayoutHints, StoreHint, TierHint
+from router.index import LayoutHints, StoreHint, TierHint
 from router.scoring.policies import BUILT_IN, LEAST_DELAY
 from router.scoring.types import Weights
 
@@ -650,7 +650,6 @@ class Overrides(NamedTuple):
     insecure: bool | None = None
     observability: Mapping[str, object] = MappingProxyType({})
     """Options of `observability`."""
-    index_choice: str | None = None
     workers: int | None = None
     ext_proc: str | None = None
     """Where gateways ask by external processing."""
@@ -677,7 +676,6 @@ class Overrides(NamedTuple):
             observability = {**observability, **self.observability}
         return {
             **data,
-            **({} if self.index_choice is None else {"index": self.index_choice}),
             "server": server,
             "replicas": replicas,
             "doors": doors,
@@ -703,8 +701,6 @@ class RouterConfig(Section, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
     state: StateConfig = StateConfig()
     board: BoardConfig = BoardConfig()
-    index: IndexChoice = "auto"
-    """Which implementation follows the caches."""
 
     @classmethod
     def load(

@@ -13,10 +13,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from typing_extensions import override
@@ -35,90 +34,56 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.layout import GroupKind
+from kvevents.messages import WireRun
 from router.config import RouterConfig
-from router.index import (
-    ApplyResult,
-    DumpError,
-    GroupHit,
-    HashedPrompt,
-    Hit,
-    IndexImplementation,
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-    SourceStatistics,
-    create_index,
-)
+from router.index import ApplyResult, DumpError, LayoutHints, PrefixIndex, RunApplied, SourceId
 from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])
 
 
 class GroupBlindIndex(PrefixIndex):
-    """Strips the groups off the events, and passes what is left on to a real index.
+    """Strips the groups off the events.
 
     Args:
         any_copy: Hold a block until its last copy in any group is removed; else until its first is.
+        secret: See `PrefixIndex`.
     """
 
-    def __init__(self, any_copy: bool = False) -> None:
+    def __init__(self, any_copy: bool = False, secret: bytes | None = None) -> None:
+        super().__init__(secret=secret)
         self._any_copy = any_copy
-        self._index = create_index()
         self._copies: dict[SourceId, Counter[BlockHash]] = {}
 
     @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
         self._copies.pop(source, None)
-        self._index.add(source, hints)
+        super().add(source, hints)
 
     @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
+        if not self.holds(source):
+            self.add(source)
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         events = list(self._without_groups(source, batch.events))
-        return self._index.apply(source, msgspec.structs.replace(batch, events=events))
+        return super().apply(source, msgspec.structs.replace(batch, events=events))
 
     @override
-    def clear(self, source: SourceId) -> None:
-        self._copies.pop(source, None)
-        self._index.clear(source)
+    def apply_run(
+        self, source: SourceId, run: WireRun, seq: int, most: int, seed: int
+    ) -> RunApplied | None:
+        return None
 
     @override
     def drop(self, source: SourceId) -> None:
         self._copies.pop(source, None)
-        self._index.drop(source)
-
-    @override
-    def tidy(self) -> bool:
-        return self._index.tidy()
-
-    @override
-    def prepare(
-        self,
-        token_ids: Sequence[int],
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        extra_keys: Sequence[Any] | None = None,
-        extra_steps: Sequence[int] = (),
-    ) -> HashedPrompt:
-        return self._index.prepare(token_ids, lora_name, cache_salt, extra_keys, extra_steps)
-
-    @override
-    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
-        return self._index.match_prompt(prompt)
-
-    @override
-    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        return self._index.match_source(prompt, source)
-
-    @override
-    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        return self._index.explain(prompt, source)
+        super().drop(source)
 
     @override
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
         copies = self._copies.items()
         yield msgspec.msgpack.encode([each for each in copies if only in (None, each[0])])
-        yield from self._index.export(only)
+        yield from super().export(only)
 
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
@@ -127,28 +92,8 @@ class GroupBlindIndex(PrefixIndex):
             copies = _copies_decoder.decode(next(remaining, b""))
         except msgspec.MsgspecError as error:
             raise DumpError(f"index dump: not of a group-blind index: {error}") from None
-        self._index.restore(remaining)
+        super().restore(remaining)
         self._copies = {source: Counter(counts) for source, counts in copies}
-
-    @override
-    def holds(self, source: SourceId) -> bool:
-        return self._index.holds(source)
-
-    @override
-    def blocks_held(self, source: SourceId) -> int:
-        return self._index.blocks_held(source)
-
-    @override
-    def removals(self, source: SourceId) -> int:
-        return self._index.removals(source)
-
-    @override
-    def announced(self, source: SourceId) -> CacheLayout | None:
-        return self._index.announced(source)
-
-    @override
-    def statistics(self) -> dict[SourceId, SourceStatistics]:
-        return self._index.statistics()
 
     def _without_groups(self, source: SourceId, events: Sequence[Event]) -> Iterator[Event]:
         """The events as of one full-attention group."""
@@ -192,17 +137,14 @@ def _one_group(layout: CacheLayout) -> CacheLayout:
     )
 
 
-IMPLEMENTATIONS = {
-    found.name: found
-    for found in (
-        IndexImplementation("group-blind", GroupBlindIndex),
-        IndexImplementation("group-blind-any-copy", partial(GroupBlindIndex, any_copy=True)),
-    )
+BLIND_INDEXES: dict[str, Callable[..., GroupBlindIndex]] = {
+    "group-blind": GroupBlindIndex,
+    "group-blind-any-copy": partial(GroupBlindIndex, any_copy=True),
 }
-"""By what dumps and the live page call them."""
+"""By name."""
 
 
 if __name__ == "__main__":
     # `kvroute serve` with this index: the processes that the demo compares with.
-    found = IMPLEMENTATIONS[sys.argv[2] if len(sys.argv) > 2 else "group-blind"]
-    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), indexes=found))
+    found = BLIND_INDEXES[sys.argv[2] if len(sys.argv) > 2 else "group-blind"]
+    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), new_index=found))

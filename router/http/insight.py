@@ -152,11 +152,10 @@ class Insight:
 
     def _own_overview(self) -> Overview:
         parts = self._parts
-        names = parts.config.policy.name, parts.models.index_implementation
         return overview(
             parts.fleet(),
             parts.request_log,
-            *names,
+            parts.config.policy.name,
             parts.admission.under_way,
             parts.shortages.present(),
             parts.models.tokenizers(),

@@ -502,7 +502,6 @@ def overview(
     fleet: Fleet,
     log: RequestLog,
     policy: str,
-    index: str,
     under_way: int,
     shortages: Sequence[str] = (),
     tokenizers: Mapping[str, str] | None = None,
@@ -516,7 +515,6 @@ def overview(
         fleet: All replicas.
         log: Where requests are recorded.
         policy: The name of the routing policy.
-        index: The name of the index's implementation.
         under_way: Requests admitted and not ended.
         shortages: What the system refuses the router, in sentences.
         tokenizers: What tokenises, by model.
@@ -533,7 +531,6 @@ def overview(
         now=round(now, 3),
         uptime=duration(now - log.started_at),
         policy=policy,
-        index=index,
         under_way=under_way,
         hint_tokens=hint_tokens,
         headline=_headline(replicas, shortages),

@@ -511,8 +511,6 @@ class Overview(View, frozen=True, kw_only=True):
     uptime: str
     """For people: `3 min`."""
     policy: str
-    index: str
-    """The implementation of the prefix index: `native` is the compiled one."""
     under_way: int
     """Requests admitted and not ended."""
     hint_tokens: int = 0

@@ -1,12 +1,15 @@
 """The group-aware prefix index: which replica would reuse how much of a prompt.
 
-The files; each imports only what is listed above it:
+It is compiled (`router/core/index`); `tests/oracle/index` has it in Python that can be read, and
+defines what it answers. The files; each imports only what is listed above it:
 
-    base.py      the interface of an index, and the values that cross it
-    dump.py      an index as bytes and back
-    reference/   the index in plain Python, which defines the behaviour
-    native.py    the compiled index behind the interface of all
-    choice.py    which of them serves
+    compiled.py        whether the compiled core is there, and the right one
+    base.py            the values that go into an index and come out of it
+    hash_finder.py     which hash function an engine uses
+    layout_learner.py  what events say about the cache layout
+    prompt.py          a prompt under every key and hash that some source may know it by
+    index.py           all sources of one model
+    dump.py            an index as bytes and back
 """
 
 from router.index.base import (
@@ -14,10 +17,9 @@ from router.index.base import (
     ApplyResult,
     DumpError,
     GroupHit,
-    HashedPrompt,
     Hit,
     LayoutHints,
-    PrefixIndex,
+    RunApplied,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -26,43 +28,33 @@ from router.index.base import (
     WaitingStatistics,
     pack_keys,
     token_columns,
+    unpack_keys,
 )
-from router.index.choice import (
-    REFERENCE,
-    IndexChoice,
-    IndexImplementation,
-    IndexUnavailable,
-    choose_index,
-    why_not_native,
-)
+from router.index.compiled import CORE_VERSION, CoreUnavailable, check_core
+from router.index.index import PrefixIndex
+from router.index.prompt import HashedPrompt, pack_token_ids
 
 __all__ = [
+    "CORE_VERSION",
     "NO_HIT",
-    "REFERENCE",
     "ApplyResult",
+    "CoreUnavailable",
     "DumpError",
     "GroupHit",
     "HashedPrompt",
     "Hit",
-    "IndexChoice",
-    "IndexImplementation",
-    "IndexUnavailable",
     "LayoutHints",
     "PrefixIndex",
+    "RunApplied",
     "SourceId",
     "SourceLimits",
     "SourceStatistics",
     "StoreHint",
     "TierHint",
     "WaitingStatistics",
-    "choose_index",
-    "create_index",
+    "check_core",
     "pack_keys",
+    "pack_token_ids",
     "token_columns",
-    "why_not_native",
+    "unpack_keys",
 ]
-
-
-def create_index(limits: SourceLimits | None = None) -> PrefixIndex:
-    """A new, empty index for one model, of the implementation that is chosen by default."""
-    return choose_index().create(limits=limits)

@@ -1,22 +1,16 @@
-"""What the rest of the router knows of an index: one interface, and the values that cross it.
-
-An index follows every cache of one model and says how much of a prompt each would reuse. How it
-stores blocks is its own business; `reference/` is the implementation that defines the behaviour.
-"""
+"""The values that go into an index and come out of it."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
-from kvevents.events import CacheLayout, EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
-from kvevents.messages import WireRun
 from router.errors import RouterError
 
 
@@ -36,7 +30,12 @@ class SourceId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierHint:
-    """What the configuration says of a lower tier: how much it keeps together."""
+    """What the configuration says of a lower tier: how much it keeps together.
+
+    Without it that is learned. A tier with larger blocks than the GPU's names their size: the
+    largest is its unit, a smaller one the end of a prompt that does not fill it (LMCache's
+    `save_unfull_chunk`).
+    """
 
     unit_blocks: int | None = None
     """Blocks of a group in a unit."""
@@ -113,26 +112,14 @@ class SourceLimits:
     behind of more than these, nobody finds, and `PrefixIndex.tidy` takes it away."""
 
 
-_KEY_MASK = 2**64 - 1
-
-
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Prefix keys as 8 bytes each, for `PrefixIndex.unpack_keys` of an equal key space."""
-    return struct.pack(f"<{len(keys)}Q", *(key & _KEY_MASK for key in keys))
+    """Prefix keys as 8 bytes each. An index of an equal key space gives the same."""
+    return struct.pack(f"<{len(keys)}Q", *keys)
 
 
-class HashedPrompt(Protocol):
-    """A prompt that an index has hashed. Only that index can match it."""
-
-    def prefix_keys(self, step: int) -> Sequence[int]:
-        """Keys that stand for the prompt's prefixes of *step*, 2 * *step*, ... tokens.
-
-        Two prompts of one index have a key in common exactly where they have the prefix in common:
-        tokens, adapter, salt and extra keys.
-        """
-
-    def forget_keys(self, step: int) -> None:
-        """Free the memory that the keys of a step take; asked for again, they are made again."""
+def unpack_keys(packed: bytes) -> list[int]:
+    """The keys that were packed."""
+    return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
 # --- what an index returns ------------------------------------------------------------------------
@@ -191,24 +178,6 @@ class Hit(NamedTuple):
 
 
 NO_HIT = Hit(0, 0)
-
-
-class Match(dict[SourceId, Hit]):
-    """What every source would reuse of a prompt, and where it could have been more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.junctions: dict[SourceId, int] = {}
-        """By source, see `token_columns`; 0 where left out."""
-
-    def columns(self, sources: list[SourceId]) -> tuple[list[int], list[int], list[int]]:
-        """See `token_columns`."""
-        hits = [self.get(source, NO_HIT) for source in sources]
-        return (
-            [hit.gpu_cached_tokens for hit in hits],
-            [hit.cached_tokens for hit in hits],
-            [self.junctions.get(source, 0) for source in sources],
-        )
 
 
 def token_columns(
@@ -283,199 +252,3 @@ class SourceStatistics:
     that clears the cache do not count."""
     key_problem: str | None = None
     """What is wrong with the key of its block hashes: then no prompt finds anything there."""
-
-
-# --- the index ------------------------------------------------------------------------------------
-
-
-class PrefixIndex(Protocol):
-    """The index of one model.
-
-    Not thread-safe, with one exception: `prepare` may run in another thread than the rest. No
-    method waits or does I/O.
-    """
-
-    inline_tokens: int = 65_536
-    """A longer prompt takes more than a few milliseconds to hash: do it in a thread."""
-
-    # --- feeding ---
-
-    def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
-        """Make a source known and empty; whatever it held before is forgotten.
-
-        Args:
-            source: The cache to follow.
-            hints: What the configuration says of its layout; kept until the source is dropped.
-        """
-
-    def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
-        """Apply one batch of events; an unknown source is added.
-
-        Args:
-            source: The cache the events are about.
-            payload: The batch as it came over the wire, or already decoded.
-        Raises:
-            MalformedBatch: The payload breaks the format; nothing was applied.
-        """
-
-    def apply_run(
-        self,
-        source: SourceId,  # noqa: ARG002
-        run: WireRun,  # noqa: ARG002
-        seq: int,  # noqa: ARG002
-        most: int,  # noqa: ARG002
-        seed: int,  # noqa: ARG002
-    ) -> RunApplied | None:
-        """Apply the batches that come next, as `apply` does one at a time; see
-        `kvevents.delivery.Consumer`. None where the first of them has to be given to `apply`.
-
-        Args:
-            source: The cache the events are about.
-            run: Where they are.
-            seq: The number of the first.
-            most: How many at most.
-            seed: Of the fingerprints.
-        """
-        return None
-
-    def clear(self, source: SourceId) -> None:
-        """Forget a source's blocks and what its events said; its hints stay."""
-
-    def drop(self, source: SourceId) -> None:
-        """Forget a source altogether; an unknown one is ignored."""
-
-    def tidy(self) -> bool:
-        """Take away, for a millisecond, what is left of sources that were dropped or cleared;
-        returns whether to call again. Nobody finds it any more, but it takes memory."""
-        return False
-
-    # --- asking ---
-
-    def prepare(
-        self,
-        token_ids: Sequence[int],
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        extra_keys: Sequence[Any] | None = None,
-        extra_steps: Sequence[int] = (),
-    ) -> HashedPrompt:
-        """Hash a prompt, so that matching it is cheap.
-
-        Args:
-            token_ids: All tokens of the prompt.
-            lora_name: The adapter it runs with.
-            cache_salt: The request's salt; only equal salts share blocks.
-            extra_keys: What else decides a block's content, in the form of the events'
-                `extra_keys`: one entry per hash block.
-            extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
-        """
-
-    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
-        """How much of a prompt each source would reuse; every known source is named.
-
-        The hits are those of this moment, whatever happens to the index while they are read.
-        """
-
-    def match(
-        self,
-        token_ids: Sequence[int],
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        extra_keys: Sequence[Any] | None = None,
-    ) -> Mapping[SourceId, Hit]:
-        """`prepare` and `match_prompt` in one.
-
-        Args:
-            token_ids: See `prepare`, as for the others.
-            lora_name: The adapter.
-            cache_salt: The salt.
-            extra_keys: By hash block.
-        """
-        return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
-
-    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        """As `match_prompt`, of one source.
-
-        Args:
-            prompt: From `prepare`.
-            source: No hit where it is unknown.
-        """
-
-    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:  # noqa: ARG002
-        """How many tokens of a prompt a cache that holds nothing of it could load from one lower
-        tier of a source, in its units and by the hit rule. What the source holds elsewhere does not
-        count.
-
-        Args:
-            prompt: From `prepare`.
-            source: 0 where it is unknown.
-            tier: Its name in events, in upper case.
-        """
-        return 0
-
-    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        """What each group of a source would allow of a prompt, by group index.
-
-        Args:
-            prompt: From `prepare`.
-            source: Empty where it is unknown, or its layout is.
-        """
-
-    # --- sharing ---
-
-    @property
-    def key_space(self) -> bytes:
-        """Stands for how prefix keys are made, and does not tell it. Equal where another index
-        gives equal keys to equal prefixes: both were made with one secret. Empty where keys are of
-        no use elsewhere."""
-        return b""
-
-    def unpack_keys(self, packed: bytes, step: int) -> list[int]:  # noqa: ARG002
-        """The prefix keys that `pack_keys` packed, as this index gives them.
-
-        Args:
-            packed: Whole keys, from an index of the same key space.
-            step: Tokens between two of them.
-        """
-        return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
-
-    # --- keeping ---
-
-    def export(self, only: SourceId | None = None) -> Iterator[bytes]:
-        """The whole state as records, for `router.index.dump`; of one source where *only* names
-        it.
-
-        Their form is the implementation's own, and none is empty. A source's record is made when it
-        is asked for, so events may be applied in between.
-        """
-
-    def restore(self, records: Iterable[bytes | memoryview]) -> None:
-        """Take over an exported state; what was held before is forgotten.
-
-        Raises:
-            DumpError: Another implementation wrote the records, or they make no sense. Nothing has
-                changed.
-        """
-
-    # --- looking ---
-
-    def holds(self, source: SourceId) -> bool:
-        """Whether a source is known."""
-
-    def blocks_held(self, source: SourceId) -> int:
-        """Distinct (group, block) that a source holds on its GPU; 0 where it is unknown."""
-
-    def removals(self, source: SourceId) -> int:
-        """Blocks that a source removed from its GPU since it was added or cleared, or said itself
-        that all of them went; 0 where it is unknown."""
-
-    def announced(self, source: SourceId) -> CacheLayout | None:
-        """What a source's publisher said of its cache itself; None where it said nothing, or the
-        source is unknown."""
-
-    def statistics(self) -> dict[SourceId, SourceStatistics]:
-        """Of every known source."""
-
-    def source_statistics(self, source: SourceId) -> SourceStatistics | None:
-        """Of one; None where it is unknown."""
-        return self.statistics().get(source)

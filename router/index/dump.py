@@ -14,7 +14,8 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-from router.index.base import DumpError, PrefixIndex
+from router.index.base import DumpError
+from router.index.index import PrefixIndex
 
 VERSION = 9
 

@@ -18,7 +18,6 @@ The files; each imports only what is listed above it:
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
     approximate.py what a cache holds whose events are not there
     native.py      the last two, compiled, behind the same interface
-    choice.py      which of them serves
 """
 
 from router.mirror.approximate import (
@@ -27,7 +26,6 @@ from router.mirror.approximate import (
     ApproximateStatistics,
     ApproximateVisit,
 )
-from router.mirror.choice import create_approximate_caches, create_mirror
 from router.mirror.in_prefill import Coming, are_equal
 from router.mirror.layout import STEP
 from router.mirror.mirror import (
@@ -38,6 +36,7 @@ from router.mirror.mirror import (
     Prefilling,
     Visit,
 )
+from router.mirror.native import create_approximate_caches, create_mirror
 from router.mirror.traffic import FadingRatio
 
 __all__ = [

@@ -8,17 +8,18 @@ be compiled ones.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from router._core import Estimate, EstimatedVisit, Estimates, LoadPrices, Visit
 from router._core import Mirror as CoreMirror
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.index.native import NativeIndex, NativePrompt
-from router.mirror.approximate import ApproximateHit, ApproximateStatistics
+from router.mirror.approximate import ApproximateCaches, ApproximateHit, ApproximateStatistics
 from router.mirror.in_prefill import Coming
 from router.mirror.loading import ByTier
-from router.mirror.mirror import CacheOutlook, MirrorStatistics, Outlook, Prefilling
+from router.mirror.mirror import CacheOutlook, Mirror, MirrorStatistics, Outlook, Prefilling
 
 
 class NativeMirror:
@@ -61,15 +62,13 @@ class NativeMirror:
         keep: Sequence[int] = (),
     ) -> Visit:
         """See `Mirror.begin`."""
-        assert isinstance(index, NativeIndex)
-        hashed = cast(Sequence[NativePrompt], prompts)
         return self.core.begin(
             self._model(model),
             index.shared,
             index.number_of(source),
             self.number_of(source),
-            [prompt.hashed for prompt in hashed],
-            index.computed_of(source, hashed),
+            [prompt.hashed for prompt in prompts],
+            index.computed_of(source, prompts),
             prompt_tokens,
             uncached_tokens,
             hit_tokens,
@@ -158,7 +157,7 @@ class NativeMirror:
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
         """See `Mirror.in_prefill`."""
-        return self.core.in_prefill(cast(NativePrompt, prompt).hashed, tokens, self._sources)
+        return self.core.in_prefill(prompt.hashed, tokens, self._sources)
 
     def expected(
         self,
@@ -172,8 +171,7 @@ class NativeMirror:
         cache = self._caches.get(source)
         if cache is None:
             return hit_tokens
-        hashed = cast(NativePrompt, prompt).hashed
-        return self.core.expected(cache, hashed, prompt_tokens, hit_tokens, junction_tokens)
+        return self.core.expected(cache, prompt.hashed, prompt_tokens, hit_tokens, junction_tokens)
 
     def statistics(self) -> MirrorStatistics:
         """See `Mirror.statistics`."""
@@ -268,3 +266,36 @@ class NativeApproximateCaches:
             if values is not None:
                 found[source] = ApproximateStatistics(*values)
         return found
+
+
+def create_mirror(
+    max_keys: int = 1_048_576,
+    tier_prices: Mapping[str, float] = MappingProxyType({}),
+    other_price: float = 0.1,
+    clock: Callable[[], float] = time.monotonic,
+) -> Mirror:
+    """A mirror.
+
+    Args:
+        max_keys: See `Mirror`.
+        tier_prices: Of a token from a tier, by its name in upper case, in tokens to compute, until
+            it was learned.
+        other_price: Of one from any other tier.
+        clock: See `Mirror`.
+    """
+    return cast(Mirror, NativeMirror(max_keys, clock, tier_prices, other_price))
+
+
+def create_approximate_caches(
+    lost_since: Callable[[SourceId], float | None],
+    mirror: Mirror,
+    after_s: float,
+    cache_tokens: int,
+    max_keys: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> ApproximateCaches:
+    """Estimates, of the same kind as the mirror; see `ApproximateCaches`."""
+    options = after_s, cache_tokens, max_keys, clock
+    if isinstance(mirror, Mirror):
+        return ApproximateCaches(lost_since, mirror, *options)
+    return cast(ApproximateCaches, NativeApproximateCaches(lost_since, mirror, *options))

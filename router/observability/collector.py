@@ -663,12 +663,6 @@ def _work_metrics(parts: CollectedParts) -> Iterator[Metric]:
 
 def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     yield _gauge(
-        "kvroute_index_info",
-        "Always 1; `native` is the compiled index, `reference` the one in plain Python.",
-        ("implementation",),
-        [((parts.models.index_implementation,), 1)],
-    )
-    yield _gauge(
         "kvroute_tokenizer_disagreements",
         "Probes that the replica tokenises differently from the router: "
         "model files, chat template or library version differ. Above 0, "

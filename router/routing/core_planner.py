@@ -13,7 +13,6 @@ from typing import Any
 from router._core import DecidedRanking, Decider
 from router.errors import PolicyError
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.index.native import NativeIndex, NativePrompt
 from router.mirror import STEP, ApproximateCaches, Coming, Mirror
 from router.overload import (
     AT_LIMIT,
@@ -94,7 +93,7 @@ class CorePlanner:
             random.getrandbits(64),
         )
 
-    def fleet_of(self, model: str, replicas: list[Replica], index: NativeIndex) -> KnownFleet:
+    def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
         """The fleet of a model as the core has it, with what is doubted of its caches now.
 
         Args:
@@ -105,11 +104,6 @@ class CorePlanner:
         fleet = self._fleets.fleet_of(model, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
         return fleet
-
-    @staticmethod
-    def knows(index: PrefixIndex | None) -> bool:
-        """Whether the core has all of an index."""
-        return index is None or (isinstance(index, NativeIndex) and index.is_all_in_core)
 
     def rank(
         self,
@@ -136,10 +130,8 @@ class CorePlanner:
         Raises:
             PolicyError: A cost is not finite.
         """
-        in_core = index if isinstance(index, NativeIndex) else None
-        fleet = self._fleets.fleet_of(request.model, replicas, in_core)
+        fleet = self._fleets.fleet_of(request.model, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
-        hashed = [prompt for prompt in prompts if isinstance(prompt, NativePrompt)]
         found = self.decider.rank(
             fleet.core,
             request.model,
@@ -147,8 +139,8 @@ class CorePlanner:
             tenant,
             request.prompt_tokens,
             fleet.shared,
-            [prompt.hashed for prompt in hashed],
-            [] if in_core is None else [in_core.computed(prompt) for prompt in hashed],
+            [prompt.hashed for prompt in prompts],
+            [] if index is None else [index.computed(prompt) for prompt in prompts],
             self._given(request, prompts, fleet, now, coming),
             choice,
             now,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
-from router.index import HashedPrompt
+from router.index import HashedPrompt, pack_token_ids
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
 from router.routing.lengths import check_length, common_length
@@ -103,7 +103,6 @@ class Dispatcher:
         self._responses = responses
         self._large_work = large_work
         self._limits = limits or PromptLimits()
-        self._pack = models.pack_token_ids
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._served: dict[tuple[tuple[str, ...], str | None], Mapping[str, Replica]] = {}
         self._served_at = -1
@@ -254,8 +253,7 @@ class Dispatcher:
         return asked.among(self._serving(asked.model, asked.lora_name))
 
     def _reads_at_once(self, body: bytes) -> bool:
-        is_bounded = self._pack is not None and len(body) <= INLINE_IDS_BYTES
-        return is_bounded and holds_mostly_ids(body)
+        return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
 
     def _asked(
         self,
@@ -565,7 +563,7 @@ class Dispatcher:
         try:
             spec, changed = read_request(
                 *(body, endpoint, encoding, self._limits, tenant_salt),
-                *(self._pack, self.owns_priority),
+                *(pack_token_ids, self.owns_priority),
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None

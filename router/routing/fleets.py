@@ -13,8 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from router._core import Books, Conditions, Fleet, SharedIndex
-from router.index import SourceId
-from router.index.native import NativeIndex
+from router.index import PrefixIndex, SourceId
 from router.replicas import Replica
 
 MAX_FLEETS = 256
@@ -26,7 +25,7 @@ class KnownFleet:
     """A fleet of the core, and what its numbers stand for."""
 
     replicas: list[Replica]
-    index: NativeIndex | None
+    index: PrefixIndex | None
     slots: Any
     """Of the index, when it was made."""
     shared: SharedIndex | None
@@ -38,7 +37,7 @@ class KnownFleet:
     """The replica of each of these."""
     numbers: dict[SourceId, int]
 
-    def is_of(self, replicas: Sequence[Replica], index: NativeIndex | None) -> bool:
+    def is_of(self, replicas: Sequence[Replica], index: PrefixIndex | None) -> bool:
         """Whether it still stands for *replicas* and the sources that *index* has."""
         return (
             self.index is index
@@ -62,7 +61,7 @@ class FleetKeeper:
         self._suspected: set[Replica] = set()
 
     def fleet_of(
-        self, model: str, replicas: list[Replica], index: NativeIndex | None
+        self, model: str, replicas: list[Replica], index: PrefixIndex | None
     ) -> KnownFleet:
         """The fleet of some replicas.
 
@@ -103,7 +102,7 @@ class FleetKeeper:
         self._suspected.difference_update(fleet.replicas)
         self._suspected.update(ranks)
 
-    def _made(self, replicas: list[Replica], index: NativeIndex | None) -> KnownFleet:
+    def _made(self, replicas: list[Replica], index: PrefixIndex | None) -> KnownFleet:
         caches = [_caches_of(replica) for replica in replicas]
         flat = [cache for each in caches for cache in each]
         owners = [owner for owner, each in zip(replicas, caches, strict=True) for _ in each]
@@ -123,7 +122,7 @@ class FleetKeeper:
         return KnownFleet(replicas, index, slots, shared, core, flat, owners, numbers)
 
     def _fields(
-        self, replica: Replica, caches: Sequence[SourceId], index: NativeIndex | None
+        self, replica: Replica, caches: Sequence[SourceId], index: PrefixIndex | None
     ) -> Any:
         """As the core takes a replica; see its `Fleet`."""
         return (
@@ -192,5 +191,5 @@ def _caches_of(replica: Replica) -> list[SourceId]:
     return [SourceId(replica.id, source.dp_rank) for source in replica.sources]
 
 
-def _number_in(index: NativeIndex | None, source: SourceId) -> int | None:
+def _number_in(index: PrefixIndex | None, source: SourceId) -> int | None:
     return None if index is None else index.number_of(source)

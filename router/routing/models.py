@@ -12,13 +12,10 @@ from router.config import ModelConfig, StoreConfig
 from router.config.schema import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
-    IndexImplementation,
     LayoutHints,
     PrefixIndex,
     SourceId,
     SourceStatistics,
-    choose_index,
-    create_index,
 )
 from router.replicas import Replica
 from router.routing.versions import Versions
@@ -29,7 +26,6 @@ from router.tokenize import (
     LargeWork,
     LocalTokenizer,
     ModelFilesError,
-    PackTokenIds,
     RemoteTokenizer,
     Tokenization,
     read_model_files,
@@ -53,7 +49,7 @@ class Model:
     tokenization: Tokenization
     aliases: tuple[str, ...] = ()
     hints: LayoutHints = field(default_factory=LayoutHints)
-    index: PrefixIndex = field(default_factory=create_index)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
     stores: tuple[StoreConfig, ...] = ()
     """What its replicas share."""
     retention_hints: Literal["auto", "always", "never"] = "auto"
@@ -100,7 +96,7 @@ class ModelSet:
         self,
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
-        indexes: IndexImplementation | None = None,
+        new_index: Callable[..., PrefixIndex] = PrefixIndex,
         large_work: LargeWork | None = None,
         key_secret: bytes | None = None,
         versions: Versions | None = None,
@@ -110,7 +106,7 @@ class ModelSet:
         Args:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
-            indexes: Makes the index of each model; None: the default one.
+            new_index: Makes the index of a model; `secret=` gives it the keys of all that have it.
             large_work: Reads the replicas' responses where they are large.
             key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
             versions: The names that stand for several models.
@@ -118,7 +114,7 @@ class ModelSet:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
-        self._indexes = indexes or choose_index()
+        self._make_index = new_index
         self._large_work = large_work
         self.versions = versions or Versions()
         self._key_secret = key_secret
@@ -231,16 +227,6 @@ class ModelSet:
             return (name,)
         return self._models[found.base].names
 
-    @property
-    def index_implementation(self) -> str:
-        """Which kind of index all of them have."""
-        return self._indexes.name
-
-    @property
-    def pack_token_ids(self) -> PackTokenIds | None:
-        """Reads token ids from JSON as the indexes take them; None where they are the reference."""
-        return self._indexes.pack_token_ids
-
     def tokenizers(self) -> dict[str, str]:
         """What tokenises the prompts of each configured model."""
         tokenizers = {
@@ -293,7 +279,7 @@ class ModelSet:
 
     def _new_index(self) -> PrefixIndex:
         secret = self._key_secret
-        return self._indexes.create() if secret is None else self._indexes.create(secret=secret)
+        return self._make_index() if secret is None else self._make_index(secret=secret)
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

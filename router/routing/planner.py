@@ -195,7 +195,7 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        if self._core is not None and self._core.knows(index):
+        if self._core is not None:
             if self._catch_up is not None:
                 self._catch_up()
             return self._rank_in_core(self._core, request, index, prompts, replicas, choice, tenant)

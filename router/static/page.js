@@ -51,7 +51,7 @@ function take(overview, log) {
 
 function showOverview(overview) {
   learnKinds(overview.kinds);
-  write(byId("about"), `policy ${overview.policy} · ${overview.index} index · up ${overview.uptime}`);
+  write(byId("about"), `policy ${overview.policy} · up ${overview.uptime}`);
   showTotals(overview);
   showReplicas(overview);
   const wrong = showHeadline(overview);

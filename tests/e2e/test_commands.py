@@ -86,24 +86,6 @@ def test_check_names_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert f"models[0]: {tmp_path}/google/gemma-3-12b-it: no such directory; must be" in done.stderr
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_router_without_its_compiled_index_says_so_once(tmp_path: Path, workers: str) -> None:
-    """pip shows nothing of a build without a compiler, and the router is many times slower."""
-    hidden = 'import sys\nsys.modules["router._core"] = None\n'  # as where it was not built
-    (tmp_path / "sitecustomize.py").write_text(hidden)
-    with router_process(
-        {}, {"PYTHONPATH": str(tmp_path)}, options=("--workers", workers)
-    ) as router:
-        router.tell_to_stop()
-        router.process.wait(60)
-        said = router.log().splitlines()
-    warnings = [line for line in said if " WARNING " in line]
-    assert len(warnings) == 1, said
-    assert "router.serve: index: reference" in "\n".join(said)
-    assert "kvroute was built without its compiled index: install" in warnings[0]
-    assert "(Debian: g++ python3-dev)" in warnings[0]
-
-
 @pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
 def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     tmp_path: Path, name: str

@@ -28,7 +28,7 @@ from router.demo.phase import PhaseResult
 from router.demo.play import DemoSettings, Scene
 from router.demo.processes import DemoFailed, engines
 from router.demo.workload import WorkloadSizes, questions_about_documents
-from router.index import DumpError, PrefixIndex, SourceId, create_index
+from router.index import DumpError, PrefixIndex, SourceId
 from router.index.dump import dump, load
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals
@@ -209,13 +209,13 @@ def test_a_group_blind_index_takes_a_slid_window_for_lost_blocks() -> None:
     full = KVCacheGroup(GroupKind.FULL, 16)
     hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=16)]
     slid = BlockRemoved([*HASHES[:2]], GPU, 1)
-    assert gpu_hit(create_index(), hybrid, stored(0), stored(1), slid) == 64
+    assert gpu_hit(PrefixIndex(), hybrid, stored(0), stored(1), slid) == 64
     assert gpu_hit(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
     # The window's only block is gone, full attention holds all: nothing can be reused, and the
     # blind index says everything.
-    assert gpu_hit(create_index(), hybrid, stored(0)) == 0
+    assert gpu_hit(PrefixIndex(), hybrid, stored(0)) == 0
     assert gpu_hit(GroupBlindIndex(), hybrid, stored(0)) == 64
-    for index in (create_index(), GroupBlindIndex(), GroupBlindIndex(any_copy=True)):
+    for index in (PrefixIndex(), GroupBlindIndex(), GroupBlindIndex(any_copy=True)):
         assert gpu_hit(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
 
 
@@ -225,7 +225,7 @@ def test_a_group_blind_index_that_counts_any_copy_promises_what_the_window_has_l
     hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=32)]
     cut = BlockRemoved([*HASHES[2:]], GPU, 1)
     for slid, truth in ((BlockRemoved([*HASHES[:2]], GPU, 1), 64), (cut, 32)):
-        assert gpu_hit(create_index(), hybrid, stored(0), stored(1), slid) == truth
+        assert gpu_hit(PrefixIndex(), hybrid, stored(0), stored(1), slid) == truth
         assert gpu_hit(GroupBlindIndex(any_copy=True), hybrid, stored(0), stored(1), slid) == 64
     gone = [BlockRemoved([*HASHES[1:]], GPU, group) for group in (0, 1)]
     index = GroupBlindIndex(any_copy=True)
@@ -245,7 +245,7 @@ def test_a_group_blind_index_can_be_kept_like_any_other(any_copy: bool) -> None:
         assert each.apply(SOURCE, removed).removed == (1 if any_copy else 2)
         assert each.match(PROMPT)[SOURCE].gpu_cached_tokens == (64 if any_copy else 32)
     with pytest.raises(DumpError, match="implementation"):
-        load(kept, create_index())
+        load(kept, PrefixIndex())
     with pytest.raises(DumpError, match="group-blind"):
-        load(b"".join(dump(create_index())), copy)
+        load(b"".join(dump(PrefixIndex())), copy)
     assert copy.match(PROMPT)[SOURCE].gpu_cached_tokens == (64 if any_copy else 32)

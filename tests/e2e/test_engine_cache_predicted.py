@@ -11,7 +11,7 @@ from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId, create_index
+from router.index import Hit, PrefixIndex, SourceId
 from tests.support.cache_driver import CHAIN, CacheDriver
 from tests.support.cache_layouts import variants, with_blocks
 from tests.support.cache_workload import CacheWorkload
@@ -42,7 +42,7 @@ def test_every_hit_is_predicted(label: str, config: CacheConfig) -> None:
 def answers(config: CacheConfig, seed: str) -> Iterator[tuple[int, Hit]]:
     """What the cache would reuse of random prompts, and what the index predicts, after every
     step."""
-    driver, index = CacheDriver(config), create_index()
+    driver, index = CacheDriver(config), PrefixIndex()
     index.add(SOURCE)
     apply(index, [announce(config.layout, CHAIN)])
     workload = CacheWorkload(driver, seed)

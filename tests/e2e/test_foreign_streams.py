@@ -16,7 +16,7 @@ from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed import Feed
-from router.index import REFERENCE, SourceId
+from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK
 from tests.support.random_engine import LAYOUT, RandomEngine
@@ -117,7 +117,7 @@ class Crossing:
         self.paces: tuple[int, ...] = (1,)
         """Batches an engine publishes in a step; with only one, both go on at the same pace."""
         self.were_replays_foreign = False
-        self.index = REFERENCE.create()
+        self.index = PrefixIndex(secret=b"test")
         self.feed = Feed(lambda model: self.index, OPTIONS)
         self.feed.add(SOURCE, lines.events.endpoint, lines.replays.endpoint, TOPIC, "a model")
 
@@ -125,7 +125,7 @@ class Crossing:
         return self.feed.state(SOURCE) is SourceState.LIVE
 
     def held_by(self, engine: Engine) -> object:
-        true = REFERENCE.create()
+        true = PrefixIndex(secret=b"test")
         true.add(SOURCE)
         for payload in engine.payloads:
             true.apply(SOURCE, payload)

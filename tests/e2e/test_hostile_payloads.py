@@ -21,8 +21,7 @@ import pytest
 from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
-from router.index import LayoutHints, SourceId, SourceLimits, SourceStatistics
-from router.index.reference.index import ReferenceIndex
+from router.index import LayoutHints, PrefixIndex, SourceId, SourceLimits, SourceStatistics
 from router.recordings import Query, RecordingReader
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
@@ -204,7 +203,7 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
     """A replica that sends garbage is refused, counted, and costs the others nothing."""
     recorded = recorded_payloads()
     assert len(recorded) > 500
-    index, seen = ReferenceIndex(limits=LIMITS), Seen()
+    index, seen = PrefixIndex(limits=LIMITS), Seen()
     gc.collect()
     for seed, (source, samples) in enumerate(
         {LEARNING: recorded, ANNOUNCED: recorded[::5] + our_payloads() * 20}.items()
@@ -244,18 +243,18 @@ class Seen:
     most_blocks: int = 0
     most_waiting: int = 0
 
-    def restart(self, index: ReferenceIndex, source: SourceId) -> None:
+    def restart(self, index: PrefixIndex, source: SourceId) -> None:
         self.allocated.append(sys.getallocatedblocks())
         index.add(source, LayoutHints(hash_seeds=("0",)))
 
-    def look(self, index: ReferenceIndex, source: SourceId) -> None:
+    def look(self, index: PrefixIndex, source: SourceId) -> None:
         statistics = index.statistics()[source]
         self.layouts.add(repr(statistics.layout))
         self.most_blocks = max(self.most_blocks, *blocks_by_tier(statistics).values(), 0)
         self.most_waiting = max(self.most_waiting, statistics.waiting.runs)
 
 
-def _apply(index: ReferenceIndex, source: SourceId, payload: bytes, is_watched: bool) -> str:
+def _apply(index: PrefixIndex, source: SourceId, payload: bytes, is_watched: bool) -> str:
     """Apply or refuse a payload; any other exception fails the test."""
     before = index.statistics().get(source) if is_watched else None
     try:
@@ -275,15 +274,14 @@ def blocks_by_tier(statistics: SourceStatistics) -> Counter[str]:
     return blocks
 
 
-def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
+def _expect_bounded(index: PrefixIndex, source: SourceId) -> None:
     """Check that its limits hold and that it still predicts."""
     statistics = index.statistics()[source]
     assert max(blocks_by_tier(statistics).values(), default=0) <= LIMITS.blocks
     assert len({tier for _, tier in statistics.blocks}) <= LIMITS.tiers
     assert statistics.waiting.runs <= LIMITS.waiting_runs
     assert statistics.waiting.tokens <= LIMITS.waiting_tokens
-    assert len(index.sources[source].table.forgotten()) <= LIMITS.forgotten
-    assert len(index.sources[source].table.hash_by_key) <= LIMITS.blocks
+    assert index.core.contradictions() == []
     for hit in index.match(tokens(100, first=0), "sql", "salt").values():
         assert 0 <= hit.gpu_cached_tokens <= hit.cached_tokens <= 100
     index.explain(index.prepare(tokens(40)), source)
@@ -300,7 +298,7 @@ def test_an_unreadable_event_costs_no_other_and_is_reported() -> None:
         ([], True),
         ({"type": None}, True),
     ):
-        index = ReferenceIndex()
+        index = PrefixIndex()
         index.apply(LEARNING, encode(EventBatch(0.0, [prompt.stored(0, FULL)])))
         result = index.apply(LEARNING, encode_any([0.0, [bad, removed], None]))
         assert (result.removed, result.unreadable, result.is_incomplete) == (2, 1, takes_away)
@@ -310,7 +308,7 @@ def test_an_unreadable_event_costs_no_other_and_is_reported() -> None:
 
 def test_a_source_is_not_made_known_by_a_payload_that_is_refused() -> None:
     """Otherwise garbage under many names would grow the index."""
-    index = ReferenceIndex()
+    index = PrefixIndex()
     with pytest.raises(MalformedBatch):
         index.apply(LEARNING, b"\xc1")
     assert index.sources == {}
@@ -383,7 +381,7 @@ BOMBS: dict[str, bytes] = {
 @pytest.mark.parametrize("payload", BOMBS.values(), ids=BOMBS.keys())
 def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: bytes) -> None:
     """Five bytes can claim four billion elements; a hundred thousand can nest as deep."""
-    index = ReferenceIndex()
+    index = PrefixIndex()
     tracemalloc.start()
     started = time.process_time()
     try:
@@ -401,7 +399,7 @@ def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: b
 )
 def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) -> None:
     """What the decoder accepted must not be too deep for the code that follows."""
-    index = ReferenceIndex()
+    index = PrefixIndex()
     for depth in range(1, sys.getrecursionlimit() + 50):
         value = b"\x91" * depth + b"\xa1x"
         payload = _event(
@@ -415,7 +413,7 @@ def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) ->
 
 def test_a_batch_of_a_million_hashes_stays_within_the_limits() -> None:
     """It is well-formed, but far over the limits of a source."""
-    index = ReferenceIndex(limits=LIMITS)
+    index = PrefixIndex(limits=LIMITS)
     hashes = list(range(1_000_000))
     result = index.apply(LEARNING, encode_any([0.0, [["BlockStored", hashes, None, hashes, 1]]]))
     assert (result.stored, result.overflow) == (LIMITS.blocks, 1_000_000 - LIMITS.blocks)

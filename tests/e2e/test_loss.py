@@ -15,7 +15,7 @@ from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
-from router.index import REFERENCE, PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
@@ -34,8 +34,8 @@ class Router:
     """A feed with its index, and an index that is fed without loss."""
 
     def __init__(self) -> None:
-        self.index = REFERENCE.create()
-        self.true = REFERENCE.create()
+        self.index = PrefixIndex(secret=b"test")
+        self.true = PrefixIndex(secret=b"test")
         self.true.add(SOURCE)
         self.feed = Feed(lambda model: self.index, OPTIONS)
 

@@ -17,7 +17,7 @@ from kvevents.events import GPU, BlockRemoved, BlockStored, CacheLayout, Event, 
 from kvevents.layout import GroupKind
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId, create_index
+from router.index import Hit, PrefixIndex, SourceId
 from tests.support.cache_driver import CHAIN, Job
 from tests.support.cache_layouts import GROUPS, config_of, variants
 from tests.support.cache_workload import LONGEST, CacheWorkload
@@ -61,7 +61,7 @@ class Running:
     config: CacheConfig
     driver: OffloadDriver
     workload: CacheWorkload
-    index: PrefixIndex = field(default_factory=create_index)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
     events: list[Event] = field(default_factory=list)
     """All since the beginning."""
     steps: int = 0
@@ -257,7 +257,7 @@ def is_of_a_tier(event: Event) -> bool:
 
 def fed(events: Sequence[Event]) -> PrefixIndex:
     """A new index that hears only of these."""
-    index = create_index()
+    index = PrefixIndex()
     index.add(SOURCE)
     for event in events:
         index.apply(SOURCE, encode(EventBatch(0.0, [event], 0)))

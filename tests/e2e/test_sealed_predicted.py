@@ -12,7 +12,7 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import announce
 from kvevents.sealing import HashKey, hold_key, make_hash_key, read_hash_key, sealed
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId, create_index
+from router.index import Hit, PrefixIndex, SourceId
 from router.observability.problems import summarize_source
 from tests.support.actual_hits import hits, until_told
 from tests.support.cache_driver import CHAIN, CacheDriver
@@ -43,7 +43,7 @@ def test_every_hit_is_predicted_without_a_token_on_the_wire(
     label: str, config: CacheConfig
 ) -> None:
     """The same engine, with the same pressure, as where events carry token ids."""
-    driver, index = CacheDriver(with_blocks(config, config.num_blocks * 4)), create_index()
+    driver, index = CacheDriver(with_blocks(config, config.num_blocks * 4)), PrefixIndex()
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN, KEY)], 0)))
     workload, found = CacheWorkload(driver, f"{label} sealed"), 0
@@ -62,7 +62,7 @@ def test_every_hit_is_predicted_without_a_token_on_the_wire(
 def test_a_key_that_is_not_here_is_named() -> None:
     """A silent zero would look like an empty cache."""
     _, config = CACHING[0]
-    driver, index = CacheDriver(config), create_index()
+    driver, index = CacheDriver(config), PrefixIndex()
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN, UNKNOWN)], 0)))
     workload = CacheWorkload(driver, "unknown")
@@ -74,7 +74,7 @@ def test_a_key_that_is_not_here_is_named() -> None:
     assert UNKNOWN.key_id in found.key_problem
     assert sum(found.blocks.values()) > 0
     assert summarize_source(0, None, found).key_problem == found.key_problem
-    other = create_index()
+    other = PrefixIndex()
     other.restore(list(index.export()))
     assert other.statistics()[SOURCE].key_problem == found.key_problem
 
@@ -82,7 +82,7 @@ def test_a_key_that_is_not_here_is_named() -> None:
 def test_an_exported_index_goes_on_and_does_not_hold_the_key() -> None:
     """It is written to disk, and sent to other routers."""
     _, config = CACHING[0]
-    driver, index = CacheDriver(config), create_index()
+    driver, index = CacheDriver(config), PrefixIndex()
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN, KEY)], 0)))
     workload = CacheWorkload(driver, "exported")
@@ -91,7 +91,7 @@ def test_an_exported_index_goes_on_and_does_not_hold_the_key() -> None:
         follow(index, driver, KEY)
     records = list(index.export())
     assert all(b"1" * 32 not in record for record in records)
-    restored = create_index()
+    restored = PrefixIndex()
     restored.restore(records)
     for job in workload.probes(20):
         ids = job.request.token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.index import LayoutHints, SourceId, create_index
+from router.index import LayoutHints, PrefixIndex, SourceId
 from tests.interop.offloading_engine import OffloadingEngine
 from tests.interop.record_offloading import Workload, variants
 
@@ -22,7 +22,7 @@ def test_what_a_tier_gives_an_empty_engine_is_predicted(name: str) -> None:
     largest = max(group.block_size for group in layout.groups)
     workload = Workload(offloading.blocks_per_chunk * largest, 815)
     engine = OffloadingEngine(layout, 1 + 2 * layout.blocks_for(700), offloading)
-    index = create_index()
+    index = PrefixIndex()
     # Events do not tell of chunked attention.
     index.add(HOLDER, LayoutHints(groups=tuple(layout.groups), eagle=layout.eagle))
     pulled = 0

@@ -24,7 +24,7 @@ from kvevents.sealing import hold_key, make_hash_key, read_hash_key
 from kvroute_vllm.hints import RETENTION_HINTS
 from kvroute_vllm.layout import describe
 from kvroute_vllm.plugin import register
-from router.index import SourceId, create_index
+from router.index import PrefixIndex, SourceId
 from tests.interop.hinted_engine import PROMPT_TOKENS, HintedEngine
 from tests.interop.plugging import skip_unknown_drafters, unplug_later
 from tests.interop.record_hinted import LAYOUTS, hints_for
@@ -151,7 +151,7 @@ def test_a_router_that_starts_late_predicts_every_hit(
         prompts = []
         for _ in range(3):
             prompts += serve(engine, workload, 15)
-            index = create_index()
+            index = PrefixIndex()
             index.add(SOURCE)
             for batch in settled(engine, client, start):
                 index.apply(SOURCE, batch.payload)
@@ -194,7 +194,7 @@ def test_under_a_key_events_carry_nothing_of_prompts(
     stored = [event for event in events_of(batches) if isinstance(event, BlockStored)]
     assert stored
     assert not any(event.token_ids or event.extra_keys for event in stored)
-    index = create_index()
+    index = PrefixIndex()
     index.add(SOURCE)
     for batch in batches:
         index.apply(SOURCE, batch.payload)

@@ -27,8 +27,9 @@ from kvevents.events import (
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index import REFERENCE, LayoutHints, PrefixIndex, SourceId
+from router.index import LayoutHints, SourceId
 from router.recordings import Query, RecordingReader
+from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))
@@ -65,7 +66,7 @@ def announced(state: CacheState) -> list[Event]:
     return [event for batch in batches for event in batch.events]
 
 
-def apply(index: PrefixIndex, source: SourceId, events: Sequence[Event]) -> None:
+def apply(index: ReferenceIndex, source: SourceId, events: Sequence[Event]) -> None:
     index.apply(source, encode(EventBatch(0.0, list(events), 0)))
 
 
@@ -124,7 +125,7 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
     blocks are removed.
     """
     events = Engine(seed, LAYOUTS[name]).history()
-    state, index = state_of(LAYOUTS[name]), REFERENCE.create()
+    state, index = state_of(LAYOUTS[name]), ReferenceIndex()
     apply(index, FOLLOWED, [state.layout, *events])
     state.apply(events)
     late = _join(index, state, "late")
@@ -139,7 +140,7 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
 
 def test_the_histories_reach_what_is_interesting() -> None:
     """Random events that never lead to a hit in any tier would prove nothing."""
-    index, totals = REFERENCE.create(), {"gpu": 0, "lower": 0, "copies": 0}
+    index, totals = ReferenceIndex(), {"gpu": 0, "lower": 0, "copies": 0}
     for seed in range(100):
         source = SourceId(str(seed))
         state = state_of([FULL])
@@ -193,7 +194,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     layout = KVCacheLayout.build(
         hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
     )
-    state, index, late = CacheState(announce(layout)), REFERENCE.create(), []
+    state, index, late = CacheState(announce(layout)), ReferenceIndex(), []
     for number, record in enumerate(records):
         if number % (len(records) // 3) == 0:
             late.append(_join(index, state, f"joined at {number}", hints))
@@ -225,7 +226,7 @@ def test_whoever_joins_an_engine_with_chunks_late_predicts_what_others_do(path: 
             hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
         )
     )
-    state, index, sources = CacheState(layout), REFERENCE.create(), [FOLLOWED]
+    state, index, sources = CacheState(layout), ReferenceIndex(), [FOLLOWED]
     apply(index, FOLLOWED, [layout])
     hits: Counter[int] = Counter()
     for number, record in enumerate(records):
@@ -244,7 +245,7 @@ def test_whoever_joins_an_engine_with_chunks_late_predicts_what_others_do(path: 
 
 
 def _join(
-    index: PrefixIndex, state: CacheState, name: str, hints: LayoutHints | None = None
+    index: ReferenceIndex, state: CacheState, name: str, hints: LayoutHints | None = None
 ) -> SourceId:
     """A new source made from a snapshot; with *hints* without its layout, as the recorded engines
     announced none."""
@@ -259,7 +260,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     """Ancestors that slid out are removed: only the engine's own hashes place the other blocks."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
-    state, index = state_of([group], HashChain.from_seed("sha256")), REFERENCE.create()
+    state, index = state_of([group], HashChain.from_seed("sha256")), ReferenceIndex()
     state.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
     late = _join(index, state, "late")
     assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
@@ -333,7 +334,7 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
     """A window of small blocks slid on, inside a larger block of full attention: the blocks after
     it must still be placed."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
-    prompt, state, index = PROMPTS[0], state_of([full, small]), REFERENCE.create()
+    prompt, state, index = PROMPTS[0], state_of([full, small]), ReferenceIndex()
     state.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
     late = _join(index, state, "late")
     assert [event.block_hashes for event in stored(state)[1:]] == [

@@ -36,7 +36,8 @@ from kvevents.publisher import (
 )
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.stream import OfferResult, Stream
-from router.index import REFERENCE, SourceId
+from router.index import SourceId
+from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
 from tests.support.recorded_publisher import RecordedStreamPublisher
@@ -313,7 +314,7 @@ def test_a_replay_longer_than_its_queue_is_complete(client: Client) -> None:
 
 
 def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
-    index, source = REFERENCE.create(), SourceId("late")
+    index, source = ReferenceIndex(), SourceId("late")
     for batch in batches:
         index.apply(source, batch.payload)
     return copies_held(index, source)
@@ -484,7 +485,7 @@ def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client
     assert numbers(replayed) == [0] + [
         number for number, is_taken in enumerate(taken, start=1) if is_taken
     ]
-    index, source = REFERENCE.create(), SourceId("all")
+    index, source = ReferenceIndex(), SourceId("all")
     index.apply(source, EventBatch(0.0, events))
     assert index_of(snapshot) == copies_held(index, source)
     assert snapshot[0].seq == len(taken)

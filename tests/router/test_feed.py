@@ -20,8 +20,7 @@ from kvevents.hashing import DEFAULT_SEED
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed import Feed
-from router.index import REFERENCE, Hit, LayoutHints, SourceId, SourceLimits, choose_index
-from router.index.reference.index import ReferenceIndex
+from router.index import Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits
 from tests.support.blocks import FULL, Prefix, copies_held
 from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher, seq_frame
@@ -36,9 +35,9 @@ class Models:
     """Two models' indexes."""
 
     def __init__(self) -> None:
-        self.indexes = {"one": ReferenceIndex(), "two": ReferenceIndex()}
+        self.indexes = {"one": PrefixIndex(), "two": PrefixIndex()}
 
-    def __call__(self, model: str) -> ReferenceIndex:
+    def __call__(self, model: str) -> PrefixIndex:
         return self.indexes[model]
 
     def hit(self, source: SourceId, model: str = "one") -> Hit:
@@ -103,11 +102,18 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
         ) == (4, "one", 2)
 
 
-@pytest.mark.skipif(choose_index() is REFERENCE, reason="the compiled index is not built")
+class OneByOne(PrefixIndex):
+    """Takes no runs."""
+
+    @override
+    def apply_run(self, *run: object) -> None:  # type: ignore[override]
+        return None
+
+
 async def test_a_burst_taken_at_once_ends_as_one_taken_batch_by_batch() -> None:
-    """The compiled index takes runs of batches, the reference one at a time: with losses, repeats
-    and nonsense between them both tell the same of the stream, and find the same."""
-    indexes = {"one": ReferenceIndex(), "two": choose_index("native").create()}
+    """With losses, repeats and nonsense between them both tell the same of the stream, and find the
+    same."""
+    indexes = {"one": OneByOne(), "two": PrefixIndex()}
     feed = Feed(indexes.__getitem__, QUICK)
     try:
         with VllmPublisher() as publisher:
@@ -216,7 +222,7 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         assert models.hit(A) == Hit(64, 64)
 
 
-class SlowlyTidied(ReferenceIndex):
+class SlowlyTidied(PrefixIndex):
     """What is dropped takes three steps to go."""
 
     left = 0
@@ -262,7 +268,7 @@ async def test_a_source_that_is_removed_and_added_at_once_is_followed(
         feed.add(A, publisher.endpoint, publisher.replay_endpoint, TOPIC, "one", hints)
         await removing
         await until_live(feed, A, 0)
-        assert models("one").sources[A].learner.hints is hints
+        assert models("one")._sources[A].learner.hints is hints
         assert models.hit(A) == Hit(48, 48)
 
 
@@ -279,13 +285,13 @@ async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
         again.publish(stored(48))
         await eventually(lambda: feed.statistics()[A].applied.cleared == 1, "the clear")
         await until_live(feed, A, 0)
-    assert models("one").sources[A].learner.hints is hints
+    assert models("one")._sources[A].learner.hints is hints
     assert models.hit(A) == Hit(32, 32)
 
 
 async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -> None:
     """An index that had to refuse blocks is incomplete, however well the stream is followed."""
-    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(blocks=5))
+    models.indexes["one"] = PrefixIndex(limits=SourceLimits(blocks=5))
     feed = Feed(models, QUICK)
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
@@ -302,7 +308,7 @@ async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -
 
 async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models) -> None:
     """A run that was given up can be found by no prompt."""
-    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(waiting_batches=3))
+    models.indexes["one"] = PrefixIndex(limits=SourceLimits(waiting_batches=3))
     feed = Feed(models, QUICK)
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
@@ -318,7 +324,7 @@ async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models
 async def test_a_run_given_up_is_no_loss_where_the_hash_function_is_known(models: Models) -> None:
     """Every look-up then hashes the prompt as the engine does; an overflow that was cleared long
     ago must not be held against the source again."""
-    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(blocks=6, waiting_batches=3))
+    models.indexes["one"] = PrefixIndex(limits=SourceLimits(blocks=6, waiting_batches=3))
     feed = Feed(models, QUICK)
     orphan = Prefix(list(range(500, 564)), seed=DEFAULT_SEED)
     with VllmPublisher() as publisher:
@@ -557,7 +563,7 @@ async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(
 ) -> None:
     """A mistake of ours stops one source, visibly; its message may quote a prompt."""
 
-    class Broken(ReferenceIndex):
+    class Broken(PrefixIndex):
         def apply(self, source: SourceId, payload: object) -> object:  # type: ignore[override]
             raise RuntimeError("secret")
 

@@ -9,8 +9,8 @@ from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, EventBa
 from kvevents.hashing import HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
 from router.index import PrefixIndex, SourceId
-from router.index.reference.block_table import GroupTier
-from router.index.reference.index import ReferenceIndex
+from tests.oracle.index.block_table import GroupTier
+from tests.oracle.index.index import ReferenceIndex
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 SOURCE = SourceId("replica-a")
@@ -121,8 +121,13 @@ def gpu_hit(
 
 
 def copies_held(
-    index: PrefixIndex, source: SourceId = SOURCE
+    index: PrefixIndex | ReferenceIndex, source: SourceId = SOURCE
 ) -> dict[GroupTier, dict[BlockHash, int]]:
-    """The copies that the reference index counts, by group and tier."""
-    assert isinstance(index, ReferenceIndex)
-    return index.sources[source].table.held
+    """The copies that an index counts, by group and tier. The compiled one knows a hash that is no
+    integer as a number, the same in all indexes of one secret."""
+    if isinstance(index, ReferenceIndex):
+        return index.sources[source].table.held
+    held: dict[GroupTier, dict[BlockHash, int]] = {}
+    for group, tier, block_hash, copies in index.core.copies(index.slots[source]):
+        held.setdefault((group, tier), {})[block_hash] = copies
+    return held

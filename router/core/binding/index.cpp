@@ -601,6 +601,14 @@ public:
         return Inspector(index_).contradictions();
     }
 
+    // For tests: what a source holds, as group, tier, hash and copies. A hash that is no integer is
+    // a digest, the same in every index of one secret.
+    std::vector<std::tuple<u32, std::string, u64, u64>> copies(u32 slot) {
+        Guarded guarded(mutex_);
+        check(slot);
+        return Inspector(index_).copies(index_.source(slot));
+    }
+
     std::pair<u64, u64> sizes() {
         Guarded guarded(mutex_);
         index_.work_off();
@@ -856,6 +864,7 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("export_source", &Core::export_source)
         .def("restore_source", &Core::restore_source)
         .def("sizes", &Core::sizes)
+        .def("copies", &Core::copies)
         .def("contradictions", &Core::contradictions);
 
     module.def("pack_token_ids", &pack_token_ids);

@@ -2,6 +2,10 @@
 // all nodes for every source.
 #pragma once
 
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "index.hpp"
 
 namespace kvroute {
@@ -16,6 +20,19 @@ public:
             if (of) inspect(*of);
         }
         return std::move(found_);
+    }
+
+    std::vector<std::tuple<u32, std::string, u64, u64>> copies(const Source& of) {
+        std::vector<std::tuple<u32, std::string, u64, u64>> found;
+        index_.nodes_.for_each([&](u32 id, Node& node) {
+            for (u32 plane = 0; plane < of.counts.size(); ++plane) {
+                const u64 here = of.count(plane) ? index_.copies_of(of, id, plane) : 0;
+                if (!here) continue;
+                const std::string& tier = of.tiers[tier_of_plane(plane)].name;
+                found.emplace_back(group_of_plane(plane), tier, node.hash, here);
+            }
+        });
+        return found;
     }
 
 private:

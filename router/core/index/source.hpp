@@ -269,7 +269,7 @@ private:
 };
 
 // How a source tells of several copies of one block: every removal, or the last one only. See
-// `router/index/reference/copy_counting.py`, whose rules these are.
+// `tests/oracle/index/copy_counting.py`, whose rules these are.
 class CopyWatch {
 public:
     enum class Counting : u8 { unknown, every_copy, last_copy };
@@ -453,7 +453,7 @@ struct Tier {
 };
 
 // What one tier has shown of how much it keeps together, of one group; see `TierUnits` in
-// `router/index/reference/layout_learner.py`.
+// `tests/oracle/index/tier_units.py`.
 struct SeenUnit {
     u64 ends = 0;     // the greatest common divisor of the ends, in tokens
     u64 largest = 0;  // the largest block that its events describe, in tokens; 0: none does

@@ -24,7 +24,7 @@ from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
 from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
-from router.index import SourceId, create_index
+from router.index import PrefixIndex, SourceId
 
 CONFIG = EngineConfig(
     preset="gemma", num_blocks=600, max_num_batched_tokens=100, cpu_blocks=600, device="cpu"
@@ -134,7 +134,7 @@ def test_what_is_pulled_is_what_would_be_computed_and_what_events_promise(
     expected, _ = holder.serve("first", PROMPT)
     longer = [*PROMPT[:290], *range(40)]
     reference, _ = holder.serve("longer", longer)
-    index = create_index()
+    index = PrefixIndex()
     index.apply(HOLDER, EventBatch(0.0, tuple(holder.published.events)))
     for name, prompt, wanted in (("same", PROMPT, expected), ("longer", longer, reference)):
         fresh = start(False, preset=preset)
@@ -153,7 +153,7 @@ def test_what_was_pulled_is_a_copy_of_ones_own(start: Start) -> None:
     holder, second, third = start(), start(), start(False)
     expected, _ = holder.serve("a", PROMPT)
     second.serve("b", PROMPT, holder.address)
-    index = create_index()
+    index = PrefixIndex()
     index.apply(HOLDER, EventBatch(0.0, tuple(second.published.events)))
     assert index.match_source(index.prepare(PROMPT), HOLDER).gpu_cached_tokens >= 288
     assert second.serve("again", PROMPT)[1] >= 288, "without naming anybody"

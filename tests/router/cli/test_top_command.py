@@ -97,7 +97,6 @@ def glance(
         now=0.0,
         uptime="3 min",
         policy="prefix",
-        index="native",
         tokenizers={},
         under_way=7,
         headline=headline or Headline(level=Level.GOOD, text="All replicas are well."),
@@ -138,7 +137,7 @@ def test_everything_is_there_in_words() -> None:
     lines = shown(glance(replica(1), requests=1, seconds=60.0))
     assert lines[:3] == [
         "All replicas are well.",
-        "2.0 requests/s, 7 under way, 0 failed · policy prefix · native index",
+        "2.0 requests/s, 7 under way, 0 failed · policy prefix",
         "50.0 % of tokens cached, predicted 52.0 % · 2.0 % mispredicted (2 over, 0 under)",
     ]
     rows = [line.split() for line in lines]

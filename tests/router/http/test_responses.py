@@ -13,7 +13,7 @@ from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
 from router.http.responses import Fleet, overview
 from router.http.views import Overview, StoreSummary
-from router.index import LayoutHints, SourceId, StoreHint, create_index
+from router.index import LayoutHints, PrefixIndex, SourceId, StoreHint
 from router.observability.problems import Level
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.replicas import EventSource, ReplicaView
@@ -52,7 +52,7 @@ def replica(name: str, **changes: Any) -> ReplicaView:
 
 def overview_of(*replicas: ReplicaView, log: RequestLog | None = None, **fleet: Any) -> Overview:
     parts: dict[str, Any] = {"caches": {}, "feeds": {}, "tokenizer_disagreements": {}, **fleet}
-    return overview(Fleet(replicas, **parts), log or RequestLog(), "prefix", "native", 7)
+    return overview(Fleet(replicas, **parts), log or RequestLog(), "prefix", 7)
 
 
 def test_the_worst_replicas_come_first() -> None:
@@ -99,7 +99,7 @@ def test_disagreements_of_all_models_make_one_problem() -> None:
 
 def test_blocks_are_summed_over_ranks_by_group_and_tier() -> None:
     """These are the bars of the page; the layout is the same for all ranks."""
-    index = create_index()
+    index = PrefixIndex()
     prefix, layout = Prefix(list(range(64))), KVCacheLayout.build([FULL, window(64)])
     stored = [prefix.stored(0, FULL), prefix.stored(1, window(64))]
     offloaded = prefix.stored(1, window(64), end=32, medium="CPU")
@@ -117,7 +117,7 @@ def test_blocks_are_summed_over_ranks_by_group_and_tier() -> None:
 
 def test_a_store_is_listed_once_with_those_who_share_it() -> None:
     """It belongs to none of them; without a line of its own only the reasons named it."""
-    index, places = create_index(), [SourceId(name) for name in ("r-0", "r-1", "r-2")]
+    index, places = PrefixIndex(), [SourceId(name) for name in ("r-0", "r-1", "r-2")]
     hints = LayoutHints(stores=(StoreHint("bucket", ("STORAGE",)),))
     prefix = Prefix(list(range(64)))
     for place in places:
@@ -132,7 +132,7 @@ def test_a_store_is_listed_once_with_those_who_share_it() -> None:
 
 def test_blocks_of_an_unknown_layout_have_a_line() -> None:
     """They may be stored before anything says what the groups are."""
-    index = create_index()
+    index = PrefixIndex()
     place = SourceId("r")
     index.apply(place, EventBatch(0.0, [Prefix(list(range(64))).stored(3, FULL)]))
     sources = (EventSource(0, "tcp://127.0.0.1:5557"),)

@@ -3,16 +3,10 @@ what sources hold, not what they have ever held."""
 
 from __future__ import annotations
 
-import pytest
-
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
-from router.index import REFERENCE, LayoutHints, PrefixIndex, SourceLimits, choose_index
+from router.index import LayoutHints, PrefixIndex, SourceLimits
 from tests.support.blocks import FULL, SOURCE, Prefix, tokens
-
-pytestmark = pytest.mark.skipif(
-    choose_index() is REFERENCE, reason="the compiled index is not built"
-)
 
 MANY = 20_000
 LONG = Prefix(tokens(16 * MANY))
@@ -22,7 +16,7 @@ EMPTY = 64 * 1024
 
 
 def created(**limits: int) -> PrefixIndex:
-    index = choose_index("native").create(limits=SourceLimits(**limits))
+    index = PrefixIndex(limits=SourceLimits(**limits))
     index.add(SOURCE, LayoutHints(hash_seeds=()))
     return index
 

@@ -16,7 +16,7 @@ from kvevents.codec import encode
 from kvevents.events import CPU, GPU, BlockRemoved, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index import LayoutHints, SourceId, TierHint
-from tests.router.index.implementations import IMPLEMENTATIONS, Implementation
+from tests.router.index.implementations import CORE, Implementation
 from tests.support.engine_model import Block, EngineModel, Prompt
 
 SOURCE = SourceId("replica-a")
@@ -86,8 +86,7 @@ class Pair:
         is_ours: bool = False,
     ) -> None:
         self.model = EngineModel(layout, as_int, names_block_size=not is_ours)
-        self.implementation = implementation
-        self.index = implementation.create(None)
+        self.index = CORE.create(None)
         self.is_ours = is_ours
         self.start()
 
@@ -124,7 +123,7 @@ class Pair:
         self.apply([self.model.evict(block) for block in list(self.model.copies.elements())])
         statistics = self.index.statistics()[SOURCE]
         assert (statistics.blocks, statistics.unplaced) == ({}, 0)
-        self.implementation.expect_empty(self.index)
+        CORE.expect_empty(self.index)
 
 
 def announcement(layout: KVCacheLayout) -> CacheLayout:
@@ -163,15 +162,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
     """Any sequence of stores, evictions, offloads, resets and restarts, in batches of any size."""
 
     @initialize(
-        implementation=st.sampled_from(IMPLEMENTATIONS),
         layout=st.sampled_from(list(LAYOUTS.values())),
         as_int=st.booleans(),
         is_ours=st.booleans(),
     )
-    def begin(
-        self, implementation: Implementation, layout: KVCacheLayout, as_int: bool, is_ours: bool
-    ) -> None:
-        self.pair = Pair(implementation, layout, as_int, is_ours)
+    def begin(self, layout: KVCacheLayout, as_int: bool, is_ours: bool) -> None:
+        self.pair = Pair(CORE, layout, as_int, is_ours)
         self.model = self.pair.model
         self.waiting: list[Event] = []
         self.asked: list[Prompt] = [prompt_of([0] * DEPTH), prompt_of([1, 0])]
@@ -445,7 +441,7 @@ def test_events_delivered_twice_count_twice(implementation: Implementation) -> N
 def test_sources_are_exact_side_by_side(implementation: Implementation) -> None:
     """Engines with other seeds, forms and layouts share one index, and none sees another's
     blocks."""
-    index = implementation.create(None)
+    index = CORE.create(None)
     engines = {}
     for number, layout in enumerate(LAYOUTS.values()):
         model = EngineModel(layout, as_int=number % 2 == 0, seed=f"engine {number}")

@@ -1,13 +1,12 @@
-"""The implementations of the mirror and of the estimates. Tests of what the router uses of them run
-on each; the others of this folder look inside the ones in Python."""
+"""The mirror in Python and the compiled one. Tests of what the router uses of them run on each; the
+others of this folder look inside the one in Python."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-import pytest
-
-from router.index import REFERENCE, IndexImplementation, choose_index
 from router.mirror import Mirror, create_mirror
 
 IMPLEMENTATIONS = ("python", "native")
@@ -16,16 +15,28 @@ IMPLEMENTATIONS = ("python", "native")
 class Chosen:
     """The one that the tests of a module run on now."""
 
-    indexes: IndexImplementation = REFERENCE
+    name = "python"
 
 
 def choose(name: str) -> None:
-    """Choose one of them, or skip the test where the core was not built."""
-    Chosen.indexes = REFERENCE if name == "python" else choose_index()
-    if name == "native" and Chosen.indexes is REFERENCE:
-        pytest.skip("the compiled core is not built")
+    """Choose one of them."""
+    Chosen.name = name
+
+
+def python_mirror(
+    max_keys: int = 1_048_576,
+    tier_prices: Mapping[str, float] = MappingProxyType({}),
+    other_price: float = 0.1,
+    **options: Any,
+) -> Mirror:
+    """The one in Python, made as `create_mirror` makes the other."""
+
+    def price_of(tier: str) -> float:
+        return tier_prices.get(tier.upper(), other_price)
+
+    return Mirror(max_keys, load_price=price_of, **options)
 
 
 def new_mirror(**options: Any) -> Mirror:
-    """A mirror of the one that was chosen. Where that is the one in Python, any index serves."""
-    return create_mirror(Chosen.indexes, **options)
+    """A mirror of the one that was chosen."""
+    return python_mirror(**options) if Chosen.name == "python" else create_mirror(**options)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index import SourceId, create_index
+from router.index import PrefixIndex, SourceId
 from router.mirror import (
     STEP,
     ApproximateCache,
@@ -252,7 +252,7 @@ def test_a_loss_is_replaced_by_an_estimate_once_it_has_lasted() -> None:
 
 def test_an_estimate_begins_with_what_was_sent_before_the_loss() -> None:
     """In its order, so that the oldest goes first."""
-    mirror, index = new_mirror(clock=lambda: 1.0), create_index()
+    mirror, index = new_mirror(clock=lambda: 1.0), PrefixIndex()
     for number in range(3):
         ids = [number * 1000 + place for place in range(4 * STEP)]
         hashed = index.prepare(ids, extra_steps=(STEP,))

@@ -20,7 +20,7 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, create_index, token_columns
+from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, token_columns
 from router.mirror import STEP, Coming, Mirror, Prefilling, Visit
 from router.mirror.layout import UNKNOWN
 from tests.router.mirror.implementations import new_mirror
@@ -46,7 +46,7 @@ class Mirrored:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.index: PrefixIndex = create_index()
+        self.index: PrefixIndex = PrefixIndex()
         self.mirror = new_mirror(clock=self.clock)
 
     def prompt(self, ids: list[int]) -> HashedPrompt:
@@ -184,7 +184,7 @@ def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored
 def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None:
     """Of a cache without events nothing is known to be evicted. A request keeps its whole prompt,
     whatever it owns of it, and takes memory however short that is."""
-    index, mirror = create_index(), new_mirror(max_keys=1020)
+    index, mirror = PrefixIndex(), new_mirror(max_keys=1020)
     for start in range(400):
         ids = array("I", [*range(shared), *range((start + 1) * 2000, (start + 1) * 2000 + own)])
         mirror.begin("m", index, R0, [index.prepare(ids)], len(ids), own).ended()
@@ -204,7 +204,7 @@ class Engine:
     ) -> None:
         self.num_blocks = num_blocks
         self.timeline = Timeline()
-        self.index = create_index()
+        self.index = PrefixIndex()
         self.mirror = new_mirror(clock=self.timeline.now)
         self.visits: dict[str, Visit] = {}
         self.hits: dict[str, int] = {}

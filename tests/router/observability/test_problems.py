@@ -11,7 +11,7 @@ from kvevents.events import EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
-from router.index import create_index
+from router.index import PrefixIndex
 from router.observability.problems import (
     Level,
     ReplicaProblem,
@@ -189,7 +189,7 @@ def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown
     layout = KVCacheLayout.build([FULL, window(64)])
     prefix = Prefix(list(range(128)), seed=seed or "a seed nobody knows")
     announcement = announce(layout, HashChain.from_seed("sha256", seed) if seed else None)
-    index = create_index()
+    index = PrefixIndex()
     index.apply(SOURCE, EventBatch(0.0, [announcement, prefix.stored(1, window(64), start=80)]))
     known = index.statistics()[SOURCE]
     assert known.unplaced == 3

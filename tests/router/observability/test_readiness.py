@@ -8,7 +8,7 @@ import pytest
 
 from router.config import HealthConfig, ReplicaConfig
 from router.feed import Feed
-from router.index import SourceId, create_index
+from router.index import PrefixIndex, SourceId
 from router.observability.readiness import Readiness
 from router.replicas import EventSource, Replica, ReplicaRegistry
 from router.replicas.load import LoadTracker
@@ -24,7 +24,7 @@ class Starting:
     """A router's parts right after its start; no replica is ever really asked."""
 
     def __init__(self) -> None:
-        index = create_index()
+        index = PrefixIndex()
         self.now = 100.0
         self.unknown: list[str] = []
         self.registry = ReplicaRegistry(

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 from router.config import ModelConfig, StoreConfig
 from router.index import StoreHint
-from router.index.reference.index import ReferenceIndex
 from router.routing.models import ModelSet
 
 
 async def no_replica(names: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
     raise AssertionError(f"{names} {path} {len(body)}")
-
-
-class OtherIndex(ReferenceIndex):
-    """Of another implementation, as far as anyone can tell."""
 
 
 STORES = (StoreConfig(name="fs", tiers=("STORAGE",), replicas=("a-*",)), StoreConfig(name="pool"))

@@ -13,12 +13,9 @@ import pytest
 from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
 from router.index import (
-    REFERENCE,
     HashedPrompt,
     PrefixIndex,
     SourceId,
-    choose_index,
-    create_index,
 )
 from router.mirror import ApproximateCaches, Mirror
 from router.replicas import EventSource, Replica
@@ -50,8 +47,6 @@ R0 = SourceId("r0")
 def _planned_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs with the planner in Python, and with the compiled one where there is one."""
     in_core = request.param == "in core"
-    if in_core and choose_index() is REFERENCE:
-        pytest.skip("the compiled core is not built")
     monkeypatch.setattr(Planning, "in_core", in_core)
 
 
@@ -61,7 +56,7 @@ class Planning:
     in_core = False
 
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
-        self.index: PrefixIndex = create_index()
+        self.index: PrefixIndex = PrefixIndex()
         self.load = make_load_tracker(self.in_core)
         self.flights: list[InFlight] = []
         self.suspects: set[SourceId] = set()
@@ -326,7 +321,7 @@ def test_prompts_that_begin_alike_have_one_home() -> None:
     replica; what begins otherwise goes to any."""
     fleet = [replica(f"r{n}") for n in range(4)]
 
-    index = create_index()  # routers have equal keys if they share the board's secret
+    index = PrefixIndex()  # routers have equal keys if they share the board's secret
 
     def home(ids: Sequence[int]) -> str:
         planning = Planning(LEAST_DELAY, Mirror(clock=lambda: 0.0))

@@ -14,10 +14,10 @@ import pytest
 from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
 from router import snapshots
+from router.demo.blind import GroupBlindIndex
 from router.errors import RouterError
 from router.feed import Feed
-from router.index import Hit, PrefixIndex, SourceId, create_index
-from router.index.reference.index import ReferenceIndex
+from router.index import Hit, PrefixIndex, SourceId
 from router.snapshots import FILE_NAME, SnapshotError, SnapshotKeeper
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK
@@ -40,7 +40,7 @@ class Router:
     """As much of a router as follows one cache."""
 
     def __init__(self, directory: Path, index: PrefixIndex | None = None) -> None:
-        self.index = index or create_index()
+        self.index = index or PrefixIndex()
         self.feed = Feed(lambda model: self.index, QUICK)
         self.keeper = SnapshotKeeper(self.feed, directory, 60.0)
         found = snapshots.read_file(directory, 900.0)
@@ -147,13 +147,11 @@ async def test_another_implementation_of_the_index_begins_from_nothing(
 ) -> None:
     """Its records are not for us."""
     with VllmPublisher() as publisher:
-        async with router(tmp_path, ReferenceIndex()) as before:
+        async with router(tmp_path, GroupBlindIndex()) as before:
             before.follow(publisher)
             publisher.publish(stored(0, 64))
             await before.until_live(0)
             await before.keeper.save()
-        if type(create_index()) is ReferenceIndex:
-            pytest.skip("the compiled index is not built")
         async with router(tmp_path) as after:
             assert after.hit() == Hit(0, 0)
             assert "is not used" in caplog.text

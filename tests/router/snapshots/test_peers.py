@@ -18,7 +18,7 @@ from kvevents.codec import encode
 from kvevents.events import EventBatch
 from router.errors import NoSnapshot, Overloaded
 from router.feed import Feed
-from router.index import Hit, SourceId, choose_index
+from router.index import Hit, PrefixIndex, SourceId
 from router.snapshots import Beginning, PeerLimits, Peers, Sender, peer_key
 from router.snapshots.transfer import MAX_AT_ONCE
 from tests.support.blocks import FULL, Prefix
@@ -40,7 +40,7 @@ class Knowing:
     """As much of a router as knows one cache."""
 
     def __init__(self, secret: bytes = SECRET) -> None:
-        self.index = choose_index().create(secret=secret)
+        self.index = PrefixIndex(secret=secret)
         self.feed = Feed(lambda model: self.index, QUICK)
 
     def follow(self, publisher: VllmPublisher) -> None:
@@ -179,7 +179,7 @@ async def test_an_index_keeps_its_own_keys_where_others_share_them(
     with VllmPublisher() as publisher:
         async with knowing(publisher, b"another") as one:
             data = await one.sent()
-            index = choose_index().create(secret=SECRET)
+            index = PrefixIndex(secret=SECRET)
             own = index.key_space
             async with listening(sending(data)) as url:
                 beginning = Beginning([peers(url).fetch], one.feed, needs_own_keys=True)

@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-import pytest
-
-from router.index import REFERENCE, HashedPrompt, SourceId, choose_index
+from router.index import HashedPrompt, SourceId
 from router.mirror import Coming, Prefilling, Visit, create_mirror
+from tests.router.mirror.implementations import python_mirror
 
 
 def needs_core() -> None:
     """Skip where the core was not built."""
-    if choose_index() is REFERENCE:
-        pytest.skip("the compiled core is not built")
 
 
 def same(python: Any, native: Any) -> Any:
@@ -60,9 +57,8 @@ class BothMirrors:
 
     def __init__(self, max_keys: int = 1_048_576, clock: Callable[[], float] = lambda: 0.0) -> None:
         needs_core()
-        options = {"CPU": 0.2}, 0.1, clock
-        self.python = create_mirror(REFERENCE, max_keys, *options)
-        self.native = create_mirror(choose_index("native"), max_keys, *options)
+        self.python = python_mirror(max_keys, {"CPU": 0.2}, 0.1, clock=clock)
+        self.native = create_mirror(max_keys, {"CPU": 0.2}, 0.1, clock)
 
     # --- what is sent ---
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
-from router.index import REFERENCE, HashedPrompt, PrefixIndex, SourceId, choose_index, create_index
+from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror import Coming
 from router.mirror.approximate import ApproximateHit
 from router.mirror.loading import LoadPrices
@@ -27,9 +27,6 @@ from router.routing.planner import RankChoice, RoutePlanner, prepare
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import Candidate, PolicySettings, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
-
-if choose_index() is REFERENCE:
-    pytest.skip("the compiled core is not built", allow_module_level=True)
 
 BLOCK = 16
 PROMPT = list(range(1, 2200))
@@ -245,7 +242,7 @@ class Setting:
 
     def __init__(self, fleet: list[dict[str, Any]], policy: str, follows: bool) -> None:
         self.now = NOW
-        self.index: PrefixIndex = create_index()
+        self.index: PrefixIndex = PrefixIndex()
         self.replicas = [self._replica(each) for each in fleet]
         self.suspects = {source for each in fleet for source in each["suspect"]}
         told = {source: it for each in fleet for source, it in each["mirrored"].items()}

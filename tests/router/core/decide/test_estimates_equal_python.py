@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.index import SourceId, choose_index
+from router.index import PrefixIndex, SourceId
 from router.mirror import STEP, ApproximateVisit, create_approximate_caches
 from tests.router.core.decide.both import BothMirrors, needs_core, same
 
@@ -37,7 +37,7 @@ class EstimatesSideBySide(RuleBasedStateMachine):
         self.now = 100.0
         self.lost: dict[SourceId, float | None] = dict.fromkeys(SOURCES, ALWAYS)
         self.mirrors = BothMirrors(clock=lambda: self.now)
-        self.index = choose_index("native").create()
+        self.index = PrefixIndex()
         self.both = [
             create_approximate_caches(
                 self.lost.__getitem__, mirror, 10.0, 20 * STEP, 60, lambda: self.now

@@ -5,15 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index import REFERENCE, choose_index
 from router.replicas.load import LoadTracker, ReplicaLoad
 
-if choose_index() is REFERENCE:
-    pytest.skip("the compiled core is not built", allow_module_level=True)
 core_load = import_module("router.replicas.core_load")
 
 replicas = st.sampled_from("abc")

@@ -16,7 +16,7 @@ from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, choose_index, token_columns
+from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, token_columns
 from router.mirror import STEP, Prefilling
 from tests.router.core.decide.both import BothMirrors, BothVisits, needs_core
 from tests.support.blocks import FULL, Prefix, mamba, window
@@ -60,7 +60,7 @@ class MirrorsSideBySide(RuleBasedStateMachine):
         super().__init__()
         self.now = 100.0
         self.mirrors = BothMirrors(max_keys=120, clock=lambda: self.now)
-        self.indexes = {model: choose_index("native").create() for model in MODELS}
+        self.indexes = {model: PrefixIndex() for model in MODELS}
         self.layouts: dict[SourceId, KVCacheLayout] = {}
         self.visits: list[BothVisits] = []
         self.heard: list[Prefilling] = []
@@ -267,7 +267,7 @@ def test_large_caches_are_followed_alike() -> None:
     needs_core()
     now = 0.0
     mirrors = BothMirrors(max_keys=20_000, clock=lambda: now)
-    index, random = choose_index("native").create(), Random(5)
+    index, random = PrefixIndex(), Random(5)
     roots = [[random.randrange(50_000) for _ in range(12_000)] for _ in range(6)]
     running: list[BothVisits] = []
     for number in range(400):
@@ -294,7 +294,7 @@ def test_blocks_that_only_the_engines_hash_finds_are_found() -> None:
     must come along, and whether they are whole decides what was evicted."""
     needs_core()
     now = 0.0
-    mirrors, index = BothMirrors(clock=lambda: now), choose_index("native").create()
+    mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     source, prefix = SOURCES[0], Prefix(list(range(1, 700)), as_int=False, seed="0")
     chain = HashChain.from_seed("sha256", "0")
     index.apply(source, EventBatch(0.0, [announce(KVCacheLayout.build([FULL]), chain)]))
@@ -321,7 +321,7 @@ def test_a_burst_of_equal_prompts_is_seen_alike(layout: str) -> None:
     """What is asked most: many in prefill that begin alike, and one more."""
     needs_core()
     now = 0.0
-    mirrors, index = BothMirrors(clock=lambda: now), choose_index("native").create()
+    mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     source = SOURCES[0]
     index.apply(source, EventBatch(0.0, [announce(LAYOUTS[layout])]))
     for number in range(30):
@@ -342,7 +342,7 @@ def test_what_long_prompts_ahead_will_evict_is_foreseen_alike(layout: str, seed:
     what is left of each prompt that was served."""
     needs_core()
     now, random, source = 0.0, Random(seed), SOURCES[0]
-    mirrors, index = BothMirrors(clock=lambda: now), choose_index("native").create()
+    mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     groups = LAYOUTS[layout].groups
     index.apply(source, EventBatch(0.0, [announce(LAYOUTS[layout])]))
     served: list[list[int]] = []

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.index import REFERENCE, choose_index
 from router.scoring import (
     Candidate,
     CandidateLoad,
@@ -20,8 +19,6 @@ from router.scoring import (
     make_policy,
 )
 
-if choose_index() is REFERENCE:
-    pytest.skip("the compiled core is not built", allow_module_level=True)
 core = import_module("router._core")
 
 few = st.integers(0, 3)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index import REFERENCE, SourceId, choose_index
+from router.index import SourceId
 from router.routing.recent_prefixes import RecentPrefixes
 
-if choose_index() is REFERENCE:
-    pytest.skip("the compiled core is not built", allow_module_level=True)
 core = import_module("router._core")
 
 caches = st.integers(0, 3)

@@ -50,7 +50,7 @@ def test_both_say_the_same_of_engines_that_serve(
     needs_core()
     made: list[BothMirrors] = []
 
-    def make(_indexes: object, clock: Callable[[], float]) -> BothMirrors:
+    def make(clock: Callable[[], float]) -> BothMirrors:
         made.append(BothMirrors(clock=clock))
         return made[-1]
 

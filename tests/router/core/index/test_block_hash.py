@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvevents.hashing import HashChain, hash_algorithms
-from router.index import REFERENCE, choose_index
-
-if choose_index() is REFERENCE:
-    pytest.skip("the compiled index is not built", allow_module_level=True)
-native = import_module("router.index.native")
-core = import_module("router._core")
+from router import _core as core
+from router.index import prompt as native
 
 SALT = "salt" * 3
 names = st.text(max_size=12) | st.just(SALT)

@@ -20,14 +20,14 @@ from kvevents.events import (
     EventBatch,
 )
 from router.index import SourceLimits
-from router.index.reference.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
-from router.index.reference.index import PromptKeys, hit_and_junction
-from router.index.reference.keys import KeySpace
-from router.index.reference.source import SourceCache
 from router.recordings import Query, RecordingReader
+from tests.oracle.index.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
+from tests.oracle.index.index import PromptKeys, hit_and_junction
+from tests.oracle.index.keys import KeySpace
+from tests.oracle.index.source import SourceCache
 from tests.support.random_engine import CopyingEngine
 
-STREAMS = Path(__file__).parents[3] / "conformance" / "streams"
+STREAMS = Path(__file__).parents[2] / "conformance" / "streams"
 WITH_COPIES = (
     "eagle_mixed_two",
     "eagle_two_windows_only",

@@ -14,8 +14,8 @@ from typing import TypeAlias
 from kvevents.events import GPU, LOCAL, BlockHash, BlockRemoved, BlockStored
 from kvevents.layout import KVCacheLayout
 from router.index.base import SourceLimits, StoreHint, TierHint
-from router.index.reference.block_table import BlockTable, GroupTier
-from router.index.reference.layout_learner import TierUnits
+from tests.oracle.index.block_table import BlockTable, GroupTier
+from tests.oracle.index.tier_units import TierUnits
 
 KeyOf: TypeAlias = Callable[[BlockHash], int | None]
 """The key of a block's prefix, where a source knows it."""

@@ -1,4 +1,4 @@
-"""The compiled index against the reference: the same batches, the same answers."""
+"""The compiled index against the one in plain Python: the same batches, the same answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from kvevents.messages import WireRun
 from kvevents.sealing import HashKey, hold_key, sealed
 from kvevents.sequence import fingerprint, fingerprint_seed
 from router.index import (
-    REFERENCE,
     ApplyResult,
     LayoutHints,
     PrefixIndex,
@@ -41,20 +40,14 @@ from router.index import (
     SourceLimits,
     StoreHint,
     TierHint,
-    choose_index,
     token_columns,
 )
 from router.index.dump import dump, load
-from router.index.reference.index import ReferenceIndex
-from tests.router.index.implementations import IMPLEMENTATIONS
-
-pytestmark = pytest.mark.skipif(
-    choose_index() is REFERENCE, reason="the compiled index is not built"
-)
+from tests.oracle.index.index import ReferenceIndex
+from tests.router.index.implementations import CORE
 
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
 
-_NATIVE = IMPLEMENTATIONS[1]
 _TOKENS = 3
 _MEDIA = [None, "GPU", "gpu", "CPU", "cpu", "DISK", "", "STORAGE", "PÄD"]
 _KINDS = [None, "full_attention", "mamba", "sliding_window", "chunked_local_attention", "x", ""]
@@ -255,8 +248,8 @@ class Pair:
     def __init__(self, seed: int, limits: SourceLimits, sources: int) -> None:
         self.rng = random.Random(seed)
         self.is_sharing = seed % 3 == 0
-        self.reference: PrefixIndex = ReferenceIndex(limits=limits)
-        self.native: PrefixIndex = _NATIVE.create(limits)
+        self.reference = ReferenceIndex(limits=limits)
+        self.native: PrefixIndex = CORE.create(limits)
         self.limits = limits
         self.sources = [SourceId(f"replica-{number}") for number in range(sources)]
         for source in self.sources:
@@ -341,13 +334,13 @@ class Pair:
             assert self.native.blocks_held(source) == self.reference.blocks_held(source)
             assert self.native.removals(source) == self.reference.removals(source)
         if self.rng.random() < 0.5:
-            _NATIVE.expect_sound(self.native)
+            CORE.expect_sound(self.native)
         elif self.rng.random() < 0.5:
             self.native.tidy()
 
     def restart(self) -> None:
         """Both from their dumps."""
-        reference, native = ReferenceIndex(limits=self.limits), _NATIVE.create(self.limits)
+        reference, native = ReferenceIndex(limits=self.limits), CORE.create(self.limits)
         load(b"".join(dump(self.reference)), reference)
         load(b"".join(dump(self.native)), native)
         self.reference, self.native = reference, native
@@ -379,7 +372,7 @@ def run(seed: int, is_sane: bool, sources: int, limits: SourceLimits, steps: int
             lora, salt = (None, None) if is_sane else (rng.choice(_LORAS), rng.choice(_SALTS))
             pair.ask(traffic.prompt(40), lora, salt, extra)
             pair.compare()
-    _NATIVE.expect_sound(pair.native)
+    CORE.expect_sound(pair.native)
 
 
 HEAD = b"\x01\x02kv\x01\x08"
@@ -515,7 +508,7 @@ def test_both_answer_the_same_of_long_prompts_with_holes_in_every_group(seed: in
     neighbour in the same word may make a difference to what each finds alone."""
     rng = random.Random(seed)
     prompt = rng.choices(range(50), k=_LONG)
-    reference, native = ReferenceIndex(), _NATIVE.create(None)
+    reference, native = ReferenceIndex(), CORE.create(None)
     sources = [SourceId(f"replica-{number}") for number in range(rng.choice([3, 70]))]
     layouts = rng.sample(_LAYOUTS, rng.choice([1, 2, 6]))
     for source in sources:
@@ -617,7 +610,7 @@ def test_blocks_under_a_key_are_found_by_both(algorithm: str, salt: str | None) 
             ),
             sealed(BlockStored(list(digests[:5]), None, [], "GPU", 0), used),
         ]
-        for index in (ReferenceIndex(), _NATIVE.create(None)):
+        for index in (ReferenceIndex(), CORE.create(None)):
             index.add(SourceId("a"))
             index.apply(SourceId("a"), encode(EventBatch(0.0, batch)))
             for length in (2, 16, 17, 81, 160, 161):
@@ -639,7 +632,7 @@ def test_hashes_under_a_key_cover_what_is_drafted(
     prompt = [at * 7 % 1000 for at in range(length)]
     plain = HashChain.from_seed(algorithm, "7")
     digests = list(plain.block_hashes(prompt, 16, lookahead=lookahead))
-    prepared = _NATIVE.create(None).prepare(prompt)
+    prepared = CORE.create(None).prepare(prompt)
     for used, expected in ((key, [key.seal(each) for each in digests]), (unknown, digests)):
         chain = replace(plain, key_id=used.key_id)
         assert prepared.core_hashes(chain, 16, lookahead, False) == [expected]
@@ -653,7 +646,7 @@ PLAIN = [
 
 def applied(data: bytes, seq: int = 0, most: int = 64, most_bytes: int = 2**20) -> int:
     """How many of the batches that begin *data* a source takes at once that has had one before."""
-    index, source = _NATIVE.create(SourceLimits()), SourceId("replica-a")
+    index, source = CORE.create(SourceLimits()), SourceId("replica-a")
     index.add(source)
     index.apply(source, PLAIN[0])
     done = index.apply_run(source, WireRun(data, 0, HEAD, most_bytes), seq, most, 1)
@@ -701,7 +694,7 @@ def test_a_run_is_bounded() -> None:
 )
 def test_fingerprints_are_those_of_a_stream(hashes: list[BlockHash], seed: int) -> None:
     """Of any length: a duplicate is told by the one that was remembered when it came first."""
-    index, source = _NATIVE.create(SourceLimits()), SourceId("replica-a")
+    index, source = CORE.create(SourceLimits()), SourceId("replica-a")
     index.add(source)
     payload = encode(EventBatch(0.0, [BlockRemoved(hashes, "GPU")]))
     run = WireRun(message(0, payload), 0, HEAD, 2**20)

@@ -1,44 +1,37 @@
-"""The compiled index behind the interface of all: what stays in Python, and the bridge to `core/`.
+"""The index of one model: which source would reuse how much of a prompt.
 
-The core decodes the usual form of a batch, counts, places and matches. It asks for help where help
-is rare: what events newly say of the layout goes to the `LayoutLearner`, and a batch in an unusual
-form is read by `kvevents.codec` and handed back in the form that the core knows. The search for an
-engine's hash function, and the hashes of prompts by it, are Python's too.
+The compiled core (`router/core/index`) decodes the usual form of a batch, counts, places and
+matches. It asks for help where help is rare: what events newly say of the layout goes to the
+`LayoutLearner`, and a batch in an unusual form is read by `kvevents.codec` and handed back in the
+form that the core knows. The search for an engine's hash function, and the hashes of prompts by it,
+are Python's too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 import secrets
 import struct
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from typing_extensions import override
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
-from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
+from kvevents.events import GPU, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheLayout
 from kvevents.messages import WireRun
-from kvevents.sealing import held_key
-from router._core import Core, EngineHashes, HitMap, Prompt, SharedIndex, StateError
-from router._core import block_hashes as _block_hashes
-from router._core import pack_token_ids as _pack_token_ids
+from router._core import Core, HitMap, SharedIndex, StateError
 from router.index.base import (
     NO_HIT,
     ApplyResult,
     DumpError,
     GroupHit,
-    HashedPrompt,
     Hit,
     LayoutHints,
-    PrefixIndex,
     RunApplied,
     SourceId,
     SourceLimits,
@@ -46,10 +39,9 @@ from router.index.base import (
     TierHint,
     WaitingStatistics,
 )
-from router.index.reference.export import decoded
-from router.index.reference.extra_keys import spellings
-from router.index.reference.hash_finder import HashFinder, engine_hashes
-from router.index.reference.layout_learner import LayoutLearner, SeenGroup
+from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.layout_learner import LayoutLearner, SeenGroup
+from router.index.prompt import Computed, HashedPrompt
 
 _KINDS = {
     GroupKind.FULL: 0,
@@ -60,25 +52,7 @@ _KINDS = {
 }
 """As `GroupKind` of core/index/layout.hpp counts them."""
 _DIGEST_BYTES = 32
-_BEFORE_EXTRA_KEYS = (bytes(16), (0,))
-_PICKLED_AFTER = len(b"\x87\x94.")
-_PICKLED_BEFORE = len(pickle.dumps((*_BEFORE_EXTRA_KEYS, None), protocol=5)) - 1 - _PICKLED_AFTER
-
-_EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
-"""In each spelling of extra keys."""
-Computed: TypeAlias = tuple[int, bool, _EngineHashes]
-"""Slot, whether places learned from events do not count, and the hashes in each spelling."""
-
 Mapping.register(HitMap)
-
-
-def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
-    """The token ids of a JSON array, packed; None for anything but integers in `[0, 2**32)`.
-
-    A packed prompt costs `prepare` a copy, where a list costs a conversion of every token.
-    """
-    packed = _pack_token_ids(json_array)
-    return None if packed is None else array("I", packed)
 
 
 @dataclass(slots=True)
@@ -101,7 +75,7 @@ class _Store:
 
 
 @dataclass(slots=True)
-class _NativeSource:
+class _Source:
     """What is known of one source outside the core."""
 
     slot: int
@@ -145,143 +119,15 @@ class _HeldHashes:
         return self._core.holds_hash(self._slot, block_hash)
 
 
-def written_extra_keys(algorithm: str, extra_keys: Sequence[ExtraKeys]) -> list[bytes]:
-    """Extra keys as they stand in what is hashed for a block: `None` as no bytes.
+class PrefixIndex:
+    """All sources of a model, and the stores that they share.
 
-    Args:
-        algorithm: Says in which form.
-        extra_keys: By block.
+    Not thread-safe, with one exception: `prepare` may run in another thread than the rest. No
+    method waits or does I/O.
     """
-    write = encode_cbor if algorithm.endswith("_cbor") else _pickled_third
-    return [b"" if each is None else write(each) for each in extra_keys]
-
-
-def _pickled_third(value: Any) -> bytes:
-    """A value as it stands in the pickle of a block, behind a digest and tokens: what is remembered
-    there counts in references to what is remembered later."""
-    before, after = _PICKLED_BEFORE, _PICKLED_AFTER
-    return pickle.dumps((*_BEFORE_EXTRA_KEYS, value), protocol=5)[before:-after]
-
-
-class NativePrompt(HashedPrompt):
-    """A prompt in the core, which has its keys and most of its hashes."""
-
-    def __init__(
-        self,
-        core: Core,
-        token_ids: Sequence[int],
-        lora_name: str | None,
-        cache_salt: str | None,
-        extra_keys: Sequence[Any] | None,
-    ) -> None:
-        """
-        Args:
-            core: Of the index.
-            token_ids: See `PrefixIndex.prepare`, as for the others.
-            lora_name: The adapter.
-            cache_salt: The salt.
-            extra_keys: By hash block.
-        """
-        packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
-        self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
-        self.lora_name = lora_name
-        self._core = core
-        self._salt = cache_salt
-        self._extra_keys = extra_keys
-        self._token_ids: array[int] | None = None
-        self._keys: dict[int, Sequence[int]] = {}
-        self._hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Of the whole prompt; not kept twice unless somebody asks for them. Few do, and prompts
-        are kept as long as a cache holds them."""
-        if self._token_ids is None:
-            self._token_ids = array("I", self.hashed.tokens())
-        return self._token_ids
-
-    @override
-    def prefix_keys(self, step: int) -> Sequence[int]:
-        keys = self._keys.get(step)
-        if keys is None:
-            keys = self._keys[step] = self._core.prefix_keys(self.hashed, step)
-        return keys
-
-    @override
-    def forget_keys(self, step: int) -> None:
-        self._keys.pop(step, None)
-
-    def spellings(self, step: int) -> Iterator[Sequence[ExtraKeys]]:
-        """The ways in which engines may hash the extra keys of blocks of *step* tokens."""
-        blocks = -(-len(self.hashed) // step)
-        return spellings(self._extra_keys, blocks, self.lora_name, self._salt)
-
-    def core_hashes(
-        self, chain: HashChain, step: int, lookahead: int, as_int: bool
-    ) -> _EngineHashes:
-        """As `engine_hashes`, in the form that the core looks up.
-
-        Args:
-            chain: The engine's.
-            step: Tokens between two hashes.
-            lookahead: Tokens behind a block that its hash covers too.
-            as_int: As 64-bit integers, else as digests.
-        """
-        wanted = (chain, step, lookahead, as_int)
-        if wanted not in self._hashes:
-            self._hashes[wanted] = [
-                self._hashed(chain, step, lookahead, as_int, extra_keys)
-                for extra_keys in self.spellings(step)
-            ]
-        return self._hashes[wanted]
-
-    def _hashed(
-        self,
-        chain: HashChain,
-        step: int,
-        lookahead: int,
-        as_int: bool,
-        extra_keys: Sequence[ExtraKeys],
-    ) -> EngineHashes | list[BlockHash]:
-        if chain.key_id is not None:
-            sealed = self._sealed(chain, step, lookahead, extra_keys)
-            if sealed is not None:
-                return sealed
-            return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
-        in_core = self._core.engine_hashes(
-            self.hashed,
-            chain.algorithm,
-            chain.none_hash,
-            step,
-            lookahead,
-            as_int,
-            written_extra_keys(chain.algorithm, extra_keys),
-        )
-        if in_core is not None:
-            return in_core
-        return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
-
-    def _sealed(
-        self, chain: HashChain, step: int, lookahead: int, extra_keys: Sequence[ExtraKeys]
-    ) -> list[BlockHash] | None:
-        """Hashes under a key: the chain of the core, sealed here. None where that has no such
-        chain, or nobody gave us the key."""
-        key = held_key(chain.key_id or "")
-        written = written_extra_keys(chain.algorithm, extra_keys)
-        digests = _block_hashes(
-            self.hashed, chain.algorithm, chain.none_hash, step, lookahead, written
-        )
-        count = max(0, len(self.hashed) - lookahead) // step
-        if key is None or digests is None or not count:
-            return None
-        size = len(digests) // count
-        return [key.seal(digests[at : at + size]) for at in range(0, len(digests), size)]
-
-
-class NativeIndex(PrefixIndex):
-    """All sources of a model in one core, and the stores that they share."""
 
     inline_tokens = 524_288
+    """A longer prompt takes more than a few milliseconds to hash: do it in a thread."""
 
     def __init__(self, limits: SourceLimits | None = None, secret: bytes | None = None) -> None:
         """
@@ -295,12 +141,12 @@ class NativeIndex(PrefixIndex):
         self.core = self._new_core()
         self._stores: dict[str, _Store] = {}
         """By name: those that some source shares."""
-        self._sources: dict[SourceId, _NativeSource] = {}
+        self._sources: dict[SourceId, _Source] = {}
         self._numbers: dict[SourceId, int] = {}
         """See `number_of`."""
         self._slots: dict[SourceId, int] = {}
         """Of every source; replaced by another when one comes or goes, since a match keeps it."""
-        self._searching: dict[SourceId, _NativeSource] = {}
+        self._searching: dict[SourceId, _Source] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
         self._has_leftovers = False
         """Of sources that were dropped; nobody finds these."""
@@ -333,12 +179,17 @@ class NativeIndex(PrefixIndex):
 
     # --- feeding ----------------------------------------------------------------------------------
 
-    @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
+        """Make a source known and empty; whatever it held before is forgotten.
+
+        Args:
+            source: The cache to follow.
+            hints: What the configuration says of its layout; kept until the source is dropped.
+        """
         is_there = self._take_out(source)
         hints = hints or LayoutHints()
         slot = self.core.add(self.number_of(source), _units(hints.tiers))
-        known = _NativeSource(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
+        known = _Source(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
         if hints.stores:
             stores = [
                 (self._stores[each.name].slot, list(each.tiers), each.ownership)
@@ -369,8 +220,15 @@ class NativeIndex(PrefixIndex):
         for name in [name for name in self._stores if name not in read]:
             self._has_leftovers |= self.core.drop(self._stores.pop(name).slot)
 
-    @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
+        """Apply one batch of events; an unknown source is added.
+
+        Args:
+            source: The cache the events are about.
+            payload: The batch as it came over the wire, or already decoded.
+        Raises:
+            MalformedBatch: The payload breaks the format; nothing was applied.
+        """
         known = self._sources.get(source)
         if known is None or isinstance(payload, EventBatch):
             return self._apply_slowly(source, payload)
@@ -381,10 +239,19 @@ class NativeIndex(PrefixIndex):
             return self._apply_decoded(source, known, decode(payload))
         return self._attend(source, known, done, payload)
 
-    @override
     def apply_run(
         self, source: SourceId, run: WireRun, seq: int, most: int, seed: int
     ) -> RunApplied | None:
+        """Apply the batches that come next, as `apply` does one at a time; see
+        `kvevents.delivery.Consumer`. None where the first of them has to be given to `apply`.
+
+        Args:
+            source: The cache the events are about.
+            run: Where they are.
+            seq: The number of the first.
+            most: How many at most.
+            seed: Of the fingerprints.
+        """
         known = self._sources.get(source)
         found = None if known is None else self.core.apply_run(known.slot, *run, seq, most, seed)
         if known is None or found is None:
@@ -397,7 +264,7 @@ class NativeIndex(PrefixIndex):
     def _attend(
         self,
         source: SourceId,
-        known: _NativeSource,
+        known: _Source,
         done: tuple[Any, ...] | list[tuple[Any, ...]],
         payload: bytes,
     ) -> ApplyResult:
@@ -420,9 +287,7 @@ class NativeIndex(PrefixIndex):
             self.add(source)
         return self._apply_decoded(source, self._sources[source], batch)
 
-    def _apply_decoded(
-        self, source: SourceId, known: _NativeSource, batch: EventBatch
-    ) -> ApplyResult:
+    def _apply_decoded(self, source: SourceId, known: _Source, batch: EventBatch) -> ApplyResult:
         """Apply a batch that Python has read: the core gets it in the one form that it knows."""
         before = known.layout
         is_announced = False
@@ -454,7 +319,7 @@ class NativeIndex(PrefixIndex):
     def _result(
         self,
         source: SourceId,
-        known: _NativeSource,
+        known: _Source,
         done: tuple[Any, ...],
         payload: bytes | EventBatch,
     ) -> ApplyResult:
@@ -485,7 +350,7 @@ class NativeIndex(PrefixIndex):
             is_incomplete=is_incomplete,
         )
 
-    def _lay_out(self, slot: int, writer: _NativeSource) -> None:
+    def _lay_out(self, slot: int, writer: _Source) -> None:
         """Those that share a store are taken to lay out their blocks as its writer does, until they
         say it themselves."""
         store = next(each for each in writer.stores if each.slot == slot)
@@ -497,14 +362,14 @@ class NativeIndex(PrefixIndex):
             if store in known.stores:
                 self._tell_layout(known)
 
-    def _sort(self, source: SourceId, known: _NativeSource) -> None:
+    def _sort(self, source: SourceId, known: _Source) -> None:
         """Note whether prompts have to be hashed as the source's engine does."""
         if known.finder.chain is not None or (known.unplaced and known.finder.may_find):
             self._searching[source] = known
         else:
             self._searching.pop(source, None)
 
-    def _find_hash_function(self, known: _NativeSource, payload: bytes | EventBatch) -> None:
+    def _find_hash_function(self, known: _Source, payload: bytes | EventBatch) -> None:
         layout = known.layout
         assert layout is not None
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
@@ -514,7 +379,7 @@ class NativeIndex(PrefixIndex):
         if known.finder.chain is not None:
             self.core.note(known.slot, True, False, False)
 
-    def _is_opaque(self, known: _NativeSource, event: Event) -> bool:
+    def _is_opaque(self, known: _Source, event: Event) -> bool:
         """Whether something that the event hides goes into its hashes; see `SourceCache`."""
         chain, layout = known.finder.chain, known.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
@@ -533,7 +398,7 @@ class NativeIndex(PrefixIndex):
         wanted = wanted if isinstance(wanted, int) else wanted[-_DIGEST_BYTES:]
         return bool(first) and first[-1] != wanted
 
-    def _tell_layout(self, known: _NativeSource) -> None:
+    def _tell_layout(self, known: _Source) -> None:
         """Pass on what the learner knows, if the core knows something else."""
         learner, layout = known.learner, known.layout
         is_announced = learner.announced is not None
@@ -551,13 +416,13 @@ class NativeIndex(PrefixIndex):
             fields = _layout_fields(layout)
             self.core.set_layout(known.slot, fields, is_announced, learner.lookahead)
 
-    @override
     def clear(self, source: SourceId) -> None:
+        """Forget a source's blocks and what its events said; its hints stay."""
         if source in self._sources:
             self.add(source, self._sources[source].learner.hints)
 
-    @override
     def drop(self, source: SourceId) -> None:
+        """Forget a source altogether; an unknown one is ignored."""
         if self._take_out(source):
             self._drop_unread_stores()
 
@@ -571,14 +436,14 @@ class NativeIndex(PrefixIndex):
         self._has_leftovers = self.core.drop(known.slot)
         return True
 
-    @override
     def tidy(self) -> bool:
+        """Take away, for a millisecond, what is left of sources that were dropped or cleared;
+        returns whether to call again. Nobody finds it any more, but it takes memory."""
         self._has_leftovers = self._has_leftovers and self.core.tidy()
         return self._has_leftovers
 
     # --- asking -----------------------------------------------------------------------------------
 
-    @override
     def prepare(
         self,
         token_ids: Sequence[int],
@@ -587,22 +452,47 @@ class NativeIndex(PrefixIndex):
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
     ) -> HashedPrompt:
-        prompt = NativePrompt(self.core, token_ids, lora_name, cache_salt, extra_keys)
+        """Hash a prompt, so that matching it is cheap.
+
+        Args:
+            token_ids: All tokens of the prompt.
+            lora_name: The adapter it runs with.
+            cache_salt: The request's salt; only equal salts share blocks.
+            extra_keys: What else decides a block's content, in the form of the events'
+                `extra_keys`: one entry per hash block.
+            extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
+        """
+        prompt = HashedPrompt(self.core, token_ids, lora_name, cache_salt, extra_keys)
         self.core.hash(prompt.hashed)
         for step in extra_steps:
             prompt.prefix_keys(step)
         return prompt
 
-    @override
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
-        assert isinstance(prompt, NativePrompt)
+        """How much of a prompt each source would reuse; every known source is named.
+
+        The hits are those of this moment, whatever happens to the index while they are read.
+        """
         return self.core.match(prompt.hashed, self._slots, self.computed(prompt))
 
-    # What whole decisions in the core need.
+    def match(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+    ) -> Mapping[SourceId, Hit]:
+        """`prepare` and `match_prompt` in one.
 
-    @property
-    def is_all_in_core(self) -> bool:
-        return True
+        Args:
+            token_ids: See `prepare`, as for the others.
+            lora_name: The adapter.
+            cache_salt: The salt.
+            extra_keys: By hash block.
+        """
+        return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
+
+    # What whole decisions in the core need.
 
     @property
     def slots(self) -> Mapping[SourceId, int]:
@@ -614,7 +504,7 @@ class NativeIndex(PrefixIndex):
         """Whether some source's blocks are found only by its engine's own hashes of a prompt."""
         return bool(self._searching)
 
-    def computed(self, prompt: NativePrompt) -> list[Computed]:
+    def computed(self, prompt: HashedPrompt) -> list[Computed]:
         """A prompt's hashes by the engines of those sources where blocks are only found by them."""
         computed: list[Computed] = []
         if self._searching and len(prompt.hashed) >= 2:
@@ -622,9 +512,13 @@ class NativeIndex(PrefixIndex):
                 computed += self._computed(source, known, prompt)
         return computed
 
-    @override
     def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        assert isinstance(prompt, NativePrompt)
+        """As `match_prompt`, of one source.
+
+        Args:
+            prompt: From `prepare`.
+            source: No hit where it is unknown.
+        """
         known = self._sources.get(source)
         if known is None:
             return NO_HIT
@@ -632,9 +526,16 @@ class NativeIndex(PrefixIndex):
         computed = self._computed(source, known, prompt) if is_long_enough else []
         return self.core.match_source(prompt.hashed, known.slot, computed)
 
-    @override
     def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
-        assert isinstance(prompt, NativePrompt)
+        """How many tokens of a prompt a cache that holds nothing of it could load from one lower
+        tier of a source, in its units and by the hit rule. What the source holds elsewhere does not
+        count.
+
+        Args:
+            prompt: From `prepare`.
+            source: 0 where it is unknown.
+            tier: Its name in events, in upper case.
+        """
         known = self._sources.get(source)
         if known is None:
             return 0
@@ -642,9 +543,13 @@ class NativeIndex(PrefixIndex):
         computed = self._computed(source, known, prompt) if is_long_enough else []
         return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
 
-    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        assert isinstance(prompt, NativePrompt)
+        """What each group of a source would allow of a prompt, by group index.
+
+        Args:
+            prompt: From `prepare`.
+            source: Empty where it is unknown, or its layout is.
+        """
         known = self._sources.get(source)
         layout = known.layout if known else None
         if known is None or layout is None or len(prompt.hashed) < 2:
@@ -658,7 +563,7 @@ class NativeIndex(PrefixIndex):
         )
 
     def computed_of(
-        self, source: SourceId, prompts: Iterable[NativePrompt]
+        self, source: SourceId, prompts: Iterable[HashedPrompt]
     ) -> list[list[Computed]]:
         """Of each prompt, its hashes by the source's engine, where blocks are only found by them;
         empty where no prompt needs any."""
@@ -667,9 +572,7 @@ class NativeIndex(PrefixIndex):
             return []
         return [self._computed(source, known, prompt) for prompt in prompts]
 
-    def _computed(
-        self, source: SourceId, known: _NativeSource, prompt: NativePrompt
-    ) -> list[Computed]:
+    def _computed(self, source: SourceId, known: _Source, prompt: HashedPrompt) -> list[Computed]:
         """A prompt's hashes by a source's engine, where blocks are only found by them."""
         layout, finder, slot = known.layout, known.finder, known.slot
         if layout is None:
@@ -694,19 +597,26 @@ class NativeIndex(PrefixIndex):
     # --- sharing ----------------------------------------------------------------------------------
 
     @property
-    @override
     def key_space(self) -> bytes:
+        """Stands for how prefix keys are made, and does not tell it. Equal where another index
+        gives equal keys to equal prefixes: both were made with one secret. Empty where keys are of
+        no use elsewhere."""
         told = struct.pack("<2Q", *self._secrets)
         return hashlib.blake2b(told, digest_size=8, person=b"key space").digest()
 
     # --- keeping ----------------------------------------------------------------------------------
 
-    @override
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
+        """The whole state as records, for `router.index.dump`; of one source where *only* names
+        it.
+
+        Their form is the implementation's own, and none is empty. A source's record is made when it
+        is asked for, so events may be applied in between.
+        """
         wanted = [each for each in self._sources if only is None or each == only]
         stores = {store.name: store for each in wanted for store in self._sources[each].stores}
         shared = [self._store_record(store) for store in stores.values()]
-        yield msgspec.msgpack.encode(_NativeHead("native", self._secrets, shared))
+        yield msgspec.msgpack.encode(_IndexRecord("native", self._secrets, shared))
         for source in wanted:
             if source in self._sources:
                 yield msgspec.msgpack.encode(self._record_of(source, self._sources[source]))
@@ -715,9 +625,9 @@ class NativeIndex(PrefixIndex):
         state = self.core.export_source(store.slot)
         return _StoreRecord(store.name, store.tiers, store.layout, store.lookahead, state)
 
-    def _record_of(self, source: SourceId, known: _NativeSource) -> _NativeRecord:
+    def _record_of(self, source: SourceId, known: _Source) -> _SourceRecord:
         learner = known.learner
-        return _NativeRecord(
+        return _SourceRecord(
             source=source,
             hints=learner.hints,
             announced=learner.announced,
@@ -729,19 +639,24 @@ class NativeIndex(PrefixIndex):
             state=self.core.export_source(known.slot),
         )
 
-    @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
+        """Take over an exported state; what was held before is forgotten.
+
+        Raises:
+            DumpError: Another implementation wrote the records, or they make no sense. Nothing has
+                changed.
+        """
         remaining = iter(records)
-        head = decoded(next(remaining, b""), _NativeHead)
-        restored = NativeIndex(self.limits)
+        head = _decoded(next(remaining, b""), _IndexRecord)
+        restored = PrefixIndex(self.limits)
         restored._secrets = head.secrets
         restored.core = restored._new_core()
         for store in head.stores:
             restored._take_store(store)
         for record in remaining:
-            restored._take(decoded(record, _NativeRecord))
+            restored._take(_decoded(record, _SourceRecord))
         restored._drop_unread_stores()
-        self.__dict__ = restored.__dict__
+        self.__dict__.update(restored.__dict__)
 
     def _take_store(self, record: _StoreRecord) -> None:
         slot = self.core.add_store(record.name, _units(record.tiers))
@@ -758,7 +673,7 @@ class NativeIndex(PrefixIndex):
                 f"index dump: the record of {whose} contradicts itself: {error}"
             ) from None
 
-    def _take(self, record: _NativeRecord) -> None:
+    def _take(self, record: _SourceRecord) -> None:
         self.add(record.source, record.hints)
         known = self._sources[record.source]
         known.learner.tiers_seen = record.tiers_seen
@@ -772,38 +687,40 @@ class NativeIndex(PrefixIndex):
 
     # --- looking ----------------------------------------------------------------------------------
 
-    @override
     def holds(self, source: SourceId) -> bool:
+        """Whether a source is known."""
         return source in self._sources
 
-    @override
     def blocks_held(self, source: SourceId) -> int:
+        """Distinct (group, block) that a source holds on its GPU; 0 where it is unknown."""
         known = self._sources.get(source)
         return self.core.blocks_held(known.slot) if known else 0
 
-    @override
     def removals(self, source: SourceId) -> int:
+        """Blocks that a source removed from its GPU since it was added or cleared, or said itself
+        that all of them went; 0 where it is unknown."""
         known = self._sources.get(source)
         return self.core.removals(known.slot) if known else 0
 
-    @override
     def announced(self, source: SourceId) -> CacheLayout | None:
+        """What a source's publisher said of its cache itself; None where it said nothing, or the
+        source is unknown."""
         known = self._sources.get(source)
         return known.learner.announced if known else None
 
-    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
+        """Of every known source."""
         return {source: self._statistics(known) for source, known in self._sources.items()}
 
-    @override
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:
+        """Of one; None where it is unknown."""
         known = self._sources.get(source)
         return None if known is None else self._statistics(known)
 
     def _held_in(self, store: _Store) -> dict[tuple[int, str], int]:
         return _counts(self.core.statistics(store.slot))
 
-    def _statistics(self, known: _NativeSource) -> SourceStatistics:
+    def _statistics(self, known: _Source) -> SourceStatistics:
         found, chain = self.core.statistics(known.slot), known.finder.chain
         lost = found["has_overflowed"] or found["has_lost_removals"]
         return SourceStatistics(
@@ -828,7 +745,7 @@ def _counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
     return {(group, tier): count for group, tier, count in sorted(found["blocks"])}
 
 
-def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]:
+def _assumptions(known: _Source, found: dict[str, Any]) -> tuple[str, ...]:
     assumed = known.learner.assumptions()
     if found["removes_last_only"]:
         assumed = (*assumed, "removals: announced only with the last copy of a block")
@@ -893,6 +810,18 @@ def _canonical(event: Event) -> Event:
 # --- records --------------------------------------------------------------------------------------
 
 
+_Record = TypeVar("_Record")
+
+
+def _decoded(record: bytes | memoryview, kind: type[_Record]) -> _Record:
+    try:
+        return msgspec.msgpack.decode(record, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DumpError(
+            f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
+        ) from None
+
+
 class _StoreRecord(msgspec.Struct):
     name: str
     tiers: tuple[tuple[str, TierHint], ...]
@@ -902,7 +831,7 @@ class _StoreRecord(msgspec.Struct):
     """What the core keeps."""
 
 
-class _NativeHead(msgspec.Struct):
+class _IndexRecord(msgspec.Struct):
     """The first record."""
 
     implementation: Literal["native"]
@@ -911,7 +840,7 @@ class _NativeHead(msgspec.Struct):
     stores: list[_StoreRecord]
 
 
-class _NativeRecord(msgspec.Struct):
+class _SourceRecord(msgspec.Struct):
     source: SourceId
     hints: LayoutHints
     announced: CacheLayout | None

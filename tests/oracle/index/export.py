@@ -15,13 +15,13 @@ from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from router.index.base import DumpError, LayoutHints, SourceId, SourceLimits, TierHint
-from router.index.reference.block_table import BlockTable, GroupTier
-from router.index.reference.copy_counting import Counting
-from router.index.reference.keys import KeySpace, joined, split
-from router.index.reference.layout_learner import SeenGroup
-from router.index.reference.placing import BlockRun
-from router.index.reference.shared_store import SharedStore
-from router.index.reference.source import SourceCache
+from router.index.layout_learner import SeenGroup
+from tests.oracle.index.block_table import BlockTable, GroupTier
+from tests.oracle.index.copy_counting import Counting
+from tests.oracle.index.keys import KeySpace, joined, split
+from tests.oracle.index.placing import BlockRun
+from tests.oracle.index.shared_store import SharedStore
+from tests.oracle.index.source import SourceCache
 
 _Record = TypeVar("_Record")
 

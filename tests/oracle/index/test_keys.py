@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.events import pack_tokens
-from router.index.reference import keys as keys_module
-from router.index.reference.extra_keys import marks_of
-from router.index.reference.keys import KeySpace, Mark, digest, joined, split, tokens_of
+from tests.oracle.index import keys as keys_module
+from tests.oracle.index.keys import KeySpace, Mark, digest, joined, split, tokens_of
+from tests.oracle.index.marks import marks_of
 
 MODULUS = 0xFFFFFFFFFFFFFFC5
 """The largest prime below 2**64: keys of these tests are the same in every run."""

@@ -1,17 +1,12 @@
-"""The group-aware prefix index of one model: which source would reuse how much of a prompt.
-
-This is the plain reference: dictionaries, no cleverness. Whatever is faster is tested to equal it.
-"""
+"""All sources of one model, and the hit of a prompt at each: what `router.index.PrefixIndex` does,
+in dictionaries."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeAlias
-
-from typing_extensions import override
 
 from kvevents.codec import decode
 from kvevents.events import GPU, BlockHash, CacheLayout, EventBatch, pack_tokens
@@ -28,28 +23,44 @@ from router.index.base import (
     NO_HIT,
     ApplyResult,
     GroupHit,
-    HashedPrompt,
     Hit,
     LayoutHints,
-    Match,
-    PrefixIndex,
     SourceId,
     SourceLimits,
     SourceStatistics,
 )
-from router.index.reference.block_table import BlockTable
-from router.index.reference.export import records_of, sources_of
-from router.index.reference.extra_keys import marks_of, spellings
-from router.index.reference.hash_finder import engine_hashes
-from router.index.reference.keys import KeySpace, joined
-from router.index.reference.shared_store import SharedStore
-from router.index.reference.source import LowerTier, SourceCache
+from router.index.hash_finder import engine_hashes
+from router.index.prompt import spellings
+from tests.oracle.index.block_table import BlockTable
+from tests.oracle.index.export import records_of, sources_of
+from tests.oracle.index.keys import KeySpace
+from tests.oracle.index.marks import marks_of
+from tests.oracle.index.shared_store import SharedStore
+from tests.oracle.index.source import LowerTier, SourceCache
 
 HashAt: TypeAlias = Callable[[int], BlockHash | None]
 """`hash_at(i)`: the engine's hash of the prompt's first `i + 1` hash blocks, if it is known."""
 
 
-class ReferenceIndex(PrefixIndex):
+class Match(dict[SourceId, Hit]):
+    """What every source would reuse of a prompt, and where it could have been more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.junctions: dict[SourceId, int] = {}
+        """By source, see `token_columns`; 0 where left out."""
+
+    def columns(self, sources: list[SourceId]) -> tuple[list[int], list[int], list[int]]:
+        """See `token_columns`."""
+        hits = [self.get(source, NO_HIT) for source in sources]
+        return (
+            [hit.gpu_cached_tokens for hit in hits],
+            [hit.cached_tokens for hit in hits],
+            [self.junctions.get(source, 0) for source in sources],
+        )
+
+
+class ReferenceIndex:
     """One `SourceCache` per source, and a key space that they share."""
 
     def __init__(
@@ -72,7 +83,6 @@ class ReferenceIndex(PrefixIndex):
 
     # --- feeding ----------------------------------------------------------------------------------
 
-    @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
         hints = hints or LayoutHints()
         for store in hints.stores:
@@ -80,19 +90,16 @@ class ReferenceIndex(PrefixIndex):
                 self.stores[store.name] = SharedStore(store.name, self.limits, hints.tiers)
         self.sources[source] = SourceCache(self.keys, hints, self.limits, self.stores)
 
-    @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         if source not in self.sources:
             self.add(source)
         return self.sources[source].apply(batch)
 
-    @override
     def clear(self, source: SourceId) -> None:
         if source in self.sources:
             self.add(source, self.sources[source].learner.hints)
 
-    @override
     def drop(self, source: SourceId) -> None:
         gone = self.sources.pop(source, None)
         if gone is not None and gone.stores:
@@ -102,7 +109,6 @@ class ReferenceIndex(PrefixIndex):
 
     # --- asking -----------------------------------------------------------------------------------
 
-    @override
     def prepare(
         self,
         token_ids: Sequence[int],
@@ -110,7 +116,7 @@ class ReferenceIndex(PrefixIndex):
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
-    ) -> HashedPrompt:
+    ) -> PromptKeys:
         prompt = PromptKeys(self.keys, token_ids, lora_name, cache_salt, extra_keys)
         for hash_block_size, lookahead in self.steps():
             prompt.keys(hash_block_size, lookahead)
@@ -118,29 +124,25 @@ class ReferenceIndex(PrefixIndex):
             prompt.prefix_keys(step)
         return prompt
 
-    @override
-    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
-        assert isinstance(prompt, PromptKeys)
+    def match_prompt(self, prompt: PromptKeys) -> Match:
         found = Match()
         for source_id, source in self.sources.items():
             found[source_id], found.junctions[source_id] = hit_and_junction(source, prompt)
         return found
 
-    @override
-    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        assert isinstance(prompt, PromptKeys)
+    def match(self, *prompt: Any) -> Match:
+        """`prepare` and `match_prompt` in one."""
+        return self.match_prompt(self.prepare(*prompt))
+
+    def match_source(self, prompt: PromptKeys, source: SourceId) -> Hit:
         known = self.sources.get(source)
         return hit_and_junction(known, prompt)[0] if known else NO_HIT
 
-    @override
-    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
-        assert isinstance(prompt, PromptKeys)
+    def match_tier(self, prompt: PromptKeys, source: SourceId, tier: str) -> int:
         known = self.sources.get(source)
         return tier_hit(known, prompt, tier) if known else 0
 
-    @override
-    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        assert isinstance(prompt, PromptKeys)
+    def explain(self, prompt: PromptKeys, source: SourceId) -> tuple[GroupHit, ...]:
         known = self.sources.get(source)
         return tuple(group_hits(known, prompt)) if known else ()
 
@@ -154,54 +156,34 @@ class ReferenceIndex(PrefixIndex):
             if (layout := learner.layout) is not None
         }
 
-    # --- sharing ----------------------------------------------------------------------------------
-
-    @property
-    @override
-    def key_space(self) -> bytes:
-        return self.keys.name
-
-    @override
-    def unpack_keys(self, packed: bytes, step: int) -> list[int]:
-        residues = struct.unpack(f"<{len(packed) // 8}Q", packed)
-        return [joined(step * number, residue) for number, residue in enumerate(residues, start=1)]
-
     # --- keeping ----------------------------------------------------------------------------------
 
-    @override
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
         if only is None:
             return records_of(self.keys, self.sources)
         named = {only: self.sources[only]} if only in self.sources else {}
         return records_of(self.keys, named)
 
-    @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         self.keys, self.sources, self.stores = sources_of(records, self.limits)
 
     # --- looking ----------------------------------------------------------------------------------
 
-    @override
     def holds(self, source: SourceId) -> bool:
         return source in self.sources
 
-    @override
     def blocks_held(self, source: SourceId) -> int:
         return self.sources[source].table.total(GPU) if source in self.sources else 0
 
-    @override
     def removals(self, source: SourceId) -> int:
         return self.sources[source].removals if source in self.sources else 0
 
-    @override
     def announced(self, source: SourceId) -> CacheLayout | None:
         return self.sources[source].learner.announced if source in self.sources else None
 
-    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: source.statistics() for source_id, source in self.sources.items()}
 
-    @override
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:
         known = self.sources.get(source)
         return None if known is None else known.statistics()
@@ -210,7 +192,7 @@ class ReferenceIndex(PrefixIndex):
 # --- a prompt ------------------------------------------------------------------------------------
 
 
-class PromptKeys(HashedPrompt):
+class PromptKeys:
     """A prompt under every key and hash that some source may know its prefixes by; each list is
     computed once."""
 
@@ -249,13 +231,11 @@ class PromptKeys(HashedPrompt):
             self._keys[step, lookahead] = list(chain)
         return self._keys[step, lookahead]
 
-    @override
     def prefix_keys(self, step: int) -> Sequence[int]:
         if step not in self._prefix_keys:
             self._prefix_keys[step] = self._picked(step) or self.keys(step)
         return self._prefix_keys[step]
 
-    @override
     def forget_keys(self, step: int) -> None:
         self._prefix_keys.pop(step, None)
 

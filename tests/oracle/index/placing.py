@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from kvevents.events import GPU, BlockHash, BlockStored, pack_tokens
 from router.index.base import SourceLimits, WaitingStatistics
-from router.index.reference.extra_keys import marks_of
-from router.index.reference.keys import KeySpace, Mark
+from tests.oracle.index.keys import KeySpace, Mark
+from tests.oracle.index.marks import marks_of
 
 Place: TypeAlias = Callable[[BlockHash, int, bool], None]
 """`place(hash, key, is_below)`."""

@@ -30,13 +30,14 @@ from kvevents.events import (
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import GroupKind, KVCacheLayout, kind_from_wire
 from router.index.base import ApplyResult, LayoutHints, SourceLimits, SourceStatistics
-from router.index.reference.block_table import BlockTable, GroupTier
-from router.index.reference.copy_counting import CopyWatch, Counting
-from router.index.reference.hash_finder import HashFinder, engine_hashes
-from router.index.reference.keys import KeySpace, tokens_of
-from router.index.reference.layout_learner import LayoutLearner, TierUnits
-from router.index.reference.placing import BlockRun, WaitingRuns, place_run
-from router.index.reference.shared_store import SharedStore, SharedStores
+from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.layout_learner import LayoutLearner
+from tests.oracle.index.block_table import BlockTable, GroupTier
+from tests.oracle.index.copy_counting import CopyWatch, Counting
+from tests.oracle.index.keys import KeySpace, tokens_of
+from tests.oracle.index.placing import BlockRun, WaitingRuns, place_run
+from tests.oracle.index.shared_store import SharedStore, SharedStores
+from tests.oracle.index.tier_units import TierUnits
 
 _DIGEST_BYTES = 32
 """Of SHA-256; the xxhash family's are shorter."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.reference.extra_keys import besides_lora, marks_of, plain, spellings, tagged
-from router.index.reference.keys import Mark, digest
+from router.index.prompt import besides_lora, plain, spellings, tagged
+from tests.oracle.index.keys import Mark, digest
+from tests.oracle.index.marks import marks_of
 
 
 def test_a_salt_from_the_event_and_one_from_the_request_are_the_same_mark() -> None:

@@ -1,0 +1,33 @@
+"""The compiled core: whether it is there, and the one that these sources were written for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from router.errors import RouterError
+
+CORE_VERSION = 19
+"""As core/binding/module.cpp names it: what the module takes and returns."""
+
+
+class CoreUnavailable(RouterError):
+    """The router cannot run without it."""
+
+
+def check_core() -> None:
+    """Raises `CoreUnavailable`."""
+    try:
+        core = import_module("router._core")
+    except ImportError as error:
+        raise CoreUnavailable(
+            f"its compiled core cannot be loaded ({error}); it is built when kvroute is installed "
+            "(pip install, or make native), for the Python that installs it: install kvroute again"
+        ) from error
+    if core.core_version != CORE_VERSION:
+        raise CoreUnavailable(
+            f"{core.__file__} is a compiled core of version {core.core_version}: it must be "
+            f"{CORE_VERSION}; build it again (make native, or pip install)"
+        )
+
+
+check_core()
