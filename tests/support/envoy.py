@@ -14,7 +14,9 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import yaml
 
+from tests.support.router_process import ROOT
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import START_S
 
@@ -57,6 +59,22 @@ class Envoy:
         self.process.terminate()
         self.process.wait(30)
         self._directory.cleanup()
+
+
+@contextlib.contextmanager
+def scripted_envoy(router_port: int) -> Iterator[Envoy]:
+    """The one of `examples/gateways`, which asks by a script; on ports of the test."""
+    folder = ROOT / "examples/gateways"
+    port, admin = free_port(), free_port()
+    config = yaml.safe_load((folder / "envoy.yaml").read_text())
+    config["admin"] = {"address": _address(f"127.0.0.1:{admin}")}
+    text = json.dumps(config).replace("10000", str(port)).replace("8080", str(router_port))
+    running = Envoy(json.loads(text.replace("envoy.lua", str(folder / "envoy.lua"))), port, admin)
+    try:
+        running.until_ready()
+        yield running
+    finally:
+        running.stop()
 
 
 @contextlib.contextmanager
