@@ -327,13 +327,16 @@ class UsageCapture:
 def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
     """Model, token ids and whether it streams; None where the body needs a closer look."""
 
+def with_model(body: bytes, name: str) -> bytes | None:
+    """The body with another model; None where a field's name has escapes in it."""
+
 class Placing:
-    """Decides completions of token ids without Python."""
+    """Decides requests whose token ids are known without Python."""
 
     def __init__(self, books: Books, mirror: Mirror, decider: Decider, quiet_s: float) -> None: ...
     def serve(
         self,
-        models: list[tuple[str, str, int, Fleet, SharedIndex, Sequence[tuple[Any, ...]], int]],
+        models: list[tuple[Any, ...]],
         in_mirror: list[int],
     ) -> None:
         """What is served, in place of what was.
@@ -341,8 +344,9 @@ class Placing:
         Args:
             models: A name; the base model's, its number in the mirror, its fleet, its index, the
                 ways to each replica of the fleet - origin, host, port, authority, base path, fields
-                replaced and reported, timeouts, whether clients are told of hits - and the most
-                tokens of a prompt.
+                replaced and reported, timeouts, whether clients are told of hits, what it calls
+                the model or nothing - the most tokens of a prompt, the adapter, how long a stream's
+                first byte may take, and whether its requests are all prepared.
             in_mirror: The mirror's number of each cache, by that of the books.
         """
     def under_way(self) -> int: ...
@@ -380,6 +384,8 @@ class Plane:
         opened      method, target, minor version, whether the connection stays, whether it is of
                     the reserve, fields, client's host and port, what came of the body, whether
                     that is all
+        prepare     the place of its path among those that are prepared, fields if they are wanted,
+                    and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one
         left        the client left before anything was sent on
         failed      an attempt, before its first byte: how, and why
@@ -394,9 +400,10 @@ class Plane:
                     the failure or None, status, seconds to wait or None; `opened` follows
         settled     the same at its end: model, replica, request id, client's host and port, rank,
                     tokens of the prompt, cached on the GPU, cached, and expected, whether the
-                    prediction was suspect, whether it streamed, whether it had the replica to
-                    itself among such, when it began, seconds of the decision and of the first
-                    byte, then as in `ended`
+                    prediction was suspect, what was asked (the place of its path, whether it
+                    streams, is comparable, has a salt, an adapter, seconds of tokenisation or
+                    None), whether it had the replica to itself among such, when it began, seconds
+                    of the decision and of the first byte, then as in `ended`, with all events
     """
 
     def __init__(
@@ -430,6 +437,26 @@ class Plane:
         flags: int,
         dialect: int,
     ) -> None: ...
+    def place(
+        self,
+        id: int,
+        model: str,
+        tokens: Sequence[int],
+        is_stream: bool,
+        is_comparable: bool,
+        is_awaited: bool,
+        tokenization_s: float,
+        more: tuple[Any, ...] | None,
+    ) -> None:
+        """A prompt was read.
+
+        Args:
+            is_awaited: Its end is told at once.
+            more: The body to send or None, the salt or None, session, tenant, fields of the
+                response, and lengths to keep.
+        """
+    def open(self, id: int) -> None: ...
+    def accept_host(self, host: bytes) -> None: ...
     def respond(
         self, id: int, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes
     ) -> None: ...

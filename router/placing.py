@@ -1,22 +1,32 @@
 """What the data plane may decide without Python, and by what: told to the core whenever it changes.
 
 Only completions of token ids, and only where nothing has to be known of them that the core does
-not know. Everything else is asked here, as ever. What is asked is looked at again some times a
-second: a change of the fleet reaches the core within `REFRESH_S`.
+not know. Everything else is asked here, as ever. A change of a replica reaches the core at once,
+any other within `REFRESH_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from async_timeout import timeout
+from typing_extensions import override
 
 from router.config import RouterConfig
 from router.index import SourceId
 from router.mirror.native import NativeMirror
 from router.plane import Addresses, DataPlane
-from router.replicas import Replica
+from router.replicas import (
+    EventSource,
+    Replica,
+    ReplicaListener,
+    ReplicaState,
+    ServedModels,
+)
 from router.replicas.core_load import CoreLoadTracker
 from router.routing.core_planner import CorePlanner
 from router.routing.lengths import longest_certain
@@ -39,7 +49,7 @@ class Parts(NamedTuple):
     load: CoreLoadTracker
 
 
-class NativeDecisions:
+class NativeDecisions(ReplicaListener):
     """Keeps the core's picture of the fleet true. Belongs to one event loop."""
 
     def __init__(
@@ -64,6 +74,8 @@ class NativeDecisions:
         service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
         self._is_on = False
+        self._has_changed = asyncio.Event()
+        service.registry.subscribe(self)
 
     def under_way(self) -> int:
         """Requests that the core has placed and that have not ended."""
@@ -72,8 +84,31 @@ class NativeDecisions:
     async def run(self, plane: DataPlane) -> None:
         """Keep it true until cancelled."""
         while True:
+            self._has_changed.clear()
             self._refresh(plane)
-            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with timeout(REFRESH_S):
+                    await self._has_changed.wait()
+
+    @override
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_removed(self, replica: Replica) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        """It is not healthy already."""
+
+    @override
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        self._has_changed.set()
 
     def stop(self, plane: DataPlane) -> None:
         """From now on everything is asked here."""
@@ -129,7 +164,11 @@ class NativeDecisions:
             for source in fleet.caches
         }
         number = self._parts.mirror.number_of_model(model.name)
-        fields = model.name, number, fleet.core, index.shared, ways, longest
+        first_byte_s = self._service.config.server.timeouts.first_byte_s
+        fields = (
+            *(model.name, number, fleet.core, index.shared, ways, longest),
+            *(None, first_byte_s, False),
+        )
         return model.name, fields, (fleet, ways, longest), caches
 
     def _is_closely_watched(self, model: Model, replicas: Sequence[Replica]) -> bool:
@@ -161,6 +200,7 @@ class NativeDecisions:
             ((b"x-kv-replica", replica.id.encode()),),
             (times.connect_s, times.whole_response_s, times.idle_s),
             self._shows_hits,
+            "",
         )
 
 

@@ -46,15 +46,16 @@ from router.http.connection_guard import (
 )
 from router.http.gateway import Gateway
 from router.http.networks import Networks
-from router.http.proxied_paths import ProxiedPaths
+from router.http.proxied_paths import ProxiedPaths, dialect_of
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import PrefixIndex
 from router.observability.request_log import LogPlace
-from router.observability.request_observer import Settled
+from router.observability.request_observer import AskedInCore, Settled
 from router.overload import EngineOrder
 from router.placing import native_decisions
 from router.plane import (
+    DIALECTS,
     USUAL_HEADERS,
     BehindPlane,
     DataPlane,
@@ -65,6 +66,7 @@ from router.plane import (
     Secured,
     load_openssl,
 )
+from router.preparing import PREPARED, Preparation
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -375,20 +377,26 @@ class _ServerBehindPlane(_GuardedServer):
         service: RouterService,
         plane: DataPlane,
         natives: NativeDecisions | None,
+        preparation: Preparation,
     ) -> None:
         grace_s = service.config.server.timeouts.shutdown_grace_s
         super().__init__(config, service.admission, grace_s)
         self._plane = plane
         self._natives = natives
+        self._preparation = preparation
         self._keeping: asyncio.Task[None] | None = None
 
     def start_deciding(self) -> None:
         """Let the core decide what it can, if it may."""
-        if self._natives is not None:
+        natives, preparation = self._natives, self._preparation
+        if natives is not None:
             self._admission.count_also(
-                Elsewhere(self._natives.under_way, self._plane.plane.held_bytes)
+                Elsewhere(
+                    lambda: natives.under_way() + preparation.under_way,
+                    self._plane.plane.held_bytes,
+                )
             )
-            self._keeping = asyncio.create_task(self._natives.run(self._plane))
+            self._keeping = asyncio.create_task(natives.run(self._plane))
 
     def stop_deciding(self) -> None:
         """From now on all requests are asked here: they are refused."""
@@ -484,13 +492,17 @@ async def _serve_behind_plane(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
         behind = stack.enter_context(contextlib.closing(_local_listener(f"{folder}/control")))
         listener = stack.enter_context(contextlib.closing(_listener(config, None)))
-        plane = _plane(service, app, proxy, reserved_from, f"{folder}/control")
+        preparation = Preparation(service.dispatcher)
+        control = f"{folder}/control"
+        plane = _plane(service, app, proxy, preparation, reserved_from, control)
         natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
-        server = _ServerBehindPlane(_plain_config(app), service, plane, natives)
+        server = _ServerBehindPlane(_plain_config(app), service, plane, natives, preparation)
 
         async def listens() -> None:
             listeners = [os.dup(listener.fileno()) for _ in range(config.server.threads)]
             plane.start(listeners, certificates.secured)
+            preparation.plane = plane.plane
+            app.gateway.guard.on_host = plane.plane.accept_host
             server.start_deciding()
             _announce(listener, config)
 
@@ -593,7 +605,12 @@ def _local_listener(path: str) -> socket.socket:
 
 
 def _plane(
-    service: RouterService, app: RouterApp, proxy: PlaneProxy, reserved_from: int, path: str
+    service: RouterService,
+    app: RouterApp,
+    proxy: PlaneProxy,
+    preparation: Preparation,
+    reserved_from: int,
+    path: str,
 ) -> DataPlane:
     return DataPlane(
         app.direct,
@@ -605,6 +622,7 @@ def _plane(
         lambda failed: service.observers.handed_over(
             failed.replica, failed.failure, failed.retry_after_s
         ),
+        preparation.prepare,
     )
 
 
@@ -637,12 +655,20 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
         reserved_from=min(reserved_from, 2**31 - 1),
         dropped=app.gateway.dropped,
         decided_without=USUAL_HEADERS - {service.config.policy.session_header.encode()},
+        checks_hosts=not app.gateway.guard.needs_key("client"),
+        prepared=tuple(
+            (endpoint.value.encode(), DIALECTS.index(dialect_of(endpoint.value)))
+            for endpoint in PREPARED
+        ),
     )
 
 
 def _settle(service: RouterService, *what: Any) -> None:
     """The core has served a request by itself."""
-    service.observers.settle(Settled(*what), service.config.policy.name)
+    settled = Settled(*what)
+    asked = AskedInCore(*settled.asked)
+    path = PREPARED[asked.path].value
+    service.observers.settle(settled._replace(asked=asked), path, service.config.policy.name)
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

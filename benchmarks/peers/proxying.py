@@ -143,6 +143,9 @@ def requests_of_text(settings: Settings) -> None:
     with tokenizer() as directory:
         makes: dict[str, Make] = {
             "kvroute": lambda urls, _: kvroute_proxy(urls, (), settings.core, directory),
+            NATIVE: lambda urls, events: kvroute_proxy(
+                urls, events, settings.core, directory, plane="native"
+            ),
             "vllm-router cache_aware": lambda urls, _: vllm_router(
                 urls, (), settings.core, "cache_aware"
             ),
@@ -151,7 +154,7 @@ def requests_of_text(settings: Settings) -> None:
         }
         if directory is None:
             report("text", of="kvroute", skipped="the package tokenizers")
-            del makes["kvroute"]
+            del makes["kvroute"], makes[NATIVE]
         for kilobytes in settings.kilobytes:
             prompts = text_prompts(kilobytes)
             for _ in range(settings.rounds):

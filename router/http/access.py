@@ -181,6 +181,8 @@ class Guard:
         self._named = frozenset(name.lower() for name in server.host_names)
         self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
         self._seen: set[bytes] = set()
+        self.on_host: Callable[[bytes], object] = lambda _host: None
+        """Told of a `Host` by which the router may be called, when it is seen first."""
 
     def needs_key(self, role: Role) -> bool:
         """Whether the endpoints of *role* want a key."""
@@ -258,6 +260,7 @@ class Guard:
             raise ForeignHost(name)
         if len(self._seen) < _MAX_SEEN_HOSTS:
             self._seen.add(host)
+            self.on_host(host)
 
     def check_change(self, method: str, headers: Headers) -> None:
         """Check that a request to change something is not a foreign page's.

@@ -36,6 +36,19 @@ _NOT_HELD_AGAINST_IT = frozenset(
 _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY))
 
 
+class AskedInCore(NamedTuple):
+    """What such a request was."""
+
+    path: int
+    """Its place among the paths that are prepared."""
+    stream: bool
+    is_comparable: bool
+    """Whether the engine's report counts what was predicted."""
+    has_salt: bool
+    has_adapter: bool
+    tokenization_s: float | None
+
+
 class Settled(NamedTuple):
     """A request that the compiled data plane decided and served by itself, when it is over."""
 
@@ -47,7 +60,7 @@ class Settled(NamedTuple):
     tokens: tuple[int, int, int, int]
     """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
     suspect: bool
-    stream: bool
+    asked: AskedInCore
     was_alone: bool
     """Whether it had the replica to itself, among those that the data plane decided."""
     began_at: float
@@ -161,23 +174,25 @@ class RequestObservers:
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
 
-    def settle(self, settled: Settled, policy: str) -> RoutedRequest:
+    def settle(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
         """Count and log a request that was decided and served elsewhere; it is over.
 
         Args:
             settled: What became of it.
+            path: Of its target.
             policy: The name of the policy that chose.
         Returns:
             As the log shows it.
         """
-        self.metrics.decided(settled.model, None, settled.routing_s)
+        asked = settled.asked
+        self.metrics.decided(settled.model, asked.tokenization_s, settled.routing_s)
         prompt_tokens, gpu_cached, cached, expected = settled.tokens
         request = RoutedRequest(
             request_id=settled.request_id,
-            path=Endpoint.COMPLETIONS.value,
+            path=path,
             model=settled.model,
             policy=policy,
-            stream=settled.stream,
+            stream=asked.stream,
             prompt_tokens=prompt_tokens,
             unknown=None,
         )
@@ -199,7 +214,8 @@ class RequestObservers:
         request.seconds = settled.seconds
         served.ended(policy, request.status, settled.seconds, None)
         self.metrics.ends.labels(settled.end).inc()
-        if settled.end == End.COMPLETED.value and settled.status == 200 and is_known:
+        is_whole = settled.end == End.COMPLETED.value and settled.status == 200
+        if is_whole and is_known and asked.is_comparable:
             self._compare(settled, request, served)
         self.log.finish(request)
         return request
@@ -220,7 +236,13 @@ class RequestObservers:
         )
         if was_quiet and not settled.suspect:
             source = source_of(self.replicas.get(settled.replica), settled.dp_rank)
-            comparison = Comparison(self.clock(), predicted, actual)
+            comparison = Comparison(
+                self.clock(),
+                predicted,
+                actual,
+                has_salt=settled.asked.has_salt,
+                has_adapter=settled.asked.has_adapter,
+            )
             self.repair.compare(settled.model, source, comparison)
 
     def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:

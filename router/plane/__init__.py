@@ -6,6 +6,7 @@ what happens to a request they tell:
     core thread ──Opened──> DataPlane ──> Passage (as for any exchange) ──> PlaneProxy
          ^                                                                     │
          └──────────────────── Forward, Respond, PassOn ──────────────────────┘
+    core thread ──Prepare──> `router.preparing`, which says `place`, or `open`
     core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
 
 The files:
@@ -19,10 +20,11 @@ The files:
 
 from router.plane.control import BehindPlane
 from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneOptions
-from router.plane.relays import Addresses, PlaneProxy
+from router.plane.relays import DIALECTS, Addresses, PlaneProxy
 from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 
 __all__ = [
+    "DIALECTS",
     "USUAL_HEADERS",
     "Addresses",
     "BehindPlane",

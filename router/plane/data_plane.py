@@ -52,6 +52,10 @@ class PlaneOptions:
     reserved_from: int
     dropped: frozenset[bytes]
     decided_without: frozenset[bytes] = frozenset()
+    decides_alone: bool = True
+    checks_hosts: bool = False
+    prepared: tuple[tuple[bytes, int], ...] = ()
+    prepares_by_fields: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class DataPlane:
         on_refusal: Callable[[str], object],
         on_settled: Callable[..., object],
         on_handed_over: Callable[[FailedFirst], object],
+        on_prepare: Callable[[int, int, list[Header], bytes], None],
     ) -> None:
         """
         Args:
@@ -84,6 +89,8 @@ class DataPlane:
             on_refusal: Told why the core ended a connection by itself.
             on_settled: Told of a request that the core decided, when it is over.
             on_handed_over: Told of a replica that did not serve such a request; it is opened next.
+            on_prepare: Reads the prompt of a request: by its number, that of its path, its fields
+                if they are wanted, and its body. It answers `Plane.place` or `Plane.open`.
         """
         self._handler = handler
         self._proxy = proxy
@@ -100,6 +107,7 @@ class DataPlane:
         self._plane: Plane | None = None
         self._told: dict[str, Callable[..., None]] = {
             "opened": self._opened,
+            "prepare": on_prepare,
             "body": self._body,
             "left": self._left,
             "failed": self._failed,

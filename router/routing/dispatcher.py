@@ -210,6 +210,30 @@ class Dispatcher:
         asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant, is_eligible)
         return self._decide_now(asked)
 
+    def read(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        *,
+        salt: TenantSalt | None = None,
+        check_model: CheckModel | None = None,
+        tenant: str = "",
+    ) -> Asked:
+        """What a JSON body asks for, without a decision: as `dispatch_now` reads it.
+
+        Args:
+            endpoint: The form of the body.
+            body: As the client sent it.
+            salt: Of the client's key.
+            check_model: Whether that key is for the model.
+            tenant: Whose request it is.
+        Raises:
+            RequestError: As `dispatch`.
+        """
+        body = body.removeprefix(codecs.BOM_UTF8)
+        spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
+        return self._asked(spec, body, None, None, NO_HEADERS, check_model, tenant, None)
+
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
         if spec.stored_response is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -22,7 +25,7 @@ from tests.support.engine_stub import (
     hang_up,
     prompt_ids,
 )
-from tests.support.http_client import Answer, connect
+from tests.support.http_client import Answer, connect, request_bytes
 from tests.support.native import what_the_compiled_index_lacks
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
 from tests.support.waiting import eventually
@@ -99,16 +102,134 @@ async def test_token_ids_go_where_they_are_cached_without_python(router: RouterP
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": "text"}, {"user": "a session"}, {"cache_salt": "s"}, {"n": 2}], ids=str
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "text"}),
+        ("/v1/completions", {"prompt": prompt_ids(64, 1), "user": "a session"}),
+        ("/v1/completions", {"prompt": prompt_ids(64, 1), "cache_salt": "s"}),
+        ("/v1/completions", {"prompt": prompt_ids(64, 1), "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a question"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a question"}]}),
+    ],
+    ids=str,
 )
-async def test_what_needs_words_is_decided_in_python(
+async def test_what_needs_words_is_read_in_python_and_decided_in_the_core(
+    router: RouterProcess, path: str, fields: dict[str, Any]
+) -> None:
+    """Python only says which token ids it stands for; the rest costs nothing there."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        number = await until_native(router, stub)
+        found = await router.post(path, {"model": stub.model, "max_tokens": 2, **fields})
+        assert found.status == 200
+        request = await last_request(router, number + 1)
+        assert (request["reason"], request["path"]) == (WITHOUT_PYTHON, path)
+        assert request["prompt_tokens"] == len(stub.requests[-1].prompt_ids)
+        # Several answers make the engine's count another one than the prompt's.
+        assert (request["actual"] is None) == ("n" in fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": [[1, 2], [3]]}, {"prompt": [1], "prompt_logprobs": 1}], ids=str
+)
+async def test_what_is_not_usual_is_decided_in_python(
     router: RouterProcess, fields: dict[str, Any]
 ) -> None:
     """The core must not decide what it does not understand."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         number = await until_native(router, stub)
-        await asked(router, stub, **{"prompt": prompt_ids(64, 1), **fields})
+        await asked(router, stub, **fields)
         assert (await last_request(router, number + 1))["reason"] != WITHOUT_PYTHON
+
+
+def _bodies(random: Random, prefixes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Requests that begin like others, in every form that the core decides."""
+    while True:
+        text = random.choice(prefixes)[: random.randrange(100, 900)] + random.choice(
+            ["", "?", " so"]
+        )
+        more: dict[str, Any] = random.choice(
+            [{}, {}, {"stream": True}, {"n": 2}, {"user": "u"}, {"cache_salt": "s"}, {"seed": 1}]
+        )
+        form = random.randrange(4)
+        if form == 0:
+            yield "/v1/completions", {"prompt": text, **more}
+        elif form == 1:
+            yield "/v1/completions", {"prompt": list(text.encode()), **more}
+        else:
+            path = ("/v1/chat/completions", "/v1/messages")[form == 3]
+            middle = random.randrange(len(text))
+            parts = [part for part in (text[:middle], text[middle:]) if part]
+            messages = [{"role": "user", "content": part} for part in parts]
+            yield path, {"messages": messages, **more}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int) -> None:
+    """One fleet, every request both ways: replica, prediction and what engines get are equal."""
+    random = Random(seed)
+    prefixes = ["".join(random.choices("abcdefgh ", k=960)) for _ in range(3)]
+    async with engines(3, has_events=True) as stubs, router.serving(*stubs):
+        number = await until_native(router, stubs[0])
+        for stub, prefix in zip(stubs, prefixes, strict=True):
+            stub.store(list(prefix.encode()))
+            await router.until_applied(stub)
+            while True:  # the core learns of a replica some moments after it is healthy
+                answer = await asked(router, stub, list(prefix.encode()))
+                number += 1
+                if answer.headers["x-kv-replica"] == stub.name:
+                    break
+        for path, fields in islice(_bodies(random, prefixes), 40):
+            body = {"model": stubs[0].model, "max_tokens": 2, **fields}
+            ways = [{}, {"x-unusual": "1"}]
+            random.shuffle(ways)
+            found = []
+            for headers in ways:
+                answer = await router.post(path, body, headers)
+                number += 1
+                request = await last_request(router, number)
+                assert (request["reason"] == WITHOUT_PYTHON) == (not headers), body
+                chosen = {stub.name: stub for stub in stubs}[answer.headers["x-kv-replica"]]
+                found.append((_told(answer), _logged(request), _received(chosen, path)))
+            assert found[0] == found[1], body
+
+
+def _told(answer: Answer) -> dict[str, str]:
+    """What the client learns, without the names that differ each time."""
+    names = ("x-kv-replica", "x-kv-hit-tokens", "x-kv-model", "x-kv-hit-approximate")
+    return {name: answer.headers[name] for name in names if name in answer.headers}
+
+
+def _logged(request: dict[str, Any]) -> dict[str, Any]:
+    predicted = request["predicted"]
+    names = ("path", "replica", "prompt_tokens", "actual", "stream")
+    return {
+        "gpu": predicted["gpu_cached_tokens"],
+        "all": predicted["cached_tokens"],
+        **{name: request[name] for name in names},
+    }
+
+
+def _received(stub: EngineStub, path: str) -> tuple[str, dict[str, str], bytes]:
+    request = next(each for each in reversed(stub.requests) if each.path == path)
+    told = {
+        name: value
+        for name, value in request.headers.items()
+        if name not in ("x-request-id", "x-unusual")
+    }
+    return request.target, told, request.body
+
+
+async def test_a_page_that_calls_the_router_by_its_own_name_is_refused(
+    router: RouterProcess,
+) -> None:
+    """Whose name resolves to this machine reads what anybody on it may read."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        await until_native(router, stub)
+        body = json.dumps({"model": stub.model, "prompt": [1], "max_tokens": 2}).encode()
+        whole = request_bytes("POST", "/v1/completions", body)
+        async with connect(router.port) as client:
+            await client.write(whole.replace(b"host: router", b"host: evil.example"))
+            assert await client.read_head() == 403
 
 
 async def test_wrong_predictions_are_evidence_whoever_made_them() -> None:

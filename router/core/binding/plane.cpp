@@ -1,6 +1,7 @@
 // What Python sees of the data plane: events come as tuples, commands go as plain values.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,9 +11,11 @@
 #include "binding/index.hpp"
 #include "binding/mirror.hpp"
 #include "binding/module.hpp"
+#include "binding/support.hpp"
 #include "plane/ask.hpp"
 #include "plane/placing.hpp"
 #include "plane/plane.hpp"
+#include "plane/splice.hpp"
 #include "tls/context.hpp"
 
 namespace nb = nanobind;
@@ -64,6 +67,12 @@ nb::object name_of(const std::optional<Failure>& failure) {
     return nb::str(kFailures[static_cast<int>(*failure)]);
 }
 
+nb::tuple asked_of(const Asked& asked) {
+    return nb::make_tuple(static_cast<int>(asked.path), asked.is_stream, asked.is_comparable,
+                          asked.has_salt, asked.has_adapter,
+                          asked.tokenization_s ? nb::cast(*asked.tokenization_s) : nb::none());
+}
+
 // The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
 struct AsTuple {
     ExchangeId id;
@@ -73,6 +82,10 @@ struct AsTuple {
                               opened.minor, opened.keeps_alive, opened.is_of_reserve,
                               list_of(opened.fields), opened.client, opened.client_port,
                               bytes_of(opened.body), opened.is_whole);
+    }
+    nb::object operator()(const Prepare& prepare) const {
+        return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),
+                              bytes_of(prepare.body));
     }
     nb::object operator()(const BodyRead& read) const {
         return nb::make_tuple("body", id, bytes_of(read.piece), read.is_whole);
@@ -111,7 +124,8 @@ struct AsTuple {
             settled.dp_rank < 0 ? nb::none() : nb::cast(settled.dp_rank),
             nb::make_tuple(settled.prompt_tokens, settled.gpu_cached_tokens, settled.cached_tokens,
                            settled.expected_tokens),
-            settled.is_suspect, settled.is_stream, settled.was_alone, settled.began_at, settled.routing_s, settled.first_byte_s,
+            settled.is_suspect, asked_of(settled.asked), settled.was_alone, settled.began_at,
+            settled.routing_s, settled.first_byte_s,
             kEnds[static_cast<int>(ended.end)], ended.status, ended.seconds, ended.body_bytes,
             name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
             bytes_of(ended.first_usage));
@@ -134,12 +148,23 @@ nb::list events_of(Plane& plane) {
             found.append(std::visit(AsTuple{event.id}, event.what));
         } catch (const std::exception&) {  // there is no memory for it
             has_memory = false;
-            const bool is_new = std::holds_alternative<Opened>(event.what);
+            const bool is_new = std::holds_alternative<Opened>(event.what) ||
+                                std::holds_alternative<Prepare>(event.what);
             plane.send({event.id, is_new ? Order(out_of_memory()) : Order(Cut{})});
         }
     }
     if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
     return found;
+}
+
+// What is decided here, and what is read elsewhere first.
+void take_prepared(nb::dict from, Options& options) {
+    options.decides_alone = nb::cast<bool>(from["decides_alone"]);
+    options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
+    options.prepares_by_fields = nb::cast<bool>(from["prepares_by_fields"]);
+    for (nb::handle each : from["prepared"]) {
+        options.prepared.emplace_back(text_of(each[0]), static_cast<u8>(nb::cast<int>(each[1])));
+    }
 }
 
 Options options_of(nb::dict from) {
@@ -156,6 +181,7 @@ Options options_of(nb::dict from) {
     options.reserved_from = nb::cast<int>(from["reserved_from"]);
     for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
     for (nb::handle each : from["decided_without"]) options.decided_without.insert(text_of(each));
+    if (from.contains("prepared")) take_prepared(from, options);
     for (nb::handle each : from["broken_events"]) options.broken_events.push_back(text_of(each));
     return options;
 }
@@ -197,12 +223,34 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
     plane.send({id, std::move(made)});
 }
 
+// A prompt was read. `more`: body, salt, session, tenant, fields that the response gets, lengths to keep.
+void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
+           bool is_comparable, bool is_awaited, double tokenization_s, nb::handle more) {
+    Ask ask;
+    ask.model = std::move(model);
+    ask.tokens = kvroute::binding::tokens_of(tokens);
+    if (ask.tokens.empty()) throw nb::value_error("no tokens");
+    ask.is_stream = is_stream;
+    ask.is_comparable = is_comparable;
+    ask.is_awaited = is_awaited;
+    ask.tokenization_s = tokenization_s;
+    if (!more.is_none()) {
+        ask.body = optional_text(more[0]);
+        ask.salt = nb::cast<std::optional<std::string>>(nb::object(more[1]));
+        ask.session = text_of(more[2]);
+        ask.tenant = nb::cast<std::string>(nb::object(more[3]));
+        ask.reported = fields_of(nb::object(more[4]));
+        ask.keep = nb::cast<std::vector<u64>>(nb::object(more[5]));
+    }
+    plane.send({id, std::move(ask)});
+}
+
 void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::handle body) {
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
 // A way to a replica: origin, hosts, port, secure host, authority, base path, replaced, reported, timeouts,
-// and whether clients are told of hits.
+// whether clients are told of hits, and what it calls the model, if not as they do.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = nb::cast<std::string>(from[0]);
@@ -221,15 +269,21 @@ Forward way_of(nb::handle from) {
 }
 
 // A name: the base model's, its number in the mirror, fleet, index, the ways to each replica of the
-// fleet, and the most tokens of a prompt.
+// fleet, the most tokens of a prompt, the adapter, and how long a stream's first byte may take.
 std::pair<std::string, std::shared_ptr<const Served>> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
     made->model = nb::cast<std::string>(from[1]);
     made->in_mirror = nb::cast<u32>(from[2]);
     made->fleet = kvroute::binding::fleet_of(nb::object(from[3]));
     made->index = nb::cast<std::shared_ptr<kvroute::SharedIndex>>(nb::object(from[4]));
-    for (nb::handle way : nb::object(from[5])) made->ways.push_back(way_of(way));
+    for (nb::handle way : nb::object(from[5])) {
+        made->ways.push_back(way_of(way));
+        made->names.push_back(nb::cast<std::string>(way[10]));
+    }
     made->most_tokens = nb::cast<u64>(from[6]);
+    made->adapter = nb::cast<std::optional<std::string>>(nb::object(from[7]));
+    made->stream_first_byte_s = nb::cast<double>(from[8]);
+    made->is_read_first = nb::cast<bool>(from[9]);
     if (made->ways.size() != made->fleet->size()) throw nb::value_error("a way for each replica");
     return {nb::cast<std::string>(from[0]), std::move(made)};
 }
@@ -284,6 +338,11 @@ nb::object read_ask_of(nb::bytes body) {
     return nb::make_tuple(ask->model, ask->tokens, ask->is_stream);
 }
 
+nb::object with_model_of(nb::bytes body, const std::string& name) {
+    const auto made = with_model({body.c_str(), body.size()}, name);
+    return made ? nb::object(bytes_of(*made)) : nb::none();
+}
+
 nb::tuple finished(UsageCapture& usage) {
     Ended ended;
     usage.finish(ended);
@@ -314,6 +373,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
             throw nb::value_error(problem.what());
         }
     });
+    module.def("with_model", &with_model_of);
     nb::class_<Placing>(module, "Placing")
         .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s) {
             using namespace kvroute::binding;
@@ -346,6 +406,13 @@ void kvroute::binding::bind_plane(nb::module_& module) {
              nb::arg("port"), nb::arg("secure_host"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
              nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),
              nb::arg("timeouts"), nb::arg("flags"), nb::arg("dialect"))
+        .def("place", &place, nb::arg("id"), nb::arg("model"), nb::arg("tokens"),
+             nb::arg("is_stream"), nb::arg("is_comparable"), nb::arg("is_awaited"),
+             nb::arg("tokenization_s"), nb::arg("more").none())
+        .def("accept_host", [](Plane& self, nb::bytes host) {
+            self.hosts().accept({host.c_str(), host.size()});
+        })
+        .def("open", [](Plane& self, ExchangeId id) { self.send({id, Open{}}); })
         .def("respond", &respond)
         .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })
         .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })

@@ -2,19 +2,11 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "plane/types.hpp"
 
 namespace kvroute::plane {
-
-struct Ask {
-    std::string model;
-    std::vector<u32> tokens;  // of its one prompt; not empty
-    bool is_stream = false;
-};
 
 // Reads the body of `/v1/completions`. Nothing where anything in it needs a closer look: text, several
 // prompts, a salt, a session, whatever changes what is cached, and JSON that is not plain ASCII or not

@@ -11,6 +11,8 @@
 #include <cstring>
 
 #include "http/write.hpp"
+#include "plane/ask.hpp"
+#include "plane/splice.hpp"
 #include "plane/thread.hpp"
 
 namespace kvroute::plane {
@@ -327,7 +329,7 @@ void Client::open_exchange(std::size_t used) {
     was_forwarded_ = has_begun_ = is_held_ = false;
     booking_.reset();
     status_ = 0;
-    body_bytes_ = 0;
+    body_bytes_ = events_ = 0;
     broke_.reset();
     body_.clear();
     told_ = told_beginning_ = 0;
@@ -341,7 +343,7 @@ void Client::open_exchange(std::size_t used) {
         if (!is_open() || stage_ != Stage::deciding) return;
     }
     is_awaited_ = may_decide() && has_room();
-    if (is_awaited_ && (!is_body_whole_ || place())) return;
+    if (is_awaited_ && (!is_body_whole_ || decide())) return;
     tell_opened();
 }
 
@@ -358,13 +360,20 @@ void Client::tell_opened() {
                   .client_port = port_,
                   .body = body_,
                   .is_whole = is_body_whole_};
-    opened.fields.reserve(head_.fields.size());
-    for (const http::Field& field : head_.fields) {
-        opened.fields.emplace_back(lower(field.name), std::string(field.value));
-    }
+    opened.fields = fields();
     told_ = body_.size();
     is_told_ = true;
     thread_.post(exchange_, std::move(opened));
+}
+
+// Names in lower case.
+Fields Client::fields() const {
+    Fields made;
+    made.reserve(head_.fields.size());
+    for (const http::Field& field : head_.fields) {
+        made.emplace_back(lower(field.name), std::string(field.value));
+    }
+    return made;
 }
 
 // Moves what has come of the body to `body_`, and tells of it once it is much or whole.
@@ -384,17 +393,24 @@ void Client::take_body() {
     }
     in_.erase(0, in_.size() - bytes.size());
     if (is_told_ && (is_body_whole_ || body_.size() - told_ >= kPiece)) tell_body();
-    if (is_awaited_ && is_body_whole_ && !place()) tell_opened();
+    if (is_awaited_ && is_body_whole_ && !decide()) tell_opened();
 }
 
 // --- without Python -------------------------------------------------------------------------------
 
 // Whether it could be a request that is decided here, once its body has come.
-bool Client::may_decide() const {
-    return thread_.decider() != nullptr && head_.method == "POST" &&
-           head_.origin_form == "/v1/completions" && !head_.expects_continue && !is_of_reserve_ &&
-           head_.framing == http::Framing::length && head_.length <= std::min(kMostAwaited, thread_.options().max_body_bytes) &&
-           !thread_.options().decided_without.empty();
+bool Client::may_decide() {
+    const Options& options = thread_.options();
+    const u64 most = std::min(kMostAwaited, options.max_body_bytes);
+    const bool may = thread_.decider() != nullptr && head_.method == "POST" &&
+                     !head_.expects_continue && !is_of_reserve_ &&
+                     head_.framing == http::Framing::length && head_.length <= most &&
+                     !options.decided_without.empty();
+    if (!may) return false;
+    for (path_ = 0; path_ < options.prepared.size(); ++path_) {
+        if (options.prepared[path_].first == head_.origin_form) return true;
+    }
+    return false;
 }
 
 // Whether its body can be held, by what its head says of its length.
@@ -405,19 +421,58 @@ bool Client::has_room() {
     return true;
 }
 
-bool Client::place() {
+// The body has come. False: all has to be told.
+bool Client::decide() {
     is_awaited_ = false;
-    const std::optional<Ask> ask = read_ask(body_);
-    if (!ask) return false;
-    for (const http::Field& field : head_.fields) {
-        if (!thread_.options().decided_without.contains(lower(field.name))) return false;
+    if (!is_usual()) return false;
+    Decider* const decider = thread_.decider();
+    if (path_ == 0 && decider != nullptr && thread_.options().decides_alone) {
+        std::optional<Ask> ask = read_ask(body_);
+        if (ask && decider->decides_alone(ask->model)) return is_placed(std::move(*ask));
     }
+    prepare();
+    return true;
+}
+
+bool Client::is_usual() const {
+    if (!thread_.hosts().accepts(head_.find("host"))) return false;
+    return std::all_of(head_.fields.begin(), head_.fields.end(), [&](const http::Field& field) {
+        return thread_.options().decided_without.contains(lower(field.name));
+    });
+}
+
+void Client::prepare() {
+    Prepare prepare{path_, {}, body_};
+    if (thread_.options().prepares_by_fields) prepare.fields = fields();
+    thread_.post(exchange_, std::move(prepare));
+}
+
+void Client::place(Ask ask) {
+    if (stage_ != Stage::deciding || is_told_) return;
+    if (!is_placed(std::move(ask))) tell_opened();
+}
+
+void Client::open_to_others() {
+    if (stage_ == Stage::deciding && !is_told_) tell_opened();
+}
+
+bool Client::is_placed(Ask ask) {
     const double began = clock_now();
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
     std::optional<Placed> placed = decider->place(
-        {*ask, host_, channel_.is_secure(), head_.find("x-request-id"), clock_now()});
+        {ask, host_, channel_.is_secure(), head_.find("x-request-id"), clock_now()});
     if (!placed) return false;
+    std::optional<std::string> body = std::move(ask.body);
+    if (!placed->name.empty()) {
+        body = with_model(body ? sv(*body) : sv(body_), placed->name);
+        if (!body) return false;
+    }
+    placed->forward.body = std::move(body);
+    placed->forward.dialect = thread_.options().prepared[path_].second;
+    for (auto& field : ask.reported) placed->forward.reported.push_back(std::move(field));
+    asked_ = {path_, ask.is_stream, ask.is_comparable, ask.is_awaited, ask.salt.has_value(),
+              placed->prediction.has_adapter, ask.tokenization_s};
     request_id_ = std::move(placed->request_id);
     booking_ = std::move(placed->booking);
     prediction_ = std::move(placed->prediction);
@@ -738,6 +793,7 @@ void Client::relay(sv piece, bool is_last, std::string& out) {
             progress_at_ = thread_.now();
             if (const u64 events = usage_.take_events()) {
                 if (booking_) {
+                    events_ += events;
                     booking_->generated(events, thread_.now());
                 } else {
                     thread_.post(exchange_, Progress{events});
@@ -866,9 +922,10 @@ void Client::settle(Ended ended) {
     settled.cached_tokens = prediction_.cached_tokens;
     settled.expected_tokens = prediction_.expected_tokens;
     settled.is_suspect = prediction_.is_suspect;
-    settled.is_stream = prediction_.is_stream;
+    settled.asked = asked_;
     settled.routing_s = routing_s_;
     settled.first_byte_s = first_byte_s_;
+    ended.events += events_;
     settled.ended = std::move(ended);
     thread_.post(exchange_, std::move(settled));
 }

@@ -45,6 +45,8 @@ public:
 
     // Commands. Each is ignored where the stage does not wait for it.
     void forward(Forward forward);
+    void place(Ask ask);
+    void open_to_others();
     void respond(const Respond& respond);
     void read_body();
     void pass_on();
@@ -73,12 +75,16 @@ private:
     bool take_head();
     void open_exchange(std::size_t used);
     void tell_opened();
+    Fields fields() const;
     void take_body();
     void drain_body();
     // Without Python
-    bool may_decide() const;
+    bool may_decide();
     bool has_room();
-    bool place();
+    bool decide();
+    bool is_usual() const;
+    bool is_placed(Ask ask);
+    void prepare();
     void hand_over(HandedOver why);
     void tell_body();
     void on_end_of_input();
@@ -143,8 +149,10 @@ private:
     Upstream* upstream_ = nullptr;
     // Where it was decided without Python
     bool is_awaited_ = false;  // its body, before anybody is told
+    u8 path_ = 0;              // of `Options::prepared`
     Bodies::Share share_;      // of the memory for such
     std::unique_ptr<Booking> booking_;
+    Asked asked_;
     Prediction prediction_;
     std::string request_id_;
     double routing_s_ = 0, first_byte_s_ = 0;
@@ -154,6 +162,7 @@ private:
     http::Framing framing_ = http::Framing::none;
     u64 left_ = 0;            // of a known length
     u64 body_bytes_ = 0;
+    u64 events_ = 0;          // of a stream, that were told
     bool is_held_ = false;    // the replica is not read: the client is slow
     bool is_event_stream_ = false;
     EventLines lines_;

@@ -7,7 +7,6 @@
 #include <string>
 #include <string_view>
 
-#include "plane/ask.hpp"
 #include "plane/types.hpp"
 
 namespace kvroute::plane {
@@ -30,13 +29,14 @@ struct Prediction {
     int dp_rank = -1;  // none was asked for
     u64 prompt_tokens = 0;
     u64 gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
-    bool is_suspect = false, is_stream = false;
+    bool is_suspect = false, has_adapter = false;
 };
 
 struct Placed {
     std::unique_ptr<Booking> booking;
     Prediction prediction;
     Forward forward;
+    std::string name;  // of the model there; empty: as the client names it
     std::string request_id;
 };
 
@@ -52,6 +52,8 @@ struct Question {
 class Decider {
 public:
     virtual ~Decider() = default;
+    // Whether nobody has to read a request for a model, by its name, whose token ids are known.
+    virtual bool decides_alone(std::string_view model) = 0;
     // Nothing: it is left to Python.
     virtual std::optional<Placed> place(const Question& question) = 0;
 };

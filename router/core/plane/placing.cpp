@@ -176,13 +176,19 @@ std::shared_ptr<const Placing::Known> Placing::known() const {
     return known_;
 }
 
+bool Placing::decides_alone(std::string_view model) {
+    const std::shared_ptr<const Known> known = this->known();
+    const auto found = known->models.find(std::string(model));
+    return found != known->models.end() && !found->second->is_read_first;
+}
+
 std::optional<Placed> Placing::place(const Question& question) {
     const std::shared_ptr<const Known> known = this->known();
     const auto found = known->models.find(question.ask.model);
     if (found == known->models.end()) return std::nullopt;
     const std::shared_ptr<const Served> served = found->second;
     if (question.ask.tokens.size() > served->most_tokens) return std::nullopt;
-    auto prompt = std::make_shared<Prompt>(question.ask.tokens, std::nullopt, std::nullopt,
+    auto prompt = std::make_shared<Prompt>(question.ask.tokens, served->adapter, question.ask.salt,
                                            std::vector<u8>());
     hash(*prompt, *served->index);
     return book(question, *served, std::move(prompt), *known);
@@ -196,6 +202,8 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     asked.fleet = served.fleet;
     asked.replicas = served.fleet->numbers();
     asked.model = served.model;
+    asked.session = question.ask.session;
+    asked.tenant = question.ask.tenant;
     asked.prompt_tokens = static_cast<i64>(question.ask.tokens.size());
     asked.index = served.index.get();
     asked.prompts = prompts;
@@ -243,6 +251,8 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
         sent.loads.emplace_back(share.tier, share.tokens);
     }
     sent.junction_tokens = cached.junction;
+    const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
+    sent.keep = keep;
     auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_, replica, uncached,
                                             asked.prompt_tokens, dp_rank, sent, question.now);
     books.unlock();  // whatever fails from here on ends the booking, which takes them
@@ -257,9 +267,12 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
                          static_cast<u64>(cached.all),
                          booking->expected_tokens(),
                          state.is_suspect,
-                         question.ask.is_stream};
+                         served.adapter.has_value()};
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
+    placed.name = served.names[state.replica];
+    if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);
+    if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
     placed.request_id = given_or_new(question.request_id);
     tell(placed.forward, question, placed.request_id, dp_rank, cached.all);
     return placed;

@@ -1,5 +1,5 @@
-// Decides completions of token ids without Python: what each cache has of the prompt, what it is
-// doing, and where the request goes; then books it there.
+// Decides requests whose token ids are known without Python: what each cache has of the prompt, what
+// it is doing, and where the request goes; then books it there.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,11 @@ struct Served {
     mirror::ModelId in_mirror = 0;
     std::shared_ptr<const decide::Fleet> fleet;
     std::shared_ptr<SharedIndex> index;
+    std::optional<std::string> adapter;  // that the name stands for
     std::vector<Forward> ways;   // to each replica, by its number; without what is of one request
+    std::vector<std::string> names;  // what each calls the model; empty: as the client does
+    double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
+    bool is_read_first = false;  // something is to be said to engines that only Python knows
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
 };
 
@@ -39,6 +43,7 @@ public:
     using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
     void serve(Models models, std::vector<mirror::CacheId> in_mirror);
 
+    bool decides_alone(std::string_view model) override;
     std::optional<Placed> place(const Question& question) override;
 
     // Requests that were placed and have not ended.

@@ -33,6 +33,7 @@ public:
     void secure(Secured secured);
     // From now on. Null: Python decides everything.
     void decide_by(std::shared_ptr<Decider> decider);
+    Hosts& hosts() { return common_.hosts; }
 
 private:
     Common common_;

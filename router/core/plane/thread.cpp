@@ -49,7 +49,8 @@ Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 Outbox::~Outbox() { ::close(signal_); }
 
 void Outbox::post(Event event) {
-    const bool is_awaited = !std::holds_alternative<Settled>(event.what);
+    const auto* const settled = std::get_if<Settled>(&event.what);
+    const bool is_awaited = settled == nullptr || settled->asked.is_awaited;
     {
         std::lock_guard locked(mutex_);
         events_.push_back(std::move(event));
@@ -285,6 +286,10 @@ void Thread::obey(Command& command) {
         client->read_body();
     } else if (std::holds_alternative<PassOn>(command.order)) {
         client->pass_on();
+    } else if (auto* ask = std::get_if<Ask>(&command.order)) {
+        client->place(std::move(*ask));
+    } else if (std::holds_alternative<Open>(command.order)) {
+        client->open_to_others();
     } else {
         client->cut(End::abandoned);
     }

@@ -9,6 +9,7 @@
 
 #include "plane/bodies.hpp"
 #include "plane/client.hpp"
+#include "plane/hosts.hpp"
 #include "plane/loop.hpp"
 #include "plane/upstream.hpp"
 
@@ -40,11 +41,12 @@ private:
 // What all threads have in common.
 struct Common {
     explicit Common(Options given)
-        : options(std::move(given)), bodies(options.max_held_bytes) {}
+        : options(std::move(given)), bodies(options.max_held_bytes), hosts(options.checks_hosts) {}
 
     const Options options;
     Outbox outbox;
     Bodies bodies;
+    Hosts hosts;
     tls::Contexts contexts;
 };
 
@@ -74,6 +76,7 @@ public:
     Loop& loop() { return loop_; }
     Pool& pool() { return pool_; }
     Bodies& bodies() { return common_.bodies; }
+    const Hosts& hosts() const { return common_.hosts; }
     double now() const { return now_; }
     void post(ExchangeId id, decltype(Event::what) what) {
         common_.outbox.post({id, std::move(what)});

@@ -73,8 +73,34 @@ struct ReadBody {};
 struct PassOn {};
 // Close the client's connection, whatever is under way.
 struct Cut {};
+// Tell all of a request: it will be served by whoever reads it.
+struct Open {};
 
-using Order = std::variant<Forward, Respond, ReadBody, PassOn, Cut>;
+// What a client wants: a prompt of token ids, or one whose ids are known by now.
+struct Ask {
+    std::string model;  // as the client names it
+    std::vector<u32> tokens;  // of its one prompt; not empty
+    bool is_stream = false;
+    // Of a prompt that was read elsewhere:
+    u8 path = 0;                      // of `Options::prepared`
+    std::optional<std::string> salt;  // of the first block
+    std::string session, tenant;
+    std::optional<std::string> body;  // to be sent in place of the client's
+    Fields reported;                  // in the response, besides what is told of every one
+    std::vector<u64> keep;            // lengths at which the engine is told to keep windows and states
+    std::optional<double> tokenization_s;
+    bool is_comparable = true;  // the engine's report counts what was predicted
+    bool is_awaited = false;    // somebody waits for its end
+};
+// The same for as long as it is under way.
+struct Asked {
+    u8 path = 0;
+    bool is_stream = false, is_comparable = true, is_awaited = false;
+    bool has_salt = false, has_adapter = false;
+    std::optional<double> tokenization_s;
+};
+
+using Order = std::variant<Forward, Respond, ReadBody, PassOn, Cut, Open, Ask>;
 struct Command {
     ExchangeId id = 0;
     Order order;
@@ -114,6 +140,12 @@ struct Opened {
 struct BodyRead {
     std::string piece;
     bool is_whole = false;
+};
+// A request whose prompt the core cannot read: `Ask` says what it is, `Open` leaves it to be told.
+struct Prepare {
+    u8 path = 0;  // of `Options::prepared`
+    Fields fields;  // where `Options::prepares_by_fields`
+    std::string body;
 };
 // The client left before anything was forwarded.
 struct Left {};
@@ -164,8 +196,9 @@ struct Settled {
     std::string model, replica, request_id, client;
     int client_port = 0;
     int dp_rank = -1;
+    Asked asked;
     u64 prompt_tokens = 0, gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
-    bool is_suspect = false, is_stream = false;
+    bool is_suspect = false;
     bool was_alone = false;  // among those that were decided here; see quiet.hpp
     double began_at = 0;     // by the clock
     double routing_s = 0, first_byte_s = 0;  // 0: there was none
@@ -174,7 +207,7 @@ struct Settled {
 
 struct Event {
     ExchangeId id = 0;
-    std::variant<Opened, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
+    std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
                  Refused, HandedOver, Settled>
         what;
 };
@@ -196,6 +229,12 @@ struct Options {
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
     // The fields with which a request may be decided without Python; none: it never is.
     std::unordered_set<std::string> decided_without;
+    bool decides_alone = true;  // completions of token ids; else these are prepared too
+    // Targets of requests that may be decided here once somebody has read their prompts, with the
+    // dialect of each. The first is that of completions.
+    std::vector<std::pair<std::string, u8>> prepared;
+    bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
+    bool prepares_by_fields = false;  // whoever reads them wants to see their fields
 };
 
 }  // namespace kvroute::plane

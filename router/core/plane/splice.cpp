@@ -1,0 +1,89 @@
+#include "plane/splice.hpp"
+
+#include <algorithm>
+
+namespace kvroute::plane {
+namespace {
+
+using sv = std::string_view;
+
+constexpr sv kSpace = " \t\r\n";
+
+std::size_t skip_space(sv text, std::size_t at) {
+    return std::min(text.find_first_not_of(kSpace, at), text.size());
+}
+
+// Behind the string that begins at `at`.
+std::size_t string_end(sv text, std::size_t at) {
+    for (++at; at < text.size() && text[at] != '"'; ++at) {
+        if (text[at] == '\\') ++at;
+    }
+    return std::min(at + 1, text.size());
+}
+
+// Behind the value that begins at `at`.
+std::size_t value_end(sv text, std::size_t at) {
+    std::size_t depth = 0;
+    while (at < text.size()) {
+        const char each = text[at];
+        if (each == '"') {
+            at = string_end(text, at);
+            if (depth == 0) return at;
+            continue;
+        }
+        if (each == '[' || each == '{') ++depth;
+        if (depth == 0 && (each == ',' || each == '}')) return at;
+        ++at;
+        if ((each == ']' || each == '}') && --depth == 0) return at;
+        if (depth > 0) at = std::min(text.find_first_of("\"[]{}", at), text.size());
+    }
+    return at;
+}
+
+std::string quoted(sv name) {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string made = "\"";
+    for (const char each : name) {
+        const auto code = static_cast<unsigned char>(each);
+        if (each == '"' || each == '\\') made += '\\';
+        if (code < 0x20) {
+            made += "\\u00";
+            made += kDigits[code >> 4];
+            made += kDigits[code & 15];
+        } else {
+            made += each;
+        }
+    }
+    return made + '"';
+}
+
+}  // namespace
+
+std::optional<std::string> with_model(sv body, sv name) {
+    const std::string replacement = quoted(name);
+    std::string made;
+    std::size_t copied = 0, at = body.find('{');
+    while (at < body.size()) {
+        at = skip_space(body, at + 1);
+        if (at >= body.size() || body[at] != '"') break;
+        const std::size_t key_end = string_end(body, at);
+        const sv key = body.substr(at + 1, key_end - at - 2);
+        if (key.find('\\') != sv::npos) return std::nullopt;
+        const std::size_t start = skip_space(body, skip_space(body, key_end) + 1);
+        at = value_end(body, start);
+        if (key == "model") {
+            // What stands before the comma stays: a number's value has no end of its own.
+            std::size_t end = at;
+            while (end > start && kSpace.find(body[end - 1]) != sv::npos) --end;
+            made += body.substr(copied, start - copied);
+            made += replacement;
+            copied = end;
+        }
+        at = skip_space(body, at);
+        if (at >= body.size() || body[at] != ',') break;
+    }
+    made += body.substr(copied);
+    return made;
+}
+
+}  // namespace kvroute::plane

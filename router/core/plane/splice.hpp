@@ -1,0 +1,15 @@
+// Fields of a JSON body, replaced: all other bytes stay as they are. No I/O.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace kvroute::plane {
+
+// The body with another `model`, wherever it names one; parsers disagree on which of two counts. Nothing
+// where a field's name is written with escapes, so that it may be that one. `body`: a JSON object that was
+// parsed before.
+std::optional<std::string> with_model(std::string_view body, std::string_view name);
+
+}  // namespace kvroute::plane
