@@ -34,7 +34,7 @@ knows Python:
     process.py       what every process does: its log, its sockets
     workers/         several processes that are one router
     http/            every line that knows ASGI, FastAPI or uvicorn
-    picking.py       the endpoint picker, wired; only where it listens
+    picking.py       the endpoint picker's gRPC server, wired; only where it listens
     reload.py        takes over a changed configuration
     serve.py         the ASGI application, uvicorn, signals
     recordings.py    recorded streams: the format, and how well the index predicts one

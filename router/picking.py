@@ -1,19 +1,44 @@
-"""The endpoint picker, wired. Imported only where it is to listen: it needs the extra `gateway`."""
+"""The endpoint picker's gRPC server, wired: streams of external processing, and health checks.
+Imported only where it is to listen: it needs the extra `gateway`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import grpc
+from async_timeout import timeout_at
+from google.protobuf.message import DecodeError
+
+from router.config import ExtProcConfig
 from router.doors import NOBODY, Caller, Desk
-from router.doors.ext_proc import ExtProcServer, Limits
-from router.doors.picker import PickerParts
-from router.errors import RequestError
+from router.doors.messages import (
+    EXT_PROC_SERVICE,
+    HEALTH_SERVICE,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from router.doors.picker import Pick, PickerParts
+from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard
 from router.http.proxied_paths import ProxiedPaths, dialect_of
 from router.http.selection import caller_of
 from router.routing.decision import RANK_HEADER
 from router.service import RouterService
 
+logger = logging.getLogger(__name__)
+
+_SERVING, _NOT_SERVING, _UNKNOWN_SERVICE = 1, 2, 3
+_LIVENESS = "liveness"
+_READINESS = ("", "readiness", EXT_PROC_SERVICE)
+_WATCH_S = 1.0
+_MESSAGE_BYTES = 1024 * 1024
+"""Of a message beside its body."""
 _FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 _OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 _DOOR = "ext_proc"
@@ -69,3 +94,164 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
             raise
 
     return caller
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What a stream may cost."""
+
+    body_s: float
+    """In which the whole request must arrive."""
+    body_bytes: int
+
+
+class ExtProcServer:
+    """Listens between `start` and `stop`, on the running event loop.
+
+    Args:
+        config: Where it listens.
+        parts: What answers.
+        limits: Of each stream.
+        why_not_ready: What the health checks say; None: it is ready.
+    """
+
+    def __init__(
+        self,
+        config: ExtProcConfig,
+        parts: PickerParts,
+        limits: Limits,
+        why_not_ready: Callable[[], str | None],
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._limits = limits
+        self._why_not_ready = why_not_ready
+        self._streams = 0
+        self._server: Any = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            ConfigError: The address cannot be bound, or the certificate cannot be read.
+        """
+        server = self._server = grpc.aio.server(options=_options(self._limits))
+        server.add_generic_rpc_handlers((self._picking(), self._health()))
+        assert self._config.listen is not None
+        try:
+            self.port = self._bind(server, self._config.listen)
+        except (RuntimeError, OSError) as error:
+            problem = ConfigProblem("doors.ext_proc", f"cannot listen: {error}")
+            raise ConfigError([problem]) from None
+        await server.start()
+        host = self._config.listen.rpartition(":")[0]
+        logger.info("the endpoint picker listens on grpc://%s:%d", host, self.port)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take nothing new; streams have *grace_s* to end."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _bind(self, server: Any, address: str) -> int:
+        tls = self._config.tls
+        if tls.certificate is None or tls.key is None:
+            return int(server.add_insecure_port(address))
+        pair = Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes()
+        trusted = None if tls.client_ca is None else Path(tls.client_ca).read_bytes()
+        credentials = grpc.ssl_server_credentials([pair], trusted, trusted is not None)
+        return int(server.add_secure_port(address, credentials))
+
+    # --- picking ----------------------------------------------------------------------------------
+
+    def _picking(self) -> Any:
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            response_serializer=ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
+
+    async def _process(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        pick = Pick(self._parts)
+        if self._streams >= self._config.max_streams:
+            await context.write(pick.refused(Overloaded("has its limit of streams")))
+            return
+        self._streams += 1
+        try:
+            await self._answer(pick, context)
+        finally:
+            self._streams -= 1
+            pick.closed()
+
+    async def _answer(self, pick: Pick, context: Any) -> None:
+        deadline = asyncio.get_running_loop().time() + self._limits.body_s
+        while True:
+            try:
+                async with timeout_at(deadline if pick.is_arriving else None):
+                    message = await context.read()
+            except asyncio.TimeoutError:
+                rule = f"must arrive within {self._limits.body_s:g} s"
+                await context.write(pick.refused(BadRequest("body", "not complete", rule)))
+                return
+            if message is grpc.aio.EOF:
+                return
+            for answer in await self._take(pick, message):
+                await context.write(answer)
+            if pick.is_refused:
+                return
+
+    async def _take(self, pick: Pick, message: bytes) -> list[Any]:
+        try:
+            return await pick.take(ProcessingRequest.FromString(message))
+        except DecodeError:
+            rule = "must be a ProcessingRequest"
+            return [pick.refused(BadRequest("message", f"{len(message)} bytes", rule))]
+        except Exception:
+            logger.exception("a gateway's message could not be answered")
+            why = "the router failed to serve this request; its log says why"
+            return [pick.refused(RequestError(why))]
+
+    # --- health -----------------------------------------------------------------------------------
+
+    def _health(self) -> Any:
+        forms = {
+            "request_deserializer": HealthCheckRequest.FromString,
+            "response_serializer": HealthCheckResponse.SerializeToString,
+        }
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check, **forms),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch, **forms),
+        }
+        return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        status = self._status(request.service)
+        if status == _UNKNOWN_SERVICE:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return HealthCheckResponse(status=status)
+
+    async def _watch(self, request: Any, context: Any) -> None:
+        said = None
+        while True:
+            status = self._status(request.service)
+            if status != said:
+                said = status
+                await context.write(HealthCheckResponse(status=status))
+            await asyncio.sleep(_WATCH_S)
+
+    def _status(self, service: str) -> int:
+        if service == _LIVENESS:
+            return _SERVING
+        if service not in _READINESS:
+            return _UNKNOWN_SERVICE
+        return _NOT_SERVING if self._why_not_ready() else _SERVING
+
+
+def _options(limits: Limits) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", limits.body_bytes + _MESSAGE_BYTES),
+        ("grpc.max_send_message_length", limits.body_bytes + _MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]

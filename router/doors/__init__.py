@@ -8,7 +8,6 @@ The files; each imports only what is listed above it:
     desk.py          decides, waits for room, books
     messages.py      Envoy's external processing, and gRPC's health checks
     picker.py        one request of a gateway that asks by external processing
-    ext_proc.py      the gRPC server of that
 """
 
 from router.doors.asks import NOBODY, Caller, Question, worker_number

@@ -18,5 +18,6 @@ The files; each imports only what is listed above it:
     insight.py            what pages show of requests, of all workers
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report
+    dialects.py           the paths of other indexers
     api.py                the router's own endpoints, on FastAPI
 """

@@ -37,6 +37,7 @@ from router.errors import (
 from router.http.access import Key
 from router.http.access_log import note_refused
 from router.http.bodies import ClientLeft, decode_json, read_body
+from router.http.dialects import add_dialects
 from router.http.gateway import tenant_salt
 from router.http.insight import Insight
 from router.http.live_page import add_page
@@ -122,6 +123,7 @@ def create_api(
     sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
     _add_route(app, parts, sees_hits)
     add_selection(app, parts, sees_hits)
+    add_dialects(app, parts, sees_hits, operator)
     _add_models(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)

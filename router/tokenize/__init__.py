@@ -32,7 +32,7 @@ from router.tokenize.body.priority import PRIORITY_HEADER, with_priority
 from router.tokenize.body.pulling import PULLING, with_source
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.retention import HintForm, with_hints
-from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
+from router.tokenize.body.rewriting import strip_report_mode, tenant_salt_of, with_tenant_salt
 from router.tokenize.body.splicing import with_model
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
@@ -111,6 +111,7 @@ __all__ = [
     "read_model_files",
     "read_request",
     "strip_report_mode",
+    "tenant_salt_of",
     "with_hints",
     "with_model",
     "with_priority",

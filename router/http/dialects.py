@@ -1,0 +1,319 @@
+"""The paths of other indexers, under a prefix for each: `/mooncake`, `/dynamo`. What a program has
+as the base URL of one of those, it can have of this router.
+
+None of them knows KV cache groups, so their one number is what all groups allow, and what each
+would allow stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+
+from router.doors import worker_number
+from router.errors import BadRequest, UnknownReplica
+from router.http.access import Key
+from router.http.bodies import read_body
+from router.http.gateway import tenant_salt
+from router.http.openapi import Access
+from router.http.responses import ApiParts
+from router.index import HashedPrompt, Hit, SourceId
+from router.replicas import Replica
+from router.routing.models import Model
+from router.tokenize import tenant_salt_of
+
+_TokenIds = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)
+]
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_MAX_CHANGE_BYTES = 65_536
+_MEMORY_TIERS = ("CPU", "cpu")
+
+
+class MooncakeQuery(msgspec.Struct, frozen=True):
+    """What a conductor is asked."""
+
+    model: _Text
+    token_ids: _TokenIds
+    lora_name: _Text | None = None
+    tenant_id: _Text = "default"
+    instance_id: _Text | None = None
+    cache_salt: _Text | None = None
+
+
+class DynamoQuery(msgspec.Struct, frozen=True):
+    """What an indexer is asked."""
+
+    model_name: _Text
+    token_ids: _TokenIds
+    lora_name: _Text | None = None
+    cache_salt: _Text | None = None
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """Who publishes where; of a replica that is not known yet, with its `url`."""
+
+    instance_id: str | int
+    endpoint: _Text | None = None
+    replay_endpoint: _Text | None = None
+    url: _Text | None = None
+    modelname: _Text | None = None
+    model_name: _Text | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+
+
+_Asked = TypeVar("_Asked", bound=msgspec.Struct)
+
+
+def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
+    """Add them.
+
+    Args:
+        app: Gets them.
+        parts: What they read and change.
+        access: Who may ask what is cached.
+        operator: Who may register replicas.
+    """
+    dialects = _Dialects(parts)
+    asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
+
+    @app.post("/mooncake/query", **asking)
+    async def mooncake_query(request: Request) -> Response:
+        asked = await dialects.read(request, MooncakeQuery)
+        found = await dialects.look_up(request, asked.model, asked)
+        if asked.instance_id is not None:
+            found = {name: each for name, each in found.items() if name == asked.instance_id}
+        return _json(mooncake_answer(found, asked.tenant_id))
+
+    @app.post("/dynamo/query", **asking)
+    async def dynamo_query(request: Request) -> Response:
+        asked = await dialects.read(request, DynamoQuery)
+        return _json(dynamo_answer(await dialects.look_up(request, asked.model_name, asked)))
+
+    @app.post("/mooncake/query_by_hash", **asking)
+    @app.post("/dynamo/query_by_hash", **asking)
+    async def query_by_hash() -> Response:
+        rule = "hashes of other indexers are not kept: ask /query with token_ids"
+        raise BadRequest("$", "hashes", rule)
+
+    @app.get("/dynamo/workers", **asking)
+    async def workers() -> Response:
+        return _json([_worker(replica) for replica in parts.registry.replicas()])
+
+    _add_changes(app, parts, dialects, operator)
+
+
+def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: Access) -> None:
+    changing: dict[str, Any] = {
+        "include_in_schema": False,
+        "dependencies": [Depends(operator.check)],
+    }
+
+    @app.post("/dynamo/register", **{**changing, "status_code": 201})
+    @app.post("/mooncake/register", **changing)
+    async def register(request: Request) -> Response:
+        asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
+        if dialects.known(asked.instance_id) is None:
+            await parts.fleet_changes.add(_replica_of(asked))
+        answer = {"status": "registered successfully", "instance_id": asked.instance_id}
+        return _json(answer, 201 if request.url.path.startswith("/dynamo") else 200)
+
+    @app.post("/dynamo/unregister", **changing)
+    @app.post("/mooncake/unregister", **changing)
+    async def unregister(request: Request) -> Response:
+        asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
+        replica = dialects.known(asked.instance_id)
+        if replica is None:
+            raise UnknownReplica(str(asked.instance_id))
+        await parts.fleet_changes.remove(replica.id)
+        removed = [f"{replica.id}|default|{asked.dp_rank}"]
+        return _json({"status": "unregistered successfully", "removed_instances": removed})
+
+
+class _Dialects:
+    """What the endpoints have in common."""
+
+    def __init__(self, parts: ApiParts) -> None:
+        self._parts = parts
+
+    async def read(
+        self, request: Request, kind: type[_Asked], most_bytes: int | None = None
+    ) -> _Asked:
+        server = self._parts.config.server
+        with self._parts.admission.buffer() as buffer:
+            body = await read_body(
+                *(dict(request.headers.raw), request.receive, most_bytes or server.max_body_bytes),
+                *(server.timeouts.client_body_s, buffer.add),
+            )
+            return await asyncio.to_thread(_decode, body, kind)
+
+    async def look_up(
+        self, request: Request, model_name: str, asked: MooncakeQuery | DynamoQuery
+    ) -> dict[str, list[Holding]]:
+        """Who has how much of a prompt."""
+        key: Key | None = request.state.key
+        if key is not None and key.usage is not None:
+            key.usage.check_model(model_name)
+        model, adapter = self._parts.models.resolve(model_name)
+        salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
+        if of_key is not None:
+            salt = tenant_salt_of(of_key.secret, salt)
+        lora_name = asked.lora_name or adapter
+        prompt = await asyncio.to_thread(
+            model.index.prepare, asked.token_ids, lora_name, salt, None
+        )
+        return holdings(model, prompt)
+
+    def known(self, instance_id: str | int) -> Replica | None:
+        """The replica that another indexer's client names so."""
+        for replica in self._parts.registry.replicas():
+            if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
+                return replica
+        return None
+
+
+def _decode(body: bytes, kind: type[_Asked]) -> _Asked:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
+
+
+def _replica_of(asked: Registration) -> dict[str, Any]:
+    if asked.url is None:
+        rule = "a replica that is not known yet needs its url: this router looks after its health"
+        raise BadRequest("$.url", "missing", rule)
+    found: dict[str, Any] = {"id": str(asked.instance_id), "url": asked.url}
+    name = asked.modelname or asked.model_name
+    if name:
+        found["models"] = [name]
+    if asked.endpoint:
+        events = {"endpoint": asked.endpoint, "dp_rank": asked.dp_rank}
+        replay = {"replay_endpoint": asked.replay_endpoint} if asked.replay_endpoint else {}
+        found["kv_events"] = [{**events, **replay}]
+    return found
+
+
+def _worker(replica: Replica) -> dict[str, Any]:
+    status = "active" if replica.is_healthy else "pending"
+    return {
+        "instance_id": worker_number(replica.id),
+        "replica": replica.id,
+        "source": "zmq",
+        "status": status,
+        "model_name": next(iter(replica.served.models), None),
+        "routing_group": "default",
+        "endpoints": {str(each.dp_rank): each.endpoint for each in replica.sources},
+        "listeners": {
+            str(each.dp_rank): {"endpoint": each.endpoint, "status": status}
+            for each in replica.sources
+        },
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    content = msgspec.json.encode(value)
+    return Response(content, status_code=status, media_type="application/json")
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class Holding(NamedTuple):
+    """What one cache would reuse of a prompt."""
+
+    dp_rank: int
+    gpu: int
+    memory: int
+    """With what memory would bring back."""
+    all_tiers: int
+    groups: Sequence[Mapping[str, Any]]
+
+
+def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
+    """What each replica would reuse of a prompt, by replica and rank; nothing of those that would
+    reuse nothing.
+
+    Args:
+        model: Whose caches.
+        prompt: Prepared for its index.
+    """
+    found: defaultdict[str, list[Holding]] = defaultdict(list)
+    for source, hit in model.index.match_prompt(prompt).items():
+        if hit.cached_tokens:
+            found[source.replica].append(_holding(model, prompt, source, hit))
+    return dict(found)
+
+
+def _holding(model: Model, prompt: HashedPrompt, source: SourceId, hit: Hit) -> Holding:
+    in_memory = sum(tokens for tier, tokens in hit.by_tier if tier in _MEMORY_TIERS)
+    groups = [
+        {"group": each.group, "kind": each.kind, "tokens": each.tokens}
+        for each in model.index.explain(prompt, source)
+    ]
+    memory = min(hit.gpu_cached_tokens + in_memory, hit.cached_tokens)
+    return Holding(source.dp_rank, hit.gpu_cached_tokens, memory, hit.cached_tokens, groups)
+
+
+def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
+    """As `POST /query` of a conductor.
+
+    Args:
+        found: Of `holdings`.
+        tenant: As the question names it.
+    """
+    return {
+        tenant: {
+            replica: {
+                "longest_matched": max(each.all_tiers for each in ranks),
+                "GPU": max(each.gpu for each in ranks),
+                "DP": {str(each.dp_rank): each.gpu for each in ranks},
+                "CPU": max(each.memory for each in ranks),
+                "DISK": max(each.all_tiers for each in ranks),
+                "groups": _groups(ranks),
+            }
+            for replica, ranks in found.items()
+        }
+    }
+
+
+def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
+    """As `POST /query` of an indexer, which names workers by numbers.
+
+    Args:
+        found: Of `holdings`.
+    """
+    named = {str(worker_number(replica)): ranks for replica, ranks in found.items()}
+    return {
+        "scores": {
+            name: {str(each.dp_rank): each.gpu for each in ranks} for name, ranks in named.items()
+        },
+        "frequencies": [],
+        "instances": {
+            name: {
+                "longest_matched": max(each.all_tiers for each in ranks),
+                "gpu": max(each.gpu for each in ranks),
+                "dp": {str(each.dp_rank): each.gpu for each in ranks},
+                "cpu": max(each.memory for each in ranks),
+                "disk": max(each.all_tiers for each in ranks),
+                "groups": _groups(ranks),
+            }
+            for name, ranks in named.items()
+        },
+    }
+
+
+def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
+    """Of the rank that has most."""
+    best = max(ranks, key=lambda each: each.all_tiers)
+    return {
+        str(each["group"]): {"kind": each["kind"], "tokens": each["tokens"]} for each in best.groups
+    }
