@@ -10,26 +10,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
 from router.config import ExtProcConfig
-from router.doors import NOBODY, Caller, Desk
+from router.doors import NOBODY, Caller, Desk, Question
+from router.doors.desk import new_id
 from router.doors.messages import (
     EXT_PROC_SERVICE,
     HEALTH_SERVICE,
+    INDEXER_SERVICE,
+    GetPodScoresRequest,
+    GetPodScoresResponse,
     HealthCheckRequest,
     HealthCheckResponse,
     ProcessingRequest,
     ProcessingResponse,
 )
+from router.doors.names import address_of
 from router.doors.picker import Pick, PickerParts
 from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard
+from router.http.dialects import holdings
 from router.http.proxied_paths import ProxiedPaths, dialect_of
 from router.http.selection import caller_of
-from router.routing.decision import RANK_HEADER
+from router.routing.decision import RANK_HEADER, Decision
 from router.service import RouterService
+from router.tokenize import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,14 @@ _SERVING, _NOT_SERVING, _UNKNOWN_SERVICE = 1, 2, 3
 _LIVENESS = "liveness"
 _READINESS = ("", "readiness", EXT_PROC_SERVICE)
 _WATCH_S = 1.0
+_BLOCK_TOKENS = 16
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 _MESSAGE_BYTES = 1024 * 1024
 """Of a message beside its body."""
 _FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
@@ -139,7 +155,7 @@ class ExtProcServer:
             ConfigError: The address cannot be bound, or the certificate cannot be read.
         """
         server = self._server = grpc.aio.server(options=_options(self._limits))
-        server.add_generic_rpc_handlers((self._picking(), self._health()))
+        server.add_generic_rpc_handlers((self._picking(), self._indexer(), self._health()))
         assert self._config.listen is not None
         try:
             self.port = self._bind(server, self._config.listen)
@@ -213,6 +229,40 @@ class ExtProcServer:
             why = "the router failed to serve this request; its log says why"
             return [pick.refused(RequestError(why))]
 
+    # --- scores -----------------------------------------------------------------------------------
+
+    def _indexer(self) -> Any:
+        scores = grpc.unary_unary_rpc_method_handler(
+            self._scores,
+            request_deserializer=GetPodScoresRequest.FromString,
+            response_serializer=GetPodScoresResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(INDEXER_SERVICE, {"GetPodScores": scores})
+
+    async def _scores(self, request: Any, context: Any) -> Any:
+        """llm-d's question: blocks of a text that each pod would reuse."""
+        body = {"model": request.model_name, "prompt": request.prompt}
+        metadata = {
+            each[0].encode(): each[1].encode() if isinstance(each[1], str) else each[1]
+            for each in context.invocation_metadata() or ()
+        }
+        try:
+            question = Question(
+                endpoint=Endpoint.COMPLETIONS,
+                body=msgspec.json.encode(body),
+                path=INDEXER_SERVICE,
+                request_id=new_id(),
+                caller=self._parts.caller(metadata, Endpoint.COMPLETIONS.value),
+            )
+            decision = await self._parts.desk.look_up(question)
+        except RequestError as error:
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.UNAVAILABLE), str(error))
+        answer, wanted = GetPodScoresResponse(), frozenset(request.pod_identifiers)
+        for pod, blocks in _scores_of(decision).items():
+            if not wanted or not wanted.isdisjoint((pod, pod.rpartition(":")[0])):
+                answer.scores.add(pod=pod, score=blocks)
+        return answer
+
     # --- health -----------------------------------------------------------------------------------
 
     def _health(self) -> Any:
@@ -247,6 +297,18 @@ class ExtProcServer:
         if service not in _READINESS:
             return _UNKNOWN_SERVICE
         return _NOT_SERVING if self._why_not_ready() else _SERVING
+
+
+def _scores_of(decision: Decision) -> dict[str, float]:
+    """By address; what all groups allow, the last token left out, in blocks."""
+    if decision.model is None or not decision.prompts:
+        return {}
+    found = holdings(decision.model, decision.prompts[0])
+    return {
+        address_of(decision.replicas[name]): max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
+        for name, ranks in found.items()
+        if name in decision.replicas
+    }
 
 
 def _options(limits: Limits) -> list[tuple[str, Any]]:

@@ -3,15 +3,17 @@ of it. Knows no ASGI.
 
 The files; each imports only what is listed above it:
 
+    names.py         what gateways call a replica
     asks.py          who asks, and what for
     reservations.py  what is booked until its gateway says that it is over, or falls silent
     desk.py          decides, waits for room, books
-    messages.py      Envoy's external processing, and gRPC's health checks
+    messages.py      of Envoy's external processing, gRPC's health checks, llm-d's indexer
     picker.py        one request of a gateway that asks by external processing
 """
 
-from router.doors.asks import NOBODY, Caller, Question, worker_number
+from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk
+from router.doors.names import address_of, names_of, worker_number
 from router.doors.reservations import (
     Outcome,
     Reservation,
@@ -28,5 +30,7 @@ __all__ = [
     "Reservation",
     "ReservationStatistics",
     "Reservations",
+    "address_of",
+    "names_of",
     "worker_number",
 ]

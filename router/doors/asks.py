@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import msgspec
-import xxhash
 
 from router.overload import KeyUsage
 from router.routing.dispatcher import IsEligible, TenantSalt
 from router.routing.stored_responses import ResponseOwner
 from router.tokenize import Endpoint
-
-_WORKER_BITS = 53
-"""Every JSON reader holds such a number exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +52,3 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Which replicas the gateway can send it to; None: all of them."""
     caller: Caller = NOBODY
     trace_id: str | None = None
-
-
-def worker_number(replica_id: str) -> int:
-    """A replica's id as a number, for clients that know workers by numbers: the same at every
-    router and after every restart."""
-    if replica_id.isascii() and replica_id.isdigit() and int(replica_id) < 1 << _WORKER_BITS:
-        return int(replica_id)
-    return xxhash.xxh3_64_intdigest(replica_id.encode()) >> (64 - _WORKER_BITS)

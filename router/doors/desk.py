@@ -45,6 +45,19 @@ class Desk:
         self._parts = parts
         self._selections = _Selections()
 
+    async def look_up(self, ask: Question) -> Decision:
+        """Decide for whoever wants to know what is cached; the ranking may be empty.
+
+        Raises:
+            RequestError: It is refused.
+        """
+        claim = self._claim(ask)
+        try:
+            with self._parts.admission:
+                return await self._decide(ask)
+        finally:
+            claim.give_back()
+
     async def select(self, ask: Question, selection_id: str | None = None) -> Decision:
         """Decide, and book nothing.
 
@@ -54,12 +67,7 @@ class Desk:
         Raises:
             RequestError: It is refused.
         """
-        claim = self._claim(ask)
-        try:
-            with self._parts.admission:
-                decision = await self._decide(ask)
-        finally:
-            claim.give_back()
+        decision = await self.look_up(ask)
         metrics = self._parts.observers.metrics
         metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()

@@ -1,5 +1,5 @@
-"""The messages of Envoy's external processing and of gRPC's health checks, by their published names
-and field numbers; only the fields that are read or written here.
+"""The messages of Envoy's external processing, gRPC's health checks and llm-d's indexer, by their
+published names and field numbers; only the fields that are read or written here.
 
 They live in a pool of their own, beside whatever other package brings the same messages along.
 """
@@ -18,6 +18,7 @@ _SCALARS = {
     "bool": _Field.TYPE_BOOL,
     # Enums are read and written as their numbers, which look the same on the wire.
     "number": _Field.TYPE_INT32,
+    "double": _Field.TYPE_DOUBLE,
 }
 _STRUCTS = "map of Struct"
 
@@ -27,6 +28,7 @@ _CORE, _TYPE, _EXT_PROC, _HEALTH = (
     "envoy.service.ext_proc.v3",
     "grpc.health.v1",
 )
+_INDEXER = "indexer.v1"
 _MODE = "envoy.extensions.filters.http.ext_proc.v3"
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     f"{_CORE}.HeaderValue": {
@@ -106,6 +108,13 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     },
     f"{_HEALTH}.HealthCheckRequest": {"service": (1, "string")},
     f"{_HEALTH}.HealthCheckResponse": {"status": (1, "number")},
+    f"{_INDEXER}.GetPodScoresRequest": {
+        "prompt": (1, "string"),
+        "model_name": (2, "string"),
+        "pod_identifiers": (3, "*string"),
+    },
+    f"{_INDEXER}.PodScore": {"pod": (1, "string"), "score": (2, "double")},
+    f"{_INDEXER}.GetPodScoresResponse": {"scores": (1, f"*{_INDEXER}.PodScore")},
 }
 """By message and field: its number, and its type; `*`: any number of them."""
 
@@ -175,6 +184,9 @@ CommonResponse: Any = _class(f"{_EXT_PROC}.CommonResponse")
 HeaderMutation: Any = _class(f"{_EXT_PROC}.HeaderMutation")
 HealthCheckRequest: Any = _class(f"{_HEALTH}.HealthCheckRequest")
 HealthCheckResponse: Any = _class(f"{_HEALTH}.HealthCheckResponse")
+GetPodScoresRequest: Any = _class(f"{_INDEXER}.GetPodScoresRequest")
+GetPodScoresResponse: Any = _class(f"{_INDEXER}.GetPodScoresResponse")
 
 EXT_PROC_SERVICE = f"{_EXT_PROC}.ExternalProcessor"
 HEALTH_SERVICE = f"{_HEALTH}.Health"
+INDEXER_SERVICE = f"{_INDEXER}.IndexerService"

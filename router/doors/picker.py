@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
+from router.doors.names import address_of
 from router.doors.reservations import Outcome, Reservation
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.proxy import Attempt, Dialect, error_body
@@ -351,11 +352,6 @@ class Pick:
 
 
 # --- messages -------------------------------------------------------------------------------------
-
-
-def address_of(replica: Replica) -> str:
-    """Its `ip:port`, IPv6 in brackets."""
-    return replica.origin.key.partition("://")[2]
 
 
 def _eligible(message: Any) -> IsEligible | None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from router.config import RouterConfig
-from router.doors import Desk, worker_number
+from router.doors import Desk, address_of, worker_number
 from router.feed import Feed, SourceFeedStatistics
 from router.http.access import Guard
 from router.http.proxied_paths import ProxiedPaths
@@ -252,7 +252,7 @@ def selection_view(
         worker_id=worker_number(replica.id),
         dp_rank=candidate.dp_rank,
         endpoint=str(replica.origin),
-        address=_address(replica),
+        address=address_of(replica),
         headers={} if attempt is None else _headers_of(replica, attempt),
         body_fields=dict(fields),
         block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
@@ -273,12 +273,6 @@ def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]
     if model is None or not model.index.holds(source):
         return []
     return [model.index.explain(prompt, source) for prompt in decision.prompts]
-
-
-def _address(replica: Replica) -> str:
-    origin = replica.origin
-    shown = f"[{origin.host}]" if ":" in origin.host else origin.host
-    return f"{shown}:{origin.port}"
 
 
 def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:

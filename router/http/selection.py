@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.types import Receive
 
-from router.doors import NOBODY, Caller, Outcome, Question, Reservation, worker_number
+from router.doors import NOBODY, Caller, Outcome, Question, Reservation, names_of, worker_number
 from router.doors.desk import new_id
 from router.errors import (
     BadRequest,
@@ -289,7 +289,7 @@ def _eligible(fields: Any) -> IsEligible | None:
         return None
 
     def is_eligible(replica: Replica) -> bool:
-        names = replica.id, str(replica.origin), replica.origin.key.partition("://")[2]
+        names = names_of(replica)
         if only is not None and only.isdisjoint(names):
             return False
         if numbers is not None and worker_number(replica.id) not in numbers:

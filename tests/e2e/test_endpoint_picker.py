@@ -14,7 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from router.doors.messages import HEALTH_SERVICE, HealthCheckRequest, HealthCheckResponse
+from router.doors.messages import (
+    HEALTH_SERVICE,
+    INDEXER_SERVICE,
+    GetPodScoresRequest,
+    GetPodScoresResponse,
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
 from tests.e2e.test_selection import PROMPT_TOKENS, TURNS, fresh_replicas, play
 from tests.support.actual_hits import cached_tokens, until_told
 from tests.support.engine_process import engine_processes, simulated
@@ -351,3 +358,30 @@ async def test_a_crowd_with_cancels_and_a_dead_endpoint_leaves_no_booking(
         assert statuses.count(200) > 200
         await until_unbooked(router)
         router.check_log()
+
+
+async def test_llm_d_s_question_is_answered_on_the_same_port() -> None:
+    """Blocks of a text by address; pods may be named with their port or without."""
+    model, text = unique("text"), "the quick brown fox " * 8
+    config = {**CONFIG, "models": [{"name": model, "tokenizer": "replica"}]}
+    with router_process(config) as router:
+        async with engines(2, model=model, has_events=True) as stubs, router.serving(*stubs):
+            holder = stubs[1]
+            holder.store(list(text.encode())[:128])
+            await router.until_applied(holder)
+            async with grpc.aio.insecure_channel(picker_of(router)) as channel:
+                scores = channel.unary_unary(
+                    f"/{INDEXER_SERVICE}/GetPodScores",
+                    request_serializer=GetPodScoresRequest.SerializeToString,
+                    response_deserializer=GetPodScoresResponse.FromString,
+                )
+                address = f"127.0.0.1:{holder.port}"
+                for pods in ([], ["127.0.0.1"], [address]):
+                    asked = GetPodScoresRequest(prompt=text, model_name=model, pod_identifiers=pods)
+                    found = (await scores(asked)).scores
+                    assert [(each.pod, each.score) for each in found] == [(address, 8.0)]
+                asked = GetPodScoresRequest(prompt=text, model_name=model, pod_identifiers=["x:1"])
+                assert list((await scores(asked)).scores) == []
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await scores(GetPodScoresRequest(prompt=text, model_name="nobody-has-it"))
+                assert refused.value.code() is grpc.StatusCode.NOT_FOUND
