@@ -29,11 +29,11 @@ knows Python:
     tracing/         to which trace a request belongs, and its spans
     sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
-    preparing.py     which token ids requests of the data plane ask for
-    placing.py       what the data plane may decide without Python
     process.py       what every process does: its log, its sockets
     workers/         several processes that are one router
     http/            every line that knows ASGI, FastAPI or uvicorn
+    preparing.py     which token ids requests of the data plane ask for
+    placing.py       what the data plane may decide without Python
     picking.py       the endpoint picker's gRPC server, wired; only where it listens
     reload.py        takes over a changed configuration
     serve.py         the ASGI application, uvicorn, signals

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +19,7 @@ from async_timeout import timeout
 from typing_extensions import override
 
 from router.config import RouterConfig
+from router.errors import UnknownModel
 from router.index import SourceId
 from router.mirror.native import NativeMirror
 from router.plane import Addresses, DataPlane
@@ -29,15 +32,20 @@ from router.replicas import (
 )
 from router.replicas.core_load import CoreLoadTracker
 from router.routing.core_planner import CorePlanner
+from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.models import Model
-from router.tokenize import PromptLimits
+from router.tokenize import HintForm, PromptLimits
 
 if TYPE_CHECKING:
     from router._core import Placing
     from router.service import RouterService
 
 REFRESH_S = 0.05
+_LOOK_AGAIN_S = 0.25
+"""After so long, whatever nobody tells of."""
+MAX_ADAPTERS = 256
+"""That the core knows; the one that was named least recently is forgotten."""
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
 
 
@@ -64,6 +72,7 @@ class NativeDecisions(ReplicaListener):
         """
         self._shows_hits = shows_hits
         self._service = service
+        self._models = service.models
         self._parts = parts
         self._addresses = addresses
         core = import_module("router._core")
@@ -75,7 +84,26 @@ class NativeDecisions(ReplicaListener):
         self._told: Any = None
         self._is_on = False
         self._has_changed = asyncio.Event()
+        self._wanted: OrderedDict[str, None] = OrderedDict()
+        """Adapters that requests have named, the latest at the end."""
+        self._forms: dict[str, HintForm | None] = {}
+        """How replicas are told what to keep, by name."""
+        self._seen: Any = None
+        self._seen_at = -math.inf
         service.registry.subscribe(self)
+
+    def want(self, adapter: str) -> None:
+        """Have the core know an adapter, since a request has named it."""
+        if adapter not in self._wanted:
+            self._has_changed.set()
+            if len(self._wanted) >= MAX_ADAPTERS:
+                self._wanted.popitem(last=False)
+        self._wanted[adapter] = None
+        self._wanted.move_to_end(adapter)
+
+    def hint_form(self, name: str) -> HintForm | None:
+        """How the replicas of a name are told what to keep; None where they are not."""
+        return self._forms.get(name)
 
     def under_way(self) -> int:
         """Requests that the core has placed and that have not ended."""
@@ -84,7 +112,9 @@ class NativeDecisions(ReplicaListener):
     async def run(self, plane: DataPlane) -> None:
         """Keep it true until cancelled."""
         while True:
-            self._has_changed.clear()
+            if self._has_changed.is_set():
+                self._seen = None
+                self._has_changed.clear()
             self._refresh(plane)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with timeout(REFRESH_S):
@@ -121,19 +151,32 @@ class NativeDecisions(ReplicaListener):
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)
-        if may:
+        if may and self._is_due():
             self._tell()
 
+    def _is_due(self) -> bool:
+        """Whether something may have changed that the core should know."""
+        now = asyncio.get_running_loop().time()
+        caches = [(model.name, model.index.slots, model.index.searches) for model in self._models]
+        seen = caches, set(self._service.feed.suspects)
+        if seen == self._seen and now - self._seen_at < _LOOK_AGAIN_S:
+            return False
+        self._seen, self._seen_at = seen, now
+        return True
+
     def _tell(self) -> None:
-        models, caches, told = [], {}, []
-        for model in self._service.models:
-            found = self._served(model)
+        models, caches, told, forms = [], {}, [], {}
+        ways: dict[str, Any] = {}
+        for name, model, adapter in self._names():
+            found = self._served(name, model, adapter, ways)
             if found is None:
                 continue
-            name, fields, seen, numbers = found
+            fields, fleet, form = found
             models.append((name, *fields))
-            caches.update(numbers)
-            told.append((name, seen))
+            caches.update(self._numbers(fleet))
+            told.append((name, fleet, *fields))
+            forms[name] = form
+        self._forms = forms
         if told == self._told:
             return
         self._told = told
@@ -143,42 +186,60 @@ class NativeDecisions(ReplicaListener):
             in_mirror[number] = other
         self._placing.serve(models, in_mirror)
 
-    def _served(self, model: Model) -> tuple[str, Any, Any, dict[int, int]] | None:
-        """What the core is told of a model, what that depends on, and the mirror's numbers of its
-        caches; None where Python has to look at its requests."""
-        index, planner = model.index, self._parts.planner
-        replicas = list(self._service.registry.serving(model.name))
-        if not replicas or model.aliases:
-            return None
-        if self._is_closely_watched(model, replicas):
-            return None
-        if index.searches:
-            return None
-        ways = [self._way(replica) for replica in replicas]
-        if any(way is None for way in ways):
-            return None
-        fleet = planner.fleet_of(model.name, replicas, index)
-        longest = longest_certain(replicas, model.name) or _ANY_LENGTH
-        caches = {
-            self._parts.load.books.cache_id(*source): self._parts.mirror.number_of(source)
-            for source in fleet.caches
-        }
-        number = self._parts.mirror.number_of_model(model.name)
-        first_byte_s = self._service.config.server.timeouts.first_byte_s
-        fields = (
-            *(model.name, number, fleet.core, index.shared, ways, longest),
-            *(None, first_byte_s, False),
-        )
-        return model.name, fields, (fleet, ways, longest), caches
+    def _names(self) -> Iterator[tuple[str, Model, str | None]]:
+        """What requests may name, with the model and the adapter that it stands for."""
+        for model in self._models:
+            yield from ((name, model, None) for name in model.names)
+        for name in list(self._wanted):
+            try:
+                model, adapter = self._models.resolve(name)
+            except UnknownModel:
+                del self._wanted[name]
+                continue
+            if adapter is not None:
+                yield name, model, adapter
 
-    def _is_closely_watched(self, model: Model, replicas: Sequence[Replica]) -> bool:
+    def _numbers(self, fleet: KnownFleet) -> dict[int, int]:
+        """The mirror's numbers of its caches, by those of the books."""
+        books, mirror = self._parts.load.books, self._parts.mirror
+        return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
+
+    def _served(
+        self, name: str, model: Model, adapter: str | None, ways: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], KnownFleet, HintForm | None] | None:
+        """What the core is told of a name; None where Python has to look at its requests."""
+        index, planner = model.index, self._parts.planner
+        replicas = self._service.dispatcher.serving(model, adapter)
+        if not replicas or index.searches or self._is_closely_watched(replicas):
+            return None
+        forms = {model.hint_form(replica) for replica in replicas}
+        for replica in replicas:
+            if replica.id not in ways:
+                ways[replica.id] = self._way(replica)
+        known = [ways[replica.id] for replica in replicas]
+        if len(forms) > 1 or any(way is None for way in known):
+            return None
+        named = [
+            (*way, _name_at(replica, name, model))
+            for way, replica in zip(known, replicas, strict=True)
+        ]
+        fleet = planner.fleet_of(model.name if adapter is None else name, replicas, index)
+        longest = longest_certain(replicas, name) or _ANY_LENGTH
+        (form,) = forms
+        fields = (
+            *(model.name, self._parts.mirror.number_of_model(model.name)),
+            *(fleet.core, index.shared, named, longest, adapter),
+            *(self._service.config.server.timeouts.first_byte_s, form is not None),
+        )
+        return fields, fleet, form
+
+    def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
         """Whether something is said to engines, or estimated of them, that is made in Python."""
         approximate = self._service.approximate
         silent = () if approximate is None else approximate.silent
         return any(
             replica.priority_order is not None
             or replica.peer_address is not None
-            or model.hint_form(replica) is not None
             or not replica.sources
             or SourceId(replica.id) in silent
             for replica in replicas
@@ -200,8 +261,14 @@ class NativeDecisions(ReplicaListener):
             ((b"x-kv-replica", replica.id.encode()),),
             (times.connect_s, times.whole_response_s, times.idle_s),
             self._shows_hits,
-            "",
         )
+
+
+def _name_at(replica: Replica, name: str, model: Model) -> str:
+    """What a replica calls a model; empty where that is what the client does."""
+    if replica.serves(name):
+        return ""
+    return next((each for each in model.names if each in replica.served.models), "")
 
 
 def native_decisions(
@@ -225,12 +292,10 @@ def _asks_for_more(config: RouterConfig) -> bool:
     """Whether requests are told apart, put in line, traced or logged one by one."""
     server = config.server
     asked: Sequence[Callable[[], object] | object] = (
-        server.client_keys,
         server.trusted_proxies,
         server.trust_client_rank,
         config.overload.is_queueing,
         config.observability.access_log,
         config.versioned_models,
-        config.owns_priority,
     )
     return any(asked)

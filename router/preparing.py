@@ -13,12 +13,20 @@ import asyncio
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from router.errors import RequestError
+from router.http.access import Key
+from router.http.gateway import tenant_salt
+from router.index import SourceId
+from router.observability.request_observer import Settled
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
-from router.tokenize import Endpoint, TokenizedPrompt
+from router.routing.models import Model
+from router.routing.planner import prepare
+from router.steering import STEP, Said
+from router.tokenize import Endpoint, HintForm, TokenizedPrompt, with_hints
 from router.upstream import Header
 
 if TYPE_CHECKING:
@@ -30,16 +38,48 @@ PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
 """The paths of such requests, by the numbers that the core knows them by."""
 
 
+MAX_FOLLOWED = 16_384
+"""Requests whose end somebody waits for; of one whose client left early it is never told."""
+
+
+class Names(Protocol):
+    """What the core knows by which name."""
+
+    def want(self, adapter: str) -> None:
+        """A request names an adapter."""
+
+    def hint_form(self, name: str) -> HintForm | None:
+        """How the replicas of a name are told what to keep; None where they are not."""
+
+
+class _Hinted(NamedTuple):
+    """A prompt of which some prefixes had been named to engines."""
+
+    model: Model
+    lengths: list[int]
+
+
 class Preparation:
-    """Belongs to one event loop.
+    """Belongs to one event loop."""
 
-    Args:
-        dispatcher: Knows the models.
-    """
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        names: Names | None,
+        check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
+    ) -> None:
+        """
+        Args:
+            dispatcher: Knows the models.
+            names: What the core knows; None: nothing, so that it never asks.
+            check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
+                none is needed.
+        """
         self._dispatcher = dispatcher
+        self._names = names
+        self._check_key = check_key
         self._tasks: set[asyncio.Task[None]] = set()
+        self._followed: dict[int, _Hinted] = {}
         self.plane: Plane | None = None
         """The core's; it is there before any request."""
 
@@ -48,15 +88,16 @@ class Preparation:
         """Requests whose prompts are being tokenised."""
         return len(self._tasks)
 
-    def prepare(self, number: int, path: int, _headers: list[Header], body: bytes) -> None:
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
         """Read a prompt, and answer.
 
         Args:
             number: Of the request, in the core.
             path: Its place among `PREPARED`.
+            headers: Names in lower case, where keys are checked.
             body: As the client sent it.
         """
-        asked = self._read(PREPARED[path], body)
+        asked = self._read(PREPARED[path], headers, body)
         if asked is None:
             self._open(number)
             return
@@ -69,11 +110,38 @@ class Preparation:
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._tokenized, number))
 
-    def _read(self, endpoint: Endpoint, body: bytes) -> Asked | None:
+    def settled(self, number: int, settled: Settled) -> None:
+        """A request that was placed has ended.
+
+        Args:
+            number: Of the request.
+            settled: What became of it.
+        """
+        hinted = self._followed.pop(number, None)
+        if hinted is not None:
+            model, lengths = hinted
+            announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
+            step = STEP if announced is None else announced.scheduler_block_size or STEP
+            model.steering.came_of(lengths, settled.tokens[2], step)
+
+    def forget(self, number: int) -> None:
+        """A request is served by others."""
+        self._followed.pop(number, None)
+
+    def _read(self, endpoint: Endpoint, headers: list[Header], body: bytes) -> Asked | None:
+        """What a usual request asks for; None for all others."""
         if len(body) > INLINE_BODY_BYTES:
             return None
         try:
-            asked = self._dispatcher.read(endpoint, body)
+            key = None if self._check_key is None else self._check_key(dict(headers))
+            if key is not None and not _is_simple(key, headers):
+                return None
+            asked = self._dispatcher.read(
+                endpoint,
+                body,
+                salt=tenant_salt(key, endpoint.value),
+                tenant="" if key is None or key.owner is None else key.name,
+            )
         except RequestError:
             return None
         spec = asked.spec
@@ -83,8 +151,13 @@ class Preparation:
             and spec.stored_response is None
             and asked.target is None
             and not spec.has_report_mode
+            and (spec.model or not asked.model.aliases)
         )
-        return asked if is_usual else None
+        if not is_usual:
+            return None
+        if asked.lora_name is not None and self._names is not None:
+            self._names.want(spec.model or "")
+        return asked
 
     async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
         started = time.perf_counter()
@@ -107,23 +180,43 @@ class Preparation:
         if not tokenized.exact or not tokenized.token_ids:
             self._open(number)
             return
-        changed = None if asked.body is body else asked.body
+        name = spec.model or asked.model.name
+        sent, keep = self._steer(number, name, asked, tokenized)
         session = (asked.session or "").encode("utf-8", "surrogatepass")
         more = None
-        if changed is not None or tokenized.cache_salt is not None or session or asked.tenant:
-            more = changed, tokenized.cache_salt, session, asked.tenant, (), ()
+        if sent is not body or tokenized.cache_salt is not None or session or asked.tenant or keep:
+            changed = None if sent is body else sent
+            more = changed, tokenized.cache_salt, session, asked.tenant, (), keep
         assert self.plane is not None
-        self.plane.place(
-            number,
-            spec.model or asked.model.name,
-            tokenized.token_ids,
-            spec.stream,
-            spec.choices == 1,
-            False,
-            seconds,
-            more,
-        )
+        tokens, is_comparable = tokenized.token_ids, spec.choices == 1
+        self.plane.place(number, name, tokens, spec.stream, is_comparable, False, seconds, more)
+
+    def _steer(
+        self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt
+    ) -> tuple[bytes, Sequence[int]]:
+        """The body with what its engine should keep of the prompt, and the lengths of that."""
+        form = None if self._names is None else self._names.hint_form(name)
+        spec, model = asked.spec, asked.model
+        if form is None or not form.is_read_at(spec.endpoint):
+            return asked.body, ()
+        (prompt,) = prepare(model.index, [tokenized])
+        keys = prompt.prefix_keys(STEP)
+        lengths = model.steering.named(keys)
+        if lengths and len(self._followed) < MAX_FOLLOWED:
+            self._followed[number] = _Hinted(model, lengths)
+        said = Said.NOTHING if asked.session is None else Said.SESSION
+        said = Said.RETENTION if spec.keeps_prompt else said
+        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, said)
+        body = with_hints(asked.body, spec.endpoint, form, *hints)
+        return body, () if body is asked.body else hints.keep
 
     def _open(self, number: int) -> None:
         assert self.plane is not None
         self.plane.open(number)
+
+
+def _is_simple(key: Key, headers: list[Header]) -> bool:
+    """Whether nothing of its holder is counted; with a salt, an engine must read the body as the
+    router does."""
+    types = sum(name == b"content-type" for name, _ in headers)
+    return key.usage is None and (key.cache_salt is None or types <= 1)

@@ -34,7 +34,7 @@ from router.board import Board
 from router.config import RouterConfig
 from router.doors.desk import Desk, DeskParts
 from router.errors import ConfigError, ConfigProblem
-from router.http.access import Guard
+from router.http.access import KEY_HEADERS, Guard
 from router.http.access_log import logged
 from router.http.api import create_api
 from router.http.connection_guard import (
@@ -492,17 +492,21 @@ async def _serve_behind_plane(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
         behind = stack.enter_context(contextlib.closing(_local_listener(f"{folder}/control")))
         listener = stack.enter_context(contextlib.closing(_listener(config, None)))
-        preparation = Preparation(service.dispatcher)
+        guard = app.gateway.guard
+        natives = native_decisions(service, proxy.addresses, guard.clients_see_hits)
+        check_key = functools.partial(guard.check, "client", {})
+        preparation = Preparation(
+            service.dispatcher, natives, check_key if guard.needs_key("client") else None
+        )
         control = f"{folder}/control"
         plane = _plane(service, app, proxy, preparation, reserved_from, control)
-        natives = native_decisions(service, proxy.addresses, app.gateway.guard.clients_see_hits)
         server = _ServerBehindPlane(_plain_config(app), service, plane, natives, preparation)
 
         async def listens() -> None:
             listeners = [os.dup(listener.fileno()) for _ in range(config.server.threads)]
             plane.start(listeners, certificates.secured)
             preparation.plane = plane.plane
-            app.gateway.guard.on_host = plane.plane.accept_host
+            guard.on_host = plane.plane.accept_host
             server.start_deciding()
             _announce(listener, config)
 
@@ -618,11 +622,11 @@ def _plane(
         _plane_options(service, app, reserved_from),
         path,
         functools.partial(_count_refusal, service),
-        functools.partial(_settle, service),
+        functools.partial(_settle, service, preparation),
         lambda failed: service.observers.handed_over(
             failed.replica, failed.failure, failed.retry_after_s
         ),
-        preparation.prepare,
+        preparation,
     )
 
 
@@ -642,6 +646,8 @@ def _plain_config(app: RouterApp) -> uvicorn.Config:
 
 def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -> PlaneOptions:
     server, limits = service.config.server, PoolLimits()
+    needs_key = app.gateway.guard.needs_key("client")
+    usual = USUAL_HEADERS | frozenset(KEY_HEADERS) if needs_key else USUAL_HEADERS
     return PlaneOptions(
         head_bytes=server.max_header_bytes,
         max_body_bytes=server.max_body_bytes,
@@ -654,8 +660,10 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(reserved_from, 2**31 - 1),
         dropped=app.gateway.dropped,
-        decided_without=USUAL_HEADERS - {service.config.policy.session_header.encode()},
-        checks_hosts=not app.gateway.guard.needs_key("client"),
+        decided_without=usual - {service.config.policy.session_header.encode()},
+        decides_alone=not needs_key,
+        prepares_by_fields=needs_key,
+        checks_hosts=not needs_key,
         prepared=tuple(
             (endpoint.value.encode(), DIALECTS.index(dialect_of(endpoint.value)))
             for endpoint in PREPARED
@@ -663,11 +671,12 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
     )
 
 
-def _settle(service: RouterService, *what: Any) -> None:
+def _settle(service: RouterService, preparation: Preparation, number: int, *what: Any) -> None:
     """The core has served a request by itself."""
     settled = Settled(*what)
     asked = AskedInCore(*settled.asked)
     path = PREPARED[asked.path].value
+    preparation.settled(number, settled)
     service.observers.settle(settled._replace(asked=asked), path, service.config.policy.name)
 
 

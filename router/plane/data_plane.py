@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
@@ -66,6 +66,23 @@ class _Unread:
     bytes: int = 0
 
 
+class Prepares(Protocol):
+    """Reads the prompts of requests that the core holds."""
+
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
+        """Read a prompt, and answer `Plane.place` or `Plane.open`.
+
+        Args:
+            number: Of the request.
+            path: Its place among `PlaneOptions.prepared`.
+            headers: Names in lower case; empty but with `PlaneOptions.prepares_by_fields`.
+            body: As the client sent it.
+        """
+
+    def forget(self, number: int) -> None:
+        """The request is opened."""
+
+
 class DataPlane:
     """Belongs to one event loop, on which it calls."""
 
@@ -78,7 +95,7 @@ class DataPlane:
         on_refusal: Callable[[str], object],
         on_settled: Callable[..., object],
         on_handed_over: Callable[[FailedFirst], object],
-        on_prepare: Callable[[int, int, list[Header], bytes], None],
+        prepares: Prepares,
     ) -> None:
         """
         Args:
@@ -87,10 +104,9 @@ class DataPlane:
             options: Of the core.
             control_path: The Unix socket of the application behind.
             on_refusal: Told why the core ended a connection by itself.
-            on_settled: Told of a request that the core decided, when it is over.
+            on_settled: Told of a request that the core decided, when it is over: its number first.
             on_handed_over: Told of a replica that did not serve such a request; it is opened next.
-            on_prepare: Reads the prompt of a request: by its number, that of its path, its fields
-                if they are wanted, and its body. It answers `Plane.place` or `Plane.open`.
+            prepares: Reads prompts.
         """
         self._handler = handler
         self._proxy = proxy
@@ -99,6 +115,7 @@ class DataPlane:
         self._on_refusal = on_refusal
         self._on_settled = on_settled
         self._on_handed_over = on_handed_over
+        self._prepares = prepares
         self._exchanges: dict[int, PlaneExchange] = {}
         self._failed_first: dict[int, FailedFirst] = {}
         """Until the request is opened."""
@@ -107,7 +124,7 @@ class DataPlane:
         self._plane: Plane | None = None
         self._told: dict[str, Callable[..., None]] = {
             "opened": self._opened,
-            "prepare": on_prepare,
+            "prepare": prepares.prepare,
             "body": self._body,
             "left": self._left,
             "failed": self._failed,
@@ -215,6 +232,7 @@ class DataPlane:
         if opens is None:
             self._control(exchange, len(body), is_whole)
             return
+        self._prepares.forget(number)
         self._exchanges[number] = exchange
         exchange.failed_first = self._failed_first.pop(number, None)
         exchange.on_over = self._forget
@@ -248,8 +266,8 @@ class DataPlane:
 
     # --- of requests that were sent on ------------------------------------------------------------
 
-    def _settled(self, _number: int, *what: Any) -> None:
-        self._on_settled(*what)
+    def _settled(self, number: int, *what: Any) -> None:
+        self._on_settled(number, *what)
 
     def _handed_over(self, number: int, *what: Any) -> None:
         self._failed_first[number] = failed = FailedFirst(*what)

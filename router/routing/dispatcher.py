@@ -251,6 +251,15 @@ class Dispatcher:
         replicas = asked.among(replicas)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
+    def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
+        """The replicas that requests for a model go to, or for an adapter of it.
+
+        Args:
+            model: The base model.
+            lora_name: The adapter.
+        """
+        return list(self._serving(model, lora_name).values())
+
     def have_room(self, decision: Decision) -> bool:
         """Whether one of the replicas that could serve a request has room for it now. Who was told
         off since stands in a line with others: that must not keep them from starting."""

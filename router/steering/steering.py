@@ -109,7 +109,20 @@ class Steering:
             cached_tokens: The prompt's hit where it is sent.
             step: Tokens from one length of a hit to the next, at most.
         """
-        lengths = [self._named[key] for key in keys if key in self._named]
+        self.came_of(self.named(keys), cached_tokens, step)
+
+    def named(self, keys: Sequence[int]) -> list[int]:
+        """The lengths of a prompt's prefixes that were named, for `came_of`."""
+        return [self._named[key] for key in keys if key in self._named]
+
+    def came_of(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
+        """As `look_up`, where it is known only later where a prompt is sent.
+
+        Args:
+            lengths: From `named`, before `hints`.
+            cached_tokens: As for `look_up`.
+            step: As for `look_up`.
+        """
         if not lengths:
             return
         counts, longest = self._counts, lengths[-1]

@@ -38,9 +38,15 @@ NATIVE = {"server": {"data_plane": "native", "threads": 2}, "health": QUICK_HEAL
 WITHOUT_PYTHON = "decided by the data plane"
 
 
+MODELS = [
+    {"name": "aliased", "aliases": ["alias"], "lora_adapters": ["style"]},
+    {"name": "told", "retention_hints": "always"},
+]
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[RouterProcess]:
-    with router_process(NATIVE) as started:
+    with router_process({**NATIVE, "models": MODELS}) as started:
         yield started
 
 
@@ -217,6 +223,81 @@ def _received(stub: EngineStub, path: str) -> tuple[str, dict[str, str], bytes]:
         if name not in ("x-request-id", "x-unusual")
     }
     return request.target, told, request.body
+
+
+async def until_decided(router: RouterProcess, model: str, prompt: Any, number: int) -> int:
+    """Ask for a name until the core decides; return how many requests that took in all."""
+    while True:
+        body = {"model": model, "prompt": prompt, "max_tokens": 2}
+        assert (await router.post("/v1/completions", body)).status == 200
+        number += 1
+        if (await last_request(router, number))["reason"] == WITHOUT_PYTHON:
+            return number
+
+
+@pytest.mark.parametrize("name", ["aliased", "alias", "style"])
+async def test_every_name_of_a_model_is_decided_in_the_core(
+    router: RouterProcess, name: str
+) -> None:
+    """One replica calls it by the one name, one by the other, and one has the adapter."""
+    async with (
+        EngineStub("aliased", has_events=True, adapters=("style",)) as first,
+        EngineStub("alias", has_events=True) as second,
+        router.serving(first, second),
+    ):
+        number = len((await router.get("/requests")).json["requests"])
+        number = await until_decided(router, name, prompt_ids(64, 900), number)
+        for seed, stub in enumerate([first, second] * 4):
+            ids = prompt_ids(320, 40 + seed)
+            stub.store(ids)
+            await router.until_applied(stub)
+            body = {"model": name, "prompt": [*ids, 7], "max_tokens": 2}
+            found = []
+            for headers in ({}, {"x-unusual": "1"}):
+                answer = await router.post("/v1/completions", body, headers)
+                number += 1
+                request = await last_request(router, number)
+                assert (request["reason"] == WITHOUT_PYTHON) == (not headers)
+                chosen = {each.name: each for each in (first, second)}[request["replica"]]
+                found.append((_told(answer), _received(chosen, "/v1/completions")))
+            assert found[0] == found[1]
+
+
+async def test_what_an_engine_should_keep_is_said_by_the_core(router: RouterProcess) -> None:
+    """It is found in Python, which says it with the token ids."""
+    async with EngineStub("told", has_events=True) as stub, router.serving(stub):
+        number = len((await router.get("/requests")).json["requests"])
+        number = await until_decided(router, "told", prompt_ids(64, 900), number)
+        document = prompt_ids(640, 1)
+        for question in range(3):
+            ids = [*document, *prompt_ids(100, 50 + question)]
+            body = {"model": "told", "prompt": ids, "max_tokens": 2}
+            assert (await router.post("/v1/completions", body)).status == 200
+            number += 1
+            assert (await last_request(router, number))["reason"] == WITHOUT_PYTHON
+        keep = stub.requests[-1].json["kv_transfer_params"]["kvroute"]["keep"]
+        assert any(640 <= length < 740 for length in keep)
+
+
+async def test_keys_are_checked_and_their_salts_are_sent() -> None:
+    """A request without limits is read with its key in Python, and decided in the core."""
+    keys = [{"name": "a", "key": "key-of-a", "cache_salt": "tenant-a"}]
+    config = {**NATIVE, "server": {**NATIVE["server"], "client_api_keys": keys}}
+    with router_process(config) as router:
+        async with engines(1, has_events=True) as (stub,), router.serving(stub):
+            body = {"model": stub.model, "prompt": prompt_ids(64, 1), "max_tokens": 2}
+            allowed = {"authorization": "Bearer key-of-a"}
+            number = 0
+            while True:
+                assert (await router.post("/v1/completions", body, allowed)).status == 200
+                number += 1
+                if (await last_request(router, number))["reason"] == WITHOUT_PYTHON:
+                    break
+            assert "cache_salt" in stub.requests[-1].json
+            assert "authorization" not in stub.requests[-1].headers
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                refused = await router.post("/v1/completions", body, headers)
+                assert (refused.status, len(stub.requests)) == (401, number)
 
 
 async def test_a_page_that_calls_the_router_by_its_own_name_is_refused(
