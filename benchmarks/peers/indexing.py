@@ -5,11 +5,13 @@ from __future__ import annotations
 import array
 import gc
 import json
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from typing import Any, TypeVar
 
 from benchmarks.figures import report
@@ -349,6 +351,52 @@ def route_over_http(settings: Settings) -> None:
                 p99_ms=round(measured["latency_p99_us"] / 1e3, 3),
                 cpu_us=round(used / measured["requests"] * 1e6, 1),
             )
+
+
+def reserve_over_http(settings: Settings) -> None:
+    """The same of `/select_and_reserve`, each reservation ended before the next one is made. The
+    CPU time is that of both requests."""
+    sources = settings.route_sources
+    for tokens in settings.prompt_tokens:
+        for server, publisher in _each(settings, "reserve", sources, DynamoSelector):
+            data = [
+                publisher.messages(number, batches(_two_groups(held)))
+                for number, held in _held(sources, tokens)
+            ]
+            publisher.send(data)
+            whole = run_tokens(1, tokens)
+            _wait_for(server, whole, tokens // BLOCK_SIZE)
+            server.process.wait_until_idle()
+            before = server.process.cpu_s()
+            seconds = _reservations(server.port, json.dumps(server.body(whole)), settings.seconds)
+            used = server.process.cpu_s() - before
+            report(
+                "reserve",
+                of=server.name,
+                sources=sources,
+                tokens=tokens,
+                p50_ms=round(statistics.median(seconds) * 1e3, 3),
+                cpu_us=round(used / len(seconds) * 1e6, 1),
+            )
+
+
+def _reservations(port: int, question: str, seconds: float) -> list[float]:
+    """How long each took to be made."""
+    found: list[float] = []
+    headers = {"content-type": "application/json"}
+    connection = HTTPConnection("127.0.0.1", port)
+    with closing(connection):
+        connection.connect()
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until or not found:
+            before = time.perf_counter()
+            connection.request("POST", "/select_and_reserve", question, headers)
+            answer = json.loads(connection.getresponse().read())
+            found.append(time.perf_counter() - before)
+            connection.request("DELETE", f"/reservations/{answer['selection_id']}")
+            assert connection.getresponse().read() is not None
+    return found
 
 
 def _two_groups(tokens: list[int]) -> list[Any]:

@@ -24,6 +24,7 @@ ROWS: dict[str, Callable[[Settings], None]] = {
     "apply": indexing.apply_in_process,
     "match": indexing.match_in_process,
     "route": indexing.route_over_http,
+    "reserve": indexing.reserve_over_http,
     "event_to_answer": indexing.event_to_answer,
     "memory": indexing.memory,
     "ids_and_events": proxying.requests_of_ids,

@@ -78,7 +78,7 @@ def test_each_row_runs_without_peers() -> None:
     """Minutes of measuring must not end in a mistake of the script."""
     sizes = "--rounds 1 --seconds 0.2 --blocks 512 --blocks-per-event 8 --tokens 1024 --sources 2"
     more = "--match-replicas 2 --memory-blocks 2048 --kilobytes 1 --streams 2"
-    rows = "--rows apply match events_to_index ids_and_events streams"
+    rows = "--rows apply match events_to_index reserve ids_and_events streams"
     command = [sys.executable, "-m", "benchmarks.peers.run", "--alone"]
     done = subprocess.run(
         [*command, *rows.split(), *sizes.split(), *more.split()],
