@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.routing import Route
 from starlette.types import Receive
 
 from router.doors import NOBODY, Caller, Outcome, Question, Reservation, names_of, worker_number
@@ -43,6 +45,7 @@ from router.tokenize import Endpoint
 
 MAX_REPORT_BYTES = 65_536
 _JSON = "application/json"
+_EVERY_REQUEST = ("/select_and_reserve", "/reservations/{")
 _NOTED = StatusView(status="ok")
 _RESERVED = (
     *(*REFUSED_BODY, *NOT_ROUTED, ReservationExists()),
@@ -82,6 +85,25 @@ def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
     _add_selecting(app, doors, access)
     _add_reservations(app, doors, access)
     _add_reports(app, doors, access)
+    _take_the_short_way(app, access)
+
+
+def _take_the_short_way(app: FastAPI, access: Access) -> None:
+    """Serve what is asked for every request without FastAPI's dependencies, which take half of the
+    time; errors are handled as all others."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute)]:
+        if route.path.startswith(_EVERY_REQUEST):
+            app.router.routes.insert(0, _quick(route, access))
+
+
+def _quick(route: APIRoute, access: Access) -> Route:
+    async def serve(request: Request) -> Response:
+        request.scope["route"] = route
+        await access.check(request)
+        response: Response = await route.endpoint(request, **request.path_params)
+        return response
+
+    return Route(route.path, serve, methods=route.methods)
 
 
 def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
