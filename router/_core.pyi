@@ -456,6 +456,9 @@ class Plane:
                 response, and lengths to keep.
         """
     def open(self, id: int) -> None: ...
+    def hold_back(self) -> None:
+        """Until `wake`, the threads are woken for a few commands at a time."""
+    def wake(self) -> None: ...
     def accept_host(self, host: bytes) -> None: ...
     def respond(
         self, id: int, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes

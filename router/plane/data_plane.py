@@ -188,8 +188,13 @@ class DataPlane:
     # --- events -----------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
-        for event in self.plane.take():
-            self._tell(*event)
+        plane = self.plane
+        plane.hold_back()
+        try:
+            for event in plane.take():
+                self._tell(*event)
+        finally:
+            plane.wake()
 
     def _tell(self, kind: str, number: int, *what: Any) -> None:
         """An event. Whatever fails in it ends this request and no other."""

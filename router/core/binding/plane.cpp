@@ -413,6 +413,8 @@ void kvroute::binding::bind_plane(nb::module_& module) {
             self.hosts().accept({host.c_str(), host.size()});
         })
         .def("open", [](Plane& self, ExchangeId id) { self.send({id, Open{}}); })
+        .def("hold_back", &Plane::hold_back)
+        .def("wake", &Plane::wake)
         .def("respond", &respond)
         .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })
         .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })

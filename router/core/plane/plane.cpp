@@ -3,6 +3,11 @@
 #include <algorithm>
 
 namespace kvroute::plane {
+namespace {
+
+constexpr u32 kMostHeldBack = 4;
+
+}  // namespace
 
 Plane::Plane(Options options, Secured secured, const std::vector<int>& listeners)
     : common_(std::move(options)) {
@@ -22,7 +27,18 @@ void Plane::secure(Secured secured) {
 
 void Plane::send(Command command) {
     const std::size_t number = command.id >> 56;
-    if (number < threads_.size()) threads_[number]->send(std::move(command));
+    if (number >= threads_.size()) return;
+    threads_[number]->send(std::move(command), !is_held_back_);
+    if (is_held_back_ && ++held_back_ >= kMostHeldBack) {
+        wake();
+        is_held_back_ = true;
+    }
+}
+
+void Plane::wake() {
+    is_held_back_ = false;
+    if (std::exchange(held_back_, 0) == 0) return;
+    for (auto& thread : threads_) thread->wake_for_mail();
 }
 
 void Plane::give_up(const std::string& origin, double silent_s) {

@@ -22,6 +22,10 @@ public:
     int descriptor() const { return common_.outbox.descriptor(); }
     std::vector<Event> take() { return common_.outbox.take(); }
     void send(Command command);
+    // From here to `wake`, threads are woken for a few commands at a time: each is a system call, and
+    // some µs of the other core. Only where all commands come from one thread.
+    void hold_back() { is_held_back_ = true; }
+    void wake();
     void give_up(const std::string& origin, double silent_s);
     void cut_all();
     void close_idle();
@@ -37,6 +41,8 @@ public:
 
 private:
     Common common_;
+    bool is_held_back_ = false;
+    u32 held_back_ = 0;  // commands
     std::vector<std::shared_ptr<Decider>> deciders_;
     std::vector<std::unique_ptr<Thread>> threads_;
 };

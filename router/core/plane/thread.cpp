@@ -196,14 +196,22 @@ ExchangeId Thread::next_exchange(u32 place) {
 
 void Thread::wake() { signal(signal_); }
 
-void Thread::send(Command command) {
+void Thread::wake_for_mail() {
+    {
+        std::lock_guard locked(mutex_);
+        if (mail_.commands.empty()) return;
+    }
+    wake();
+}
+
+void Thread::send(Command command, bool wakes) {
     bool was_empty;
     {
         std::lock_guard locked(mutex_);
         was_empty = mail_.commands.empty();
         mail_.commands.push_back(std::move(command));
     }
-    if (was_empty) wake();
+    if (wakes && was_empty) wake();
 }
 
 void Thread::give_up(GiveUp what) {

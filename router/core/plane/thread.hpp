@@ -62,7 +62,8 @@ public:
 
     void start();
     // From any thread.
-    void send(Command command);
+    void send(Command command, bool wakes = true);
+    void wake_for_mail();
     void give_up(GiveUp what);
     void cut_all();
     void close_idle();
