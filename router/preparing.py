@@ -26,7 +26,16 @@ from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
 from router.routing.planner import prepare
 from router.steering import STEP, Said
-from router.tokenize import Endpoint, HintForm, TokenizedPrompt, with_hints
+from router.tokenize import (
+    ChatPrompt,
+    Endpoint,
+    HintForm,
+    OpaquePrompt,
+    TextPrompt,
+    TokenizedPrompt,
+    TokenPrompt,
+    with_hints,
+)
 from router.upstream import Header
 
 if TYPE_CHECKING:
@@ -106,6 +115,9 @@ class Preparation:
         if tokenized is not None:
             self._place(number, body, asked, tokenized[0], time.perf_counter() - started)
             return
+        if asked.model.tokenization.local is None:
+            self._open(number)  # a replica is asked once, and may keep whoever asks waiting
+            return
         task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._tokenized, number))
@@ -147,6 +159,7 @@ class Preparation:
         spec = asked.spec
         is_usual = (
             len(spec.prompts) == 1
+            and _is_of_words(spec.prompts[0])
             and spec.reads_cache
             and spec.stored_response is None
             and asked.target is None
@@ -213,6 +226,20 @@ class Preparation:
     def _open(self, number: int) -> None:
         assert self.plane is not None
         self.plane.open(number)
+
+
+def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -> bool:
+    """Whether it has no media, and nothing else that only engines can read: such a prompt would be
+    read here in vain."""
+    if not isinstance(prompt, ChatPrompt):
+        return not isinstance(prompt, OpaquePrompt)
+    contents = [message.get("content") for message in prompt.messages]
+    return all(
+        isinstance(part, dict) and part.get("type") == "text"
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _is_simple(key: Key, headers: list[Header]) -> bool:

@@ -26,6 +26,7 @@ from tests.support.engine_stub import (
     prompt_ids,
 )
 from tests.support.http_client import Answer, connect, request_bytes
+from tests.support.model_files import write_byte_tokenizer
 from tests.support.native import what_the_compiled_index_lacks
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
 from tests.support.waiting import eventually
@@ -45,8 +46,11 @@ MODELS = [
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[RouterProcess]:
-    with router_process({**NATIVE, "models": MODELS}) as started:
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(directory)
+    spoken = {"name": "spoken", "tokenizer": str(directory)}
+    with router_process({**NATIVE, "models": [*MODELS, spoken]}) as started:
         yield started
 
 
@@ -123,7 +127,7 @@ async def test_what_needs_words_is_read_in_python_and_decided_in_the_core(
     router: RouterProcess, path: str, fields: dict[str, Any]
 ) -> None:
     """Python only says which token ids it stands for; the rest costs nothing there."""
-    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+    async with EngineStub("spoken", has_events=True) as stub, router.serving(stub):
         number = await until_native(router, stub)
         found = await router.post(path, {"model": stub.model, "max_tokens": 2, **fields})
         assert found.status == 200
@@ -174,7 +178,11 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
     """One fleet, every request both ways: replica, prediction and what engines get are equal."""
     random = Random(seed)
     prefixes = ["".join(random.choices("abcdefgh ", k=960)) for _ in range(3)]
-    async with engines(3, has_events=True) as stubs, router.serving(*stubs):
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = [EngineStub("spoken", has_events=True) for _ in range(3)]
+        for stub in stubs:
+            await stack.enter_async_context(stub)
+        await stack.enter_async_context(router.serving(*stubs))
         number = await until_native(router, stubs[0])
         for stub, prefix in zip(stubs, prefixes, strict=True):
             stub.store(list(prefix.encode()))
