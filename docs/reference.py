@@ -77,7 +77,7 @@ _NAMED = {
 _SUBJECTS = (
     (
         "Requests",
-        r"(proxied_)?request|wrong_|versioned_|rejected_|retries|unretried_|time_to_first",
+        r"(proxied_)?request|wrong_|versioned_|rejected_|retries|unretried_|second_attempts|time_to_first",
     ),
     ("Predictions", r"predict|admission_|expected_|actual_|compared_|approximate_"),
     ("Queues and limits", r"queue_|key_|reservation"),

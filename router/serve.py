@@ -627,6 +627,7 @@ def _plane(
             failed.replica, failed.failure, failed.retry_after_s
         ),
         preparation,
+        lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
     )
 
 
@@ -659,6 +660,7 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
         max_idle=limits.max_idle_per_origin,
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(reserved_from, 2**31 - 1),
+        second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
         decided_without=usual - {service.config.policy.session_header.encode()},
         decides_alone=not needs_key,

@@ -213,7 +213,7 @@ _COUNTERS = {
         "next replica is tried, if there is one and `server.retries` "
         "allows it. `kept_closed`: a kept connection was closed, the same "
         "replica is tried again; `unhealthy`: its checks failed while the "
-        "request waited.",
+        "request waited; `late`: a second replica was faster.",
         ("replica", "reason"),
     ),
     "unretried": _Spec(
@@ -221,6 +221,13 @@ _COUNTERS = {
         "Requests that failed and were not tried again, though there was "
         "a candidate: `limit`, `budget`, `closed_replicas`.",
         ("reason",),
+    ),
+    "second_attempts": _Spec(
+        "kvroute_second_attempts",
+        "Streams whose first byte was late, and that were sent to a second replica as well "
+        "(`begun`): it was the first to respond (`won`), or could not serve (`failed`). "
+        "`not_allowed`: the share was used up, or first bytes were late there too.",
+        ("outcome",),
     ),
     "predicted": _Spec(
         "kvroute_predicted_cached_tokens",
@@ -389,6 +396,7 @@ class RouterMetrics:
     ends: WrittenCounter
     retries: WrittenCounter
     unretried: WrittenCounter
+    second_attempts: WrittenCounter
     predicted: WrittenCounter
     lower_tiers: WrittenCounter
     compared: WrittenCounter

@@ -33,7 +33,7 @@ from router.tokenize import Endpoint
 _NOT_HELD_AGAINST_IT = frozenset(
     (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
 )
-_CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY))
+_CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
 
 
 class AskedInCore(NamedTuple):

@@ -50,6 +50,7 @@ class PlaneOptions:
     max_idle: int
     max_connections: int
     reserved_from: int
+    second_share: float
     dropped: frozenset[bytes]
     decided_without: frozenset[bytes] = frozenset()
     decides_alone: bool = True
@@ -96,6 +97,7 @@ class DataPlane:
         on_settled: Callable[..., object],
         on_handed_over: Callable[[FailedFirst], object],
         prepares: Prepares,
+        on_second_attempt: Callable[[str], object],
     ) -> None:
         """
         Args:
@@ -105,8 +107,10 @@ class DataPlane:
             control_path: The Unix socket of the application behind.
             on_refusal: Told why the core ended a connection by itself.
             on_settled: Told of a request that the core decided, when it is over: its number first.
-            on_handed_over: Told of a replica that did not serve such a request; it is opened next.
+            on_handed_over: Told of a replica that did not serve such a request; it is opened next,
+                or served elsewhere.
             prepares: Reads prompts.
+            on_second_attempt: Told what became of an attempt beside one that is late.
         """
         self._handler = handler
         self._proxy = proxy
@@ -116,6 +120,7 @@ class DataPlane:
         self._on_settled = on_settled
         self._on_handed_over = on_handed_over
         self._prepares = prepares
+        self._on_second_attempt = on_second_attempt
         self._exchanges: dict[int, PlaneExchange] = {}
         self._failed_first: dict[int, FailedFirst] = {}
         """Until the request is opened."""
@@ -136,6 +141,8 @@ class DataPlane:
             "refused": self._refused,
             "settled": self._settled,
             "handed_over": self._handed_over,
+            "overtaken": self._overtaken,
+            "second_attempt": self._second_attempt,
         }
 
     @property
@@ -277,6 +284,12 @@ class DataPlane:
     def _handed_over(self, number: int, *what: Any) -> None:
         self._failed_first[number] = failed = FailedFirst(*what)
         self._on_handed_over(failed)
+
+    def _overtaken(self, _number: int, *what: Any) -> None:
+        self._on_handed_over(FailedFirst(*what))
+
+    def _second_attempt(self, _number: int, outcome: str) -> None:
+        self._on_second_attempt(outcome)
 
     def _refused(self, _number: int, reason: str) -> None:
         self._on_refusal(reason)

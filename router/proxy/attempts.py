@@ -51,6 +51,8 @@ class Failure(Enum):
     BUSY = "busy"
     # Its health checks failed while its first byte was waited for.
     UNHEALTHY = "unhealthy"
+    # It was late, and another one gave its first byte before.
+    LATE = "late"
     # Any other 5xx: passed on to the client.
     SERVER_ERROR = "server_error"
     # After the first byte.
@@ -72,6 +74,7 @@ RETRIED = frozenset(
         Failure.UNAVAILABLE,
         Failure.BUSY,
         Failure.UNHEALTHY,
+        Failure.LATE,
     )
 )
 

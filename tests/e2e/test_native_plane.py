@@ -20,8 +20,11 @@ import yaml
 
 from tests.support.engine_stub import (
     EngineStub,
+    Exchange,
+    answer,
     begun_until,
     engines,
+    hang,
     hang_up,
     prompt_ids,
 )
@@ -340,6 +343,72 @@ async def test_wrong_predictions_are_evidence_whoever_made_them() -> None:
                     (source,) = (await router.replica(stub.name))["sources"]
                     if (source["predictions"] or {"rebuilds": 0})["rebuilds"]:
                         break
+
+
+async def streamed(router: RouterProcess, stub: EngineStub, prompt: list[int]) -> Answer:
+    body = {"model": stub.model, "prompt": prompt, "max_tokens": 2, "stream": True}
+    found = await router.post("/v1/completions", body)
+    assert found.status == 200, found
+    return found
+
+
+async def second_attempts(router: RouterProcess, outcome: str) -> float:
+    return (await router.metrics()).sum("kvroute_second_attempts_total", outcome=outcome)
+
+
+async def learn_what_is_usual(router: RouterProcess, stubs: list[EngineStub]) -> None:
+    """Every replica has served enough streams for that."""
+    await until_native(router, stubs[0])
+    first = 1000
+    while min(sum("stream" in each.json for each in stub.requests) for stub in stubs) < 20:
+        await streamed(router, stubs[0], prompt_ids(64, first))
+        first += 1
+
+
+async def test_a_stream_that_a_frozen_replica_got_is_served_by_another() -> None:
+    """Its health checks would take seconds to tell, or never: only some of its threads may hang.
+    Then the attempt there is ended, and what failed is counted against the replica."""
+    async with engines(2, has_events=True) as stubs:
+        with router_process(NATIVE) as router:
+            async with router.serving(*stubs):
+                await learn_what_is_usual(router, stubs)
+                bad, good = stubs
+                ids = prompt_ids(640, 3)
+                bad.store(ids)
+                await router.until_applied(bad)
+                bad.behaviour = hang
+                found = await streamed(router, bad, [*ids, 7])
+                assert found.headers["x-kv-replica"] == good.name
+                await eventually(lambda: len(bad.left) == 1, "the attempt there is ended")
+                assert await second_attempts(router, "begun") == 1
+                assert await second_attempts(router, "won") == 1
+                retried = {"replica": bad.name, "reason": "late"}
+                assert (await router.metrics()).sum("kvroute_retries_total", **retried) == 1
+            await router.until_idle()
+
+
+async def test_a_slow_fleet_gets_no_second_attempts() -> None:
+    """What is late everywhere would be later still with twice the work."""
+    async with engines(2, has_events=True) as stubs:
+        with router_process(NATIVE) as router:
+            async with router.serving(*stubs):
+                await learn_what_is_usual(router, stubs)
+                may_respond = asyncio.Event()
+
+                async def wait(exchange: Exchange) -> None:
+                    await may_respond.wait()
+                    await answer(exchange)
+
+                for stub in stubs:
+                    stub.behaviour = wait
+                prompts = [[5000 + number] for number in range(30)]
+                asked = [asyncio.ensure_future(streamed(router, stubs[0], ids)) for ids in prompts]
+                while await second_attempts(router, "not_allowed") < 20:
+                    await asyncio.sleep(0.01)
+                may_respond.set()
+                await asyncio.gather(*asked)
+                assert await second_attempts(router, "begun") <= 5
+            await router.until_idle()
 
 
 async def test_replicas_and_clients_by_tls_are_served_without_python_as_well(

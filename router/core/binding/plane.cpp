@@ -60,7 +60,8 @@ constexpr const char* kEnds[] = {"completed", "client_left", "client_stalled", "
                                  "abandoned"};
 constexpr const char* kFailures[] = {
     "connect", "connect_timeout", "closed",   "kept_closed", "first_byte_timeout", "malformed",
-    "given_up", "no_files",       "at_limit", "died",        "idle_timeout",       "lost"};
+    "given_up", "no_files",       "at_limit", "died",        "idle_timeout",       "lost",
+    "late"};
 
 nb::object name_of(const std::optional<Failure>& failure) {
     if (!failure) return nb::none();
@@ -112,9 +113,13 @@ struct AsTuple {
                               ended.seconds, ended.body_bytes, name_of(ended.failure), ended.events,
                               ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
     }
-    nb::object operator()(const HandedOver& over) const {
-        return nb::make_tuple("handed_over", id, over.replica, name_of(over.failure), over.status,
-                              over.retry_after_s ? nb::cast(*over.retry_after_s) : nb::none());
+    nb::object not_served(const char* kind, const HandedOver& by) const {
+        return nb::make_tuple(kind, id, by.replica, name_of(by.failure), by.status,
+                              by.retry_after_s ? nb::cast(*by.retry_after_s) : nb::none());
+    }
+    nb::object operator()(const HandedOver& over) const { return not_served("handed_over", over); }
+    nb::object operator()(const Overtaken& overtaken) const {
+        return not_served("overtaken", overtaken.first);
     }
     nb::object operator()(const Settled& settled) const {
         const Ended& ended = settled.ended;
@@ -129,6 +134,9 @@ struct AsTuple {
             kEnds[static_cast<int>(ended.end)], ended.status, ended.seconds, ended.body_bytes,
             name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
             bytes_of(ended.first_usage));
+    }
+    nb::object operator()(const SecondAttempt& second) const {
+        return nb::make_tuple("second_attempt", id, second.outcome);
     }
     nb::object operator()(const Refused& refused) const {
         return nb::make_tuple("refused", id, refused.reason);
@@ -179,6 +187,7 @@ Options options_of(nb::dict from) {
     options.max_idle = nb::cast<u32>(from["max_idle"]);
     options.max_connections = nb::cast<u64>(from["max_connections"]);
     options.reserved_from = nb::cast<int>(from["reserved_from"]);
+    options.second_share = nb::cast<double>(from["second_share"]);
     for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
     for (nb::handle each : from["decided_without"]) options.decided_without.insert(text_of(each));
     if (from.contains("prepared")) take_prepared(from, options);

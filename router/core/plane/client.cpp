@@ -157,6 +157,7 @@ void Client::close() {
 }
 
 void Client::drop() {
+    second_.reset();
     thread_.loop().close(*this);
     thread_.closed(place_);
 }
@@ -205,10 +206,11 @@ void Client::look_after(double now) {
     if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
     if (!is_open()) return;
     if (is_unsent() && now - stalled_since_ > stall_s) {
-        if (!was_forwarded_) thread_.post(0, Refused{"response_not_read"});
+        if (!was_forwarded_ || forward_.is_control) thread_.post(0, Refused{"response_not_read"});
         cut(End::client_stalled);
         return;
     }
+    if (late_at_ > 0 && now >= late_at_ && stage_ == Stage::trying) on_late();
     if (is_awaited_ && now - receiving_since_ > kAwaited_s) {
         tell_opened();  // it comes slowly: Python watches over it
         update_interest();
@@ -328,6 +330,9 @@ void Client::open_exchange(std::size_t used) {
     is_head_request_ = head_.method == "HEAD";
     was_forwarded_ = has_begun_ = is_held_ = false;
     booking_.reset();
+    usual_.reset();
+    ask_.reset();
+    late_at_ = 0;
     status_ = 0;
     body_bytes_ = events_ = 0;
     broke_.reset();
@@ -463,14 +468,7 @@ bool Client::is_placed(Ask ask) {
     std::optional<Placed> placed = decider->place(
         {ask, host_, channel_.is_secure(), head_.find("x-request-id"), clock_now()});
     if (!placed) return false;
-    std::optional<std::string> body = std::move(ask.body);
-    if (!placed->name.empty()) {
-        body = with_model(body ? sv(*body) : sv(body_), placed->name);
-        if (!body) return false;
-    }
-    placed->forward.body = std::move(body);
-    placed->forward.dialect = thread_.options().prepared[path_].second;
-    for (auto& field : ask.reported) placed->forward.reported.push_back(std::move(field));
+    if (!complete(*placed, ask)) return false;
     asked_ = {path_, ask.is_stream, ask.is_comparable, ask.is_awaited, ask.salt.has_value(),
               placed->prediction.has_adapter, ask.tokenization_s};
     request_id_ = std::move(placed->request_id);
@@ -478,7 +476,22 @@ bool Client::is_placed(Ask ask) {
     prediction_ = std::move(placed->prediction);
     routing_s_ = clock_now() - began;
     first_byte_s_ = 0;
+    thread_.usual().add_request();
     forward(std::move(placed->forward));
+    if (booking_ && stage_ == Stage::trying) expect_first_byte(std::move(ask));
+    return true;
+}
+
+// What this request is sent with, wherever that is. False: its body cannot be changed as it should be.
+bool Client::complete(Placed& placed, const Ask& ask) const {
+    std::optional<std::string> body = ask.body;
+    if (!placed.name.empty()) {
+        body = with_model(body ? sv(*body) : sv(body_), placed.name);
+        if (!body) return false;
+    }
+    placed.forward.body = std::move(body);
+    placed.forward.dialect = thread_.options().prepared[path_].second;
+    for (const auto& field : ask.reported) placed.forward.reported.push_back(field);
     return true;
 }
 
@@ -487,6 +500,9 @@ void Client::hand_over(HandedOver why) {
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
     booking_->ended(false, thread_.now());
     booking_.reset();
+    second_.reset();
+    late_ = {};
+    late_at_ = 0;
     was_forwarded_ = false;
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
@@ -595,7 +611,8 @@ void Client::forward(Forward forward) {
     stage_ = Stage::trying;
     forward_ = std::move(forward);
     request_.clear();
-    compose_request(request_);
+    late_at_ = 0;
+    compose_request(forward_, request_);
     const sv body = forward_.body ? sv(*forward_.body) : sv(body_);
     const u64 number = exchange_;
     Upstream* started = thread_.pool().start(*this, forward_, request_, body, thread_.now());
@@ -646,40 +663,124 @@ void Client::pass_on() {
 
 // --- the request as it is sent on -----------------------------------------------------------------
 
-bool Client::is_kept_back(sv name, sv connection) const {
+bool Client::is_kept_back(const Forward& forward, sv name, sv connection) const {
     if (http::is_hop_by_hop(name) || http::same_name(name, "content-length") ||
         http::same_name(name, "expect")) {
         return true;
     }
-    if (http::same_name(name, "host")) return !forward_.authority.empty();
+    if (http::same_name(name, "host")) return !forward.authority.empty();
     if (!connection.empty() && lists(connection, lower(name))) return true;
-    if (forward_.is_control) return http::same_name(name, kControlClient);
+    if (forward.is_control) return http::same_name(name, kControlClient);
     if (thread_.options().dropped.contains(lower(name))) return true;
-    return std::any_of(forward_.replaced.begin(), forward_.replaced.end(),
+    return std::any_of(forward.replaced.begin(), forward.replaced.end(),
                        [&](const auto& each) { return http::same_name(name, each.first); });
 }
 
-void Client::compose_request(std::string& out) const {
+void Client::compose_request(const Forward& forward, std::string& out) const {
     const sv method = is_head_request_ ? sv("GET") : head_.method;
     out += method;
     out += ' ';
-    out += forward_.base_path;
-    out += forward_.target ? sv(*forward_.target) : head_.origin_form;
+    out += forward.base_path;
+    out += forward.target ? sv(*forward.target) : head_.origin_form;
     out += " HTTP/1.1\r\n";
-    if (!forward_.authority.empty()) http::append_field(out, "host", forward_.authority);
+    if (!forward.authority.empty()) http::append_field(out, "host", forward.authority);
     const sv connection = head_.find("connection");
     for (const http::Field& field : head_.fields) {
-        if (!is_kept_back(field.name, connection)) http::append_field(out, field.name, field.value);
+        if (!is_kept_back(forward, field.name, connection)) http::append_field(out, field.name, field.value);
     }
-    for (const auto& [name, value] : forward_.added) http::append_field(out, name, value);
-    for (const auto& [name, value] : forward_.replaced) {
+    for (const auto& [name, value] : forward.added) http::append_field(out, name, value);
+    for (const auto& [name, value] : forward.replaced) {
         if (value) http::append_field(out, name, *value);
     }
-    const std::size_t size = forward_.body ? forward_.body->size() : body_.size();
+    const std::size_t size = forward.body ? forward.body->size() : body_.size();
     if (size || has_content(head_.method)) {
         http::append_number(out, "content-length", size);
     }
     out += http::kLineEnd;
+}
+
+// --- a second attempt -----------------------------------------------------------------------------
+
+// Only a stream's: of any other response the first byte is there when all has been generated, and
+// nobody knows how much that is.
+void Client::expect_first_byte(Ask ask) {
+    if (!thread_.usual().is_on() || !asked_.is_stream) return;
+    usual_ = thread_.usual().at(forward_.origin);
+    attempted_at_ = clock_now();
+    const std::optional<double> late_after_s = usual_->late_after(forward_.work_tokens);
+    if (!late_after_s) return;
+    late_at_ = attempted_at_ + *late_after_s;
+    ask_ = std::move(ask);
+}
+
+void Client::on_late() {
+    late_at_ = 0;
+    late_ = Late(usual_);
+    if (booking_ && ask_ && !second_) try_second(*std::exchange(ask_, std::nullopt));
+}
+
+// Beside the first attempt, at another replica. Where first bytes are late there too, the whole fleet
+// is slow, and more work would make it slower.
+void Client::try_second(const Ask& ask) {
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return;
+    std::optional<Placed> placed = decider->place(
+        {ask, host_, channel_.is_secure(), request_id_, clock_now(), prediction_.replica});
+    if (!placed || !complete(*placed, ask)) return;
+    if (thread_.usual().at(placed->forward.origin)->has_late() || !thread_.usual().take()) {
+        thread_.post(0, SecondAttempt{"not_allowed"});
+        return;
+    }
+    thread_.post(0, SecondAttempt{"begun"});
+    second_ = std::make_unique<Second>(*this, std::move(*placed));
+    Second& second = *second_;
+    compose_request(second.placed.forward, second.request);
+    second.started_at = clock_now();
+    const Forward& forward = second.placed.forward;
+    second.upstream = thread_.pool().start(second, forward, second.request,
+                                           forward.body ? sv(*forward.body) : sv(body_),
+                                           thread_.now());
+    second.is_starting = false;
+    if (second.has_failed) on_second_failed();
+}
+
+void Client::on_second_failed() {
+    thread_.post(0, SecondAttempt{"failed"});
+    second_.reset();
+}
+
+void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
+    if (is_last) second_->upstream = nullptr;
+    if (head.status >= 500 || is_not_now(head.status)) {
+        thread_.post(0, SecondAttempt{"failed"});
+        second_.reset();
+        return;
+    }
+    thread_.post(0, SecondAttempt{"won"});
+    // The late one may have been about to respond: it took at least as long.
+    usual_->learn(forward_.work_tokens, clock_now() - attempted_at_);
+    be_overtaken({{}, Failure::late, 0, std::nullopt});
+    on_response(head, piece, is_last);
+}
+
+// The second attempt takes the place of the first.
+void Client::be_overtaken(HandedOver first) {
+    const std::unique_ptr<Second> second = std::move(second_);
+    if (upstream_ != nullptr) upstream_->abandon();
+    booking_->ended(false, thread_.now());
+    first.replica = std::move(prediction_.replica);
+    thread_.post(exchange_, Overtaken{std::move(first)});
+    late_ = {};
+    late_at_ = 0;
+    upstream_ = std::exchange(second->upstream, nullptr);
+    if (upstream_ != nullptr) upstream_->pass_to(*this);
+    booking_ = std::move(second->placed.booking);
+    prediction_ = std::move(second->placed.prediction);
+    asked_.has_adapter = prediction_.has_adapter;
+    forward_ = std::move(second->placed.forward);
+    request_.swap(second->request);  // which is being sent, perhaps
+    usual_ = thread_.usual().at(forward_.origin);
+    attempted_at_ = second->started_at;
 }
 
 // --- the response ---------------------------------------------------------------------------------
@@ -689,6 +790,10 @@ void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last)
     const std::optional<u32> retry_after_s = retry_after_of(head);
     const bool is_final = head.status == 429 && !retry_after_s;  // nobody else is asked
     if (booking_ && is_not_now(head.status) && !is_final) {
+        if (second_) {
+            be_overtaken({{}, std::nullopt, head.status, retry_after_s});
+            return;
+        }
         hand_over({{}, std::nullopt, head.status, retry_after_s});
         return;
     }
@@ -726,6 +831,13 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
     status_ = head.status;
     has_begun_ = true;
     if (booking_) {
+        if (usual_ && head.status == 200) {
+            usual_->learn(forward_.work_tokens, clock_now() - attempted_at_);
+        }
+        second_.reset();
+        late_ = {};
+        late_at_ = 0;
+        ask_.reset();
         first_byte_s_ = thread_.now() - started_at_;
         booking_->first_byte(thread_.now());
     } else if (!forward_.is_control) {
@@ -844,6 +956,10 @@ void Client::on_failure(Failure failure, bool was_begun, const std::string& why)
         cut(End::abandoned);
         return;
     }
+    if (booking_ && second_) {
+        be_overtaken({{}, failure, 0, std::nullopt});
+        return;
+    }
     if (booking_) {
         hand_over({{}, failure, 0, std::nullopt});
         return;
@@ -890,6 +1006,9 @@ void Client::hold_if_slow() {
 void Client::report(End end) {
     was_forwarded_ = false;
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    second_.reset();
+    late_ = {};
+    late_at_ = 0;
     if (forward_.is_control) return;
     Ended ended{.end = end,
                 .status = has_begun_ ? status_ : 0,

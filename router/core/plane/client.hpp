@@ -21,6 +21,7 @@
 #include "plane/loop.hpp"
 #include "plane/stream.hpp"
 #include "plane/upstream.hpp"
+#include "plane/usual.hpp"
 
 namespace kvroute::plane {
 
@@ -69,6 +70,35 @@ private:
         refused,
     };
 
+    // Another attempt of a request that was decided here, beside one that is late.
+    class Second final : public Recipient {
+    public:
+        Second(Client& client, Placed placed) : client(client), placed(std::move(placed)) {}
+        Second(const Second&) = delete;
+        Second& operator=(const Second&) = delete;
+        ~Second() override {
+            if (upstream != nullptr) upstream->abandon();
+        }
+        // Each ends it.
+        void on_response(const http::ResponseHead& head, std::string_view piece,
+                         bool is_last) override {
+            client.on_second(head, piece, is_last);
+        }
+        void on_piece(std::string_view, bool) override {}
+        void on_failure(Failure, bool, const std::string&) override {
+            upstream = nullptr;
+            has_failed = true;
+            if (!is_starting) client.on_second_failed();
+        }
+
+        Client& client;
+        Placed placed;
+        std::string request;
+        Upstream* upstream = nullptr;
+        double started_at = 0;
+        bool is_starting = true, has_failed = false;
+    };
+
     // Reading
     void read();
     void proceed();
@@ -93,8 +123,17 @@ private:
     void refuse(const http::Problem& problem);
     void refuse(int status, const char* code, std::string_view message);
     // Sending it on
-    void compose_request(std::string& head) const;
-    bool is_kept_back(std::string_view name, std::string_view connection) const;
+    void compose_request(const Forward& forward, std::string& head) const;
+    bool is_kept_back(const Forward& forward, std::string_view name,
+                      std::string_view connection) const;
+    // A second attempt
+    void expect_first_byte(Ask ask);
+    bool complete(Placed& placed, const Ask& ask) const;
+    void on_late();
+    void try_second(const Ask& ask);
+    void on_second(const http::ResponseHead& head, std::string_view piece, bool is_last);
+    void on_second_failed();
+    void be_overtaken(HandedOver first);
     // The response
     void begin_response(const http::ResponseHead& head, std::string& out);
     void append_framing(std::string& out, bool has_length, u64 length, bool says_close);
@@ -156,6 +195,11 @@ private:
     Prediction prediction_;
     std::string request_id_;
     double routing_s_ = 0, first_byte_s_ = 0;
+    std::shared_ptr<UsualAt> usual_;  // where its first byte is waited for
+    double attempted_at_ = 0, late_at_ = 0;  // 0: never
+    Late late_;
+    std::optional<Ask> ask_;  // for a second attempt
+    std::unique_ptr<Second> second_;
     // Its response
     int status_ = 0;
     bool has_begun_ = false;  // something of it was written

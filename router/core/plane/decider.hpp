@@ -47,6 +47,7 @@ struct Question {
     bool is_secure;               // it came by TLS
     std::string_view request_id;  // that the client gives; empty: none
     double now = 0;
+    std::string_view not_at = {};  // a replica's name
 };
 
 class Decider {

@@ -200,7 +200,16 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     Prompt* const prompts[] = {prompt.get()};
     decide::Question asked;
     asked.fleet = served.fleet;
+    thread_local std::vector<u32> others;
     asked.replicas = served.fleet->numbers();
+    if (!question.not_at.empty()) {
+        others.clear();
+        for (const u32 number : asked.replicas) {
+            if ((*served.fleet)[number].id != question.not_at) others.push_back(number);
+        }
+        asked.replicas = others;
+        if (others.empty()) return std::nullopt;
+    }
     asked.model = served.model;
     asked.session = question.ask.session;
     asked.tenant = question.ask.tenant;
@@ -273,6 +282,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     placed.name = served.names[state.replica];
     if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);
     if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
+    placed.forward.work_tokens = static_cast<u64>(uncached + std::max<i64>(state.queued_tokens, 0));
     placed.request_id = given_or_new(question.request_id);
     tell(placed.forward, question, placed.request_id, dp_rank, cached.all);
     return placed;

@@ -12,6 +12,7 @@
 #include "plane/hosts.hpp"
 #include "plane/loop.hpp"
 #include "plane/upstream.hpp"
+#include "plane/usual.hpp"
 
 namespace kvroute::plane {
 
@@ -41,13 +42,15 @@ private:
 // What all threads have in common.
 struct Common {
     explicit Common(Options given)
-        : options(std::move(given)), bodies(options.max_held_bytes), hosts(options.checks_hosts) {}
+        : options(std::move(given)), bodies(options.max_held_bytes), hosts(options.checks_hosts),
+          usual(options.second_share) {}
 
     const Options options;
     Outbox outbox;
     Bodies bodies;
     Hosts hosts;
     tls::Contexts contexts;
+    Usual usual;
 };
 
 struct GiveUp {
@@ -76,6 +79,7 @@ public:
     const tls::Contexts& contexts() const { return common_.contexts; }
     Loop& loop() { return loop_; }
     Pool& pool() { return pool_; }
+    Usual& usual() { return common_.usual; }
     Bodies& bodies() { return common_.bodies; }
     const Hosts& hosts() const { return common_.hosts; }
     double now() const { return now_; }

@@ -56,6 +56,7 @@ struct Forward {
     bool may_reuse = true;       // a connection that was kept
     bool is_control = false;     // the server behind: sees the client's headers as they came
     bool wants_id = false;       // the beginning of the body is told
+    u64 work_tokens = 0;         // to be computed before the first byte, as far as is known
     bool shows_hit = false;      // where it is decided here: the client is told of the hit
     u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
 };
@@ -124,6 +125,7 @@ enum class Failure : u8 {
     died,
     idle_timeout,
     lost,
+    late,  // another one gave its first byte before
 };
 
 // A request has come; with as much of its body as there is. Nothing more is read before `ReadBody`.
@@ -205,10 +207,20 @@ struct Settled {
     Ended ended;
 };
 
+// A request that was decided here is served by its second replica: the first one was late, or failed
+// after all.
+struct Overtaken {
+    HandedOver first;
+};
+// What became of second attempts: `begun`, `won`, `failed`, or `not_allowed`.
+struct SecondAttempt {
+    const char* outcome = "";
+};
+
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Settled>
+                 Refused, HandedOver, Settled, Overtaken, SecondAttempt>
         what;
 };
 
@@ -225,6 +237,7 @@ struct Options {
     u32 max_idle = 256;            // of each origin, in each thread
     u64 max_connections = 0;       // to replicas, of a thread; 0: no bound
     int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
+    double second_share = 0;        // of requests, that may be tried beside a late attempt; 0: none
     std::unordered_set<std::string> dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
     // The fields with which a request may be decided without Python; none: it never is.

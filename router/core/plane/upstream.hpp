@@ -42,6 +42,8 @@ public:
     // Reads nothing until `resume`: the client is slow.
     void pause();
     void resume(double now);
+    // Another one gets the rest.
+    void pass_to(Recipient& recipient) { recipient_ = &recipient; }
     // The recipient wants no more; the connection is closed.
     void abandon();
     void on_ready(u32 events) override;

@@ -23,8 +23,14 @@ DEADLINE_S = 20.0
 OPTIONS: dict[str, Any] = {
     **{"head_bytes": 65536, "max_body_bytes": 8 << 20, "max_held_bytes": 8 << 20},
     **{"request_s": 10.0, "client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 5.0},
-    **{"max_idle": 8, "max_connections": 0, "reserved_from": 1 << 30, "dropped": []},
-    **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+    **{
+        "max_idle": 8,
+        "max_connections": 0,
+        "reserved_from": 1 << 30,
+        "second_share": 0.0,
+        "dropped": [],
+    },
+    **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""], "decided_without": []},
 }
 Handler = Callable[[socket.socket], None]
 
@@ -74,6 +80,7 @@ class Way:
     hosts: Sequence[str] = ()
     secure_host: str = ""
     timeouts: tuple[float, float, float] = (5.0, 10.0, 10.0)
+    flags: int = 1
 
 
 @dataclass
@@ -115,7 +122,7 @@ class Served:
             return
         self.plane.forward(
             *(number, f"{way.secure_host}:{way.port}", list(way.hosts), way.port, way.secure_host),
-            *(b"replica", b"", None, (), (), (), None, way.timeouts, 1, 0),
+            *(b"replica", b"", None, (), (), (), None, way.timeouts, way.flags, 0),
         )
 
     def run(self, stop: threading.Event) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from router.plane import NoTls, PemFiles, Secured, load_openssl
+from router.plane.relays import IS_CONTROL
 from tests.router.core.plane.harness import (
     DEADLINE_S,
     NAME,
@@ -223,6 +224,17 @@ def test_a_client_that_does_not_read_holds_its_replica_back_and_is_ended(
     ):
         client.sendall(GET)
         served.until(lambda: served.ended == ["client_stalled"])
+
+
+def test_a_page_that_is_not_read_is_counted_as_refused() -> None:
+    """No request of a model's: nothing else tells of it."""
+    with (
+        replica(respond_long) as port,
+        serving(Secured(), Way(port, [NAME], flags=IS_CONTROL), client_stall_s=0.5) as served,
+        connected(served) as client,
+    ):
+        client.sendall(GET)
+        served.until(lambda: served.refused["response_not_read"] == 1)
 
 
 def test_connections_to_replicas_are_kept(authority: Authority) -> None:

@@ -155,8 +155,13 @@ def main(path: Path, folder: Path | None) -> None:
             "idle_s": 1.0,
             "max_idle": 8,
         },
-        **{"max_connections": 0, "reserved_from": 1 << 30, "dropped": [b"x-b"]},
-        **{"broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+        **{
+            "max_connections": 0,
+            "reserved_from": 1 << 30,
+            "second_share": 0.0,
+            "dropped": [b"x-b"],
+        },
+        **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""], "decided_without": []},
     }
     plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
     threads = [
