@@ -15,17 +15,18 @@ INTEROP_INSTALLED := $(INTEROP)/.installed
 E2E_VLLM := .venv-vllm
 E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 
-# Installed without the compiled index, and so for any Python 3: it is built in place, below.
+# Installed without the compiled core, and so for any Python 3: it is built in place, below.
 PURE := SKBUILD_WHEEL_CMAKE=false SKBUILD_WHEEL_PY_API=py3
 
 # The routers that ours is measured beside.
 BENCH_PEERS := .venv-peers
 BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
 
-# The compiled index; what it is built from decides when it is built again.
+# The compiled core; what it is built from decides when it is built again.
 NATIVE := build/native/.built
-CXX ?= g++
-CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
+# The one that is named, or the system's; where there is none, the one that PyPI has.
+COMPILER := $(if $(filter-out default undefined,$(origin CXX)),$(CXX),$(shell command -v g++ || command -v clang++ || command -v c++))
+CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING $(if $(COMPILER),-DCMAKE_CXX_COMPILER=$(COMPILER)) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
 .PHONY: demo docs reference lock sbom audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
@@ -35,7 +36,7 @@ CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING -DCM
 
 $(RUNNABLE): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . 'nanobind>=2.4' 'cmake>=3.26'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . 'nanobind>=2.4' 'cmake>=3.26' 'scikit-build-core>=0.12'
 	touch $@
 
 $(INSTALLED): pyproject.toml
@@ -43,17 +44,12 @@ $(INSTALLED): pyproject.toml
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
 	touch $(RUNNABLE) $@
 
-# Without a compiler or Python's headers there is none, and the reference serves.
 $(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard router/core/*/*.?pp) router/core/CMakeLists.txt
 	@mkdir -p $(@D)
-	@if ! command -v $(CXX) >/dev/null; then \
-	    echo "no C++ compiler ($(CXX)): the index in plain Python serves"; \
-	elif ! $(BIN)/python -c "import sysconfig as s, os, sys; sys.exit(not os.path.exists(s.get_path('include') + '/Python.h'))"; then \
-	    echo "no Python.h (Debian: python3-dev): the index in plain Python serves"; \
-	else \
-	    ($(CONFIGURE) || $(CONFIGURE) --fresh) && \
-	    $(BIN)/cmake --build $(@D) --parallel 2; \
-	fi
+	@PYTHONPATH=packaging $(BIN)/python -c "import sys, kvroute_build; sys.exit(kvroute_build.missing_headers())"
+	@$(if $(COMPILER),:,$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ziglang>=0.13')
+	($(CONFIGURE) || $(CONFIGURE) --fresh) && \
+	    $(BIN)/cmake --build $(@D) --parallel 2
 	@touch $@
 
 native: $(NATIVE)
