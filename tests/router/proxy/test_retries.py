@@ -220,15 +220,15 @@ async def test_what_waits_for_a_replica_that_was_given_up_goes_elsewhere(handler
             await client.request()
             await eventually(lambda: proxy.recorders and proxy.recorders[0].attempts, "it is sent")
             await eventually(lambda: bad.accepted, "it has arrived")
-            await eventually(lambda: proxy.statistics().connections == 1, "it waits")
-            while not proxy.statistics().given_up:  # an attempt to connect is not given up
+            await eventually(lambda: proxy.count("connections") == 1, "it waits")
+            while not proxy.count("given_up"):  # an attempt to connect is not given up
                 proxy.give_up(plan[0].origin, silent_s=60)
                 await asyncio.sleep(0)
             assert await client.read_head() == 200
             assert await client.read_body() == b"{}"
             recorder = await proxy.recorder(End.COMPLETED)
             assert recorder.failures == [("bad", Failure.UNHEALTHY)]
-            assert proxy.statistics().given_up == 1
+            assert proxy.count("given_up") == 1
 
 
 async def test_a_silent_stream_of_a_replica_that_was_given_up_ends_with_an_error_event() -> None:
@@ -239,7 +239,7 @@ async def test_a_silent_stream_of_a_replica_that_was_given_up_ends_with_an_error
             await client.request()
             await client.read_head()
             assert await client.read_piece() == event("a")
-            while not proxy.statistics().given_up:  # not before the proxy waits for more
+            while not proxy.count("given_up"):  # not before the proxy waits for more
                 proxy.give_up(plan[0].origin, silent_s=0)
                 await asyncio.sleep(0)
             *_, error, done = split_events(await client.read_body())
@@ -279,9 +279,9 @@ async def test_giving_one_server_up_leaves_the_others_alone() -> None:
         async with proxy_server(plan) as proxy, raw_client(proxy.port) as client:
             await client.request()
             await eventually(lambda: one.accepted, "it has arrived")
-            await eventually(lambda: proxy.statistics().active == 1, "it waits")
+            await eventually(lambda: proxy.count("active") == 1, "it waits")
             proxy.give_up(plan[1].origin, silent_s=0)
-            assert proxy.statistics().active == 1
+            assert proxy.count("active") == 1
             proxy.give_up(plan[0].origin, silent_s=0)
             assert await client.read_head() == 200
             await client.read_body()
