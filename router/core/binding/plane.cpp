@@ -156,9 +156,11 @@ nb::list events_of(Plane& plane) {
             found.append(std::visit(AsTuple{event.id}, event.what));
         } catch (const std::exception&) {  // there is no memory for it
             has_memory = false;
-            const bool is_new = std::holds_alternative<Opened>(event.what) ||
-                                std::holds_alternative<Prepare>(event.what);
-            plane.send({event.id, is_new ? Order(out_of_memory()) : Order(Cut{})});
+            const bool is_body = std::holds_alternative<BodyRead>(event.what);
+            const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
+                                     std::holds_alternative<Prepare>(event.what);
+            plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
+            if (is_body) found.append(nb::make_tuple("left", event.id));
         }
     }
     if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));

@@ -142,12 +142,20 @@ void Client::on_ready(u32 events) {
 void Client::on_no_memory() {
     body_ = std::string();
     in_ = std::string();
-    thread_.post(0, Refused{"overloaded"});
-    if (stage_ == Stage::deciding && !is_told_) {
-        respond(out_of_memory());
-    } else {
+    const bool may_respond = !has_begun_ && (stage_ == Stage::deciding || stage_ == Stage::trying ||
+                                             stage_ == Stage::not_now);
+    if (!may_respond) {
+        thread_.post(0, Refused{"overloaded"});
         cut(End::abandoned);
+        return;
     }
+    // Whoever was told of the request learns that it is over.
+    if (was_forwarded_) {
+        report(End::abandoned);
+    } else if (is_told_) {
+        thread_.post(exchange_, Left{});
+    }
+    refuse(503, "overloaded", "the router is out of memory; try again");
 }
 
 void Client::close() {
@@ -574,10 +582,12 @@ void Client::refuse(int status, const char* code, sv message) {
     exchange_ = 0;
     refused_at_ = thread_.now();
     in_.clear();
-    std::string body = "{\"error\": {\"message\": \"" + escaped(message) +
-                       "\", \"type\": \"invalid_request_error\", \"code\": \"" + code + "\"}}";
+    const char* const kind = status < 500 ? "invalid_request_error" : "server_error";
+    std::string body = "{\"error\": {\"message\": \"" + escaped(message) + "\", \"type\": \"" + kind +
+                       "\", \"code\": \"" + code + "\"}}";
     std::string text;
     http::append_status(text, status);
+    if (status == 503) http::append_field(text, "retry-after", "1");
     http::append_field(text, "content-type", "application/json");
     http::append_number(text, "content-length", body.size());
     http::append_field(text, "connection", "close");

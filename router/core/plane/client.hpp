@@ -40,6 +40,8 @@ public:
 
     ExchangeId exchange() const { return exchange_; }
     bool has_asked() const { return has_asked_; }
+    // By the clock; where nothing was asked, since the connection is there.
+    double receiving_since() const { return receiving_since_; }
     bool is_serving() const {
         return stage_ != Stage::idle && stage_ != Stage::draining && stage_ != Stage::refused;
     }

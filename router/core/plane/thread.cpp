@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 
@@ -14,7 +15,8 @@ namespace {
 constexpr int kAcceptsAtOnce = 64;
 constexpr double kLookEvery_s = 0.05;
 constexpr std::size_t kMostRecords = 512;  // before they are told of
-constexpr int kMadeRoom = 64;  // connections that are closed at once where descriptors are short
+constexpr std::size_t kNewest = 8;     // connections whose request may be on its way: not closed
+constexpr std::size_t kMadeRoom = 64;  // connections that are closed at once where descriptors are short
 
 void signal(int descriptor) {
     const u64 one = 1;
@@ -168,17 +170,19 @@ Client& Thread::client_at_free_place(u32& place) {
     return *clients_[place];
 }
 
-// Closes connections that have brought no request: nobody can keep probes out by connecting and
-// saying nothing.
+// Closes connections that have brought no request, the oldest first: nobody can keep probes out by
+// connecting and saying nothing. The newest may be probes.
 void Thread::make_room() {
-    int left = kMadeRoom;
+    std::vector<Client*> silent;
     for (auto& client : clients_) {
-        if (left == 0) break;
-        if (client && client->is_open() && !client->has_asked()) {
-            client->close();
-            --left;
-        }
+        if (client && client->is_open() && !client->has_asked()) silent.push_back(client.get());
     }
+    const std::size_t closed = std::min(silent.size() - std::min(silent.size(), kNewest), kMadeRoom);
+    std::partial_sort(silent.begin(), silent.begin() + static_cast<std::ptrdiff_t>(closed), silent.end(),
+                      [](const Client* one, const Client* other) {
+                          return one->receiving_since() < other->receiving_since();
+                      });
+    for (std::size_t at = 0; at < closed; ++at) silent[at]->close();
 }
 
 void Thread::closed(u32 place) {

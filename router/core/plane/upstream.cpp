@@ -31,7 +31,7 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     received_.clear();
     parsed_ = interim_bytes_ = 0;
     heard_at_ = now;
-    ++pool_.counts_.active;
+    ++counts_.active;
     if (is_connecting()) return;
     phase_ = Phase::sending;
     deadline_ = now + timeouts.first_byte_s;
@@ -149,7 +149,7 @@ void Upstream::resume(double now) {
 
 void Upstream::abandon() {
     if (recipient_ != nullptr) {
-        ++pool_.counts_.aborted;
+        ++counts_.aborted;
         end(false);
     }
 }
@@ -359,7 +359,7 @@ void Upstream::give_up(double now, double silent_s) {
 }
 
 void Upstream::fail(Failure failure, const std::string& why) {
-    PoolCounts& counts = pool_.counts_;
+    PoolCounts& counts = counts_;
     switch (failure) {
         case Failure::connect:
         case Failure::connect_timeout: ++counts.connect_failures; break;
@@ -383,8 +383,8 @@ void Upstream::fail(Failure failure, const std::string& why) {
 void Upstream::end(bool may_keep) {
     recipient_ = nullptr;
     head_to_send_ = body_to_send_ = {};
-    --pool_.counts_.active;
-    if (may_keep) {
+    --counts_.active;
+    if (may_keep && !is_control_) {
         phase_ = Phase::idle;
         was_kept_ = true;
         pool_.keep(*this, heard_at_);
@@ -402,7 +402,7 @@ Upstream* Pool::start(Recipient& recipient, const Forward& forward, sv head, sv 
         Failure failure = Failure::connect;
         upstream = connect(forward, now, failure, why);
         if (upstream == nullptr) {
-            ++counts_.connect_failures;
+            ++counts_of(forward.is_control).connect_failures;
             recipient.on_failure(failure, false, why);
             return nullptr;
         }
@@ -423,21 +423,21 @@ Upstream* Pool::take_idle(const std::string& origin) {
 }
 
 Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, std::string& why) {
-    if (!make_room()) {
+    if (!forward.is_control && !make_room()) {
         why = "all connections are in use";
         failure = Failure::at_limit;
         return nullptr;
     }
-    auto made = std::make_unique<Upstream>(*this, forward.origin);
+    PoolCounts& counts = counts_of(forward.is_control);
+    auto made = std::make_unique<Upstream>(*this, counts, forward.origin, forward.is_control);
     made->addresses_ = forward.addresses;
     made->secure_host_ = forward.secure_host;
-    made->is_control_ = forward.is_control;
     made->connect_until_ = now + forward.timeouts.connect_s;
     if (!made->connect(now, failure, why)) return nullptr;
     Upstream* upstream = made.get();
     all_.emplace(upstream, std::move(made));
-    ++counts_.opened;
-    ++counts_.connections;
+    ++counts.opened;
+    ++counts.connections;
     return upstream;
 }
 
@@ -496,7 +496,7 @@ void Pool::remove(Upstream& upstream) {
     if (found == all_.end()) return;
     buried_.push_back(std::move(found->second));
     all_.erase(found);
-    --counts_.connections;
+    --upstream.counts_.connections;
 }
 
 void Pool::look_after(double now) {

@@ -16,6 +16,12 @@ namespace kvroute::plane {
 
 class Pool;
 
+struct PoolCounts {
+    u64 connections = 0, idle = 0, active = 0;
+    u64 opened = 0, reused = 0, kept_closed = 0, connect_failures = 0, timeouts = 0, broken = 0;
+    u64 closed_early = 0, given_up = 0, aborted = 0;
+};
+
 // Who a response is for. Every call may end the exchange.
 class Recipient {
 public:
@@ -30,7 +36,9 @@ public:
 
 class Upstream final : public Watched {
 public:
-    Upstream(Pool& pool, std::string origin) : pool_(pool), origin_(std::move(origin)) {}
+    // `is_control`: to the application behind; it is not kept.
+    Upstream(Pool& pool, PoolCounts& counts, std::string origin, bool is_control)
+        : pool_(pool), counts_(counts), origin_(std::move(origin)), is_control_(is_control) {}
 
     const std::string& origin() const { return origin_; }
     bool was_kept() const { return was_kept_; }
@@ -74,12 +82,13 @@ private:
     u32 interest() const;
 
     Pool& pool_;
+    PoolCounts& counts_;
     std::string origin_;
+    bool is_control_;
     Recipient* recipient_ = nullptr;
     Channel channel_;
     std::string secure_host_;
     std::vector<Address> addresses_;  // to be tried yet
-    bool is_control_ = false;
     double connect_until_ = 0;        // whichever it is
     Phase phase_ = Phase::idle;
     bool was_kept_ = false;    // it had an exchange before this one
@@ -98,12 +107,6 @@ private:
     double deadline_ = 0;
     double heard_at_ = 0;
     double idle_since_ = 0;
-};
-
-struct PoolCounts {
-    u64 connections = 0, idle = 0, active = 0;
-    u64 opened = 0, reused = 0, kept_closed = 0, connect_failures = 0, timeouts = 0, broken = 0;
-    u64 closed_early = 0, given_up = 0, aborted = 0;
 };
 
 // All connections of one thread.
@@ -145,7 +148,9 @@ private:
     std::vector<std::unique_ptr<Upstream>> buried_;
     std::string buffer_ = std::string(256 * 1024, '\0');  // what is read at a time
     std::string joined_;                                  // the pieces of one read
-    PoolCounts counts_;
+    PoolCounts& counts_of(bool is_control) { return is_control ? control_counts_ : counts_; }
+
+    PoolCounts counts_, control_counts_;  // the second: of connections to the application behind
 };
 
 }  // namespace kvroute::plane
