@@ -64,6 +64,7 @@ from router.plane import (
     PlaneOptions,
     PlaneProxy,
     Secured,
+    has_openssl,
     load_openssl,
 )
 from router.preparing import PREPARED, Preparation
@@ -454,7 +455,10 @@ async def serve(
         new_index=new_index,
         reserved_files_from=reserved_from,
         sharing=_shared_with(config, member),
+        behind_plane=_is_native(config),
     )
+    plane = "native" if isinstance(service.proxy, PlaneProxy) else "python"
+    logger.info("data plane: %s", plane)
     app = RouterApp(service, member)
     if isinstance(service.proxy, PlaneProxy):
         secured = _PlaneCertificates(certificate, service.replica_certificate)
@@ -600,6 +604,14 @@ def _check_plane(config: RouterConfig) -> None:
         raise ConfigError(problems)
 
 
+def _is_native(config: RouterConfig) -> bool:
+    """Whether the compiled data plane has the sockets; `_check_plane` has passed."""
+    server = config.server
+    if server.data_plane != "auto":
+        return server.data_plane == "native"
+    return server.workers == 1 and has_openssl()
+
+
 def _local_listener(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -622,9 +634,10 @@ def _plane(
         _plane_options(service, app, reserved_from),
         path,
         functools.partial(_count_refusal, service),
+        functools.partial(_show, service),
         functools.partial(_settle, service, preparation),
-        lambda failed: service.observers.handed_over(
-            failed.replica, failed.failure, failed.retry_after_s
+        lambda number, failed: service.observers.handed_over(
+            number, failed.replica, failed.failure, failed.retry_after_s
         ),
         preparation,
         lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
@@ -673,13 +686,23 @@ def _plane_options(service: RouterService, app: RouterApp, reserved_from: int) -
     )
 
 
+def _show(service: RouterService, number: int, *what: Any) -> None:
+    """The core serves a request by itself, and has for a while."""
+    service.observers.show(number, *_of_core(what), service.config.policy.name)
+
+
 def _settle(service: RouterService, preparation: Preparation, number: int, *what: Any) -> None:
     """The core has served a request by itself."""
+    settled, path = _of_core(what)
+    preparation.settled(number, settled)
+    service.observers.settle(number, settled, path, service.config.policy.name)
+
+
+def _of_core(what: Sequence[Any]) -> tuple[Settled, str]:
+    """A record of the core, and the path that was asked."""
     settled = Settled(*what)
     asked = AskedInCore(*settled.asked)
-    path = PREPARED[asked.path].value
-    preparation.settled(number, settled)
-    service.observers.settle(settled._replace(asked=asked), path, service.config.policy.name)
+    return settled._replace(asked=asked), PREPARED[asked.path].value
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

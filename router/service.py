@@ -136,6 +136,7 @@ class RouterService:
         new_index: Callable[..., PrefixIndex] = PrefixIndex,
         reserved_files_from: int | None = None,
         sharing: SharedWith | None = None,
+        behind_plane: bool = False,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
 
@@ -145,6 +146,7 @@ class RouterService:
             new_index: Makes the index of a model; see `ModelSet`.
             reserved_files_from: File descriptors from this number on are not for requests.
             sharing: With whom it shares load and limits; None: it is alone.
+            behind_plane: Whether the compiled data plane has the sockets.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
@@ -152,6 +154,7 @@ class RouterService:
         self.config = config
         server = config.server
         self._shared = sharing or SharedWith()
+        self._behind_plane = behind_plane
         self.admission = Admission(
             self._share_of(server.max_concurrent_requests),
             self._share_of(server.max_buffered_bytes),
@@ -191,7 +194,7 @@ class RouterService:
 
     def _make_proxy(self) -> Proxy | PlaneProxy:
         settings = _proxy_settings(self.config)
-        if self.config.server.data_plane == "native":
+        if self._behind_plane:
             return PlaneProxy(settings, self.shortages.note)
         return Proxy(self._upstream, settings)
 

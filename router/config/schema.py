@@ -152,11 +152,12 @@ class ServerConfig(Section, frozen=True):
 
     Change it when one core is not enough: as many [processes](operations.md#several-workers) share
     the port, on Linux. `--workers` of `kvroute serve` overrides it."""
-    data_plane: Literal["python", "native"] = "python"
-    """What owns the sockets of clients and replicas: Python, or the threads of the compiled core,
-    which is new, and without several workers so far.
+    data_plane: Literal["auto", "python", "native"] = "auto"
+    """What owns the sockets of clients and replicas: the threads of the compiled core, or Python;
+    `auto`: the core where it was built, OpenSSL 3 is there, and there are no several workers.
 
-    Change it to `native` when requests cost too much processor time."""
+    Change it to `native` to be refused at the start where the core cannot, and to `python` when the
+    core is suspected of a fault."""
     threads: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
     """Threads of the native data plane, over one index.
 

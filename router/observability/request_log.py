@@ -311,6 +311,12 @@ class RequestLog:
                 kept = self._latest()
                 self._held = {request.number: request for request in kept}
 
+    def forget(self, request: RoutedRequest) -> None:
+        """Take back a request that is logged anew."""
+        self._requests -= 1
+        self.totals.now().requests -= 1
+        self._held.pop(request.number, None)
+
     def finish(self, request: RoutedRequest) -> None:
         """Note that a request has ended, and count it."""
         self.update(request)

@@ -117,6 +117,8 @@ class RequestObservers:
         self.log = log
         self.responses = responses
         self.repair = repair
+        self._shown: dict[int, RoutedRequest] = {}
+        """Of the requests that the data plane has decided, those that are logged before their end."""
         self.clock = clock
         self.shortages = shortages
         self.taps = taps
@@ -151,14 +153,20 @@ class RequestObservers:
         self.log.add(request)
         return RequestObserver(self, decision, request)
 
-    def handed_over(self, replica_id: str, failure: str | None, retry_after_s: int | None) -> None:
-        """A replica did not serve a request that the data plane had decided.
+    def handed_over(
+        self, number: int, replica_id: str, failure: str | None, retry_after_s: int | None
+    ) -> None:
+        """A replica did not serve a request that the data plane had decided. It is decided anew.
 
         Args:
+            number: The request's, in the data plane.
             replica_id: The replica.
             failure: How it failed; None: it responded that it cannot now.
             retry_after_s: For how long, as it says.
         """
+        shown = self._shown.pop(number, None)
+        if shown is not None:
+            self.log.forget(shown)
         if replica_id not in self.replicas:
             return
         if failure is not None:
@@ -174,25 +182,30 @@ class RequestObservers:
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
 
-    def settle(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
-        """Count and log a request that was decided and served elsewhere; it is over.
+    def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
+        """Log a request that the data plane has decided and that is still being served.
 
         Args:
-            settled: What became of it.
+            number: The request's, in the data plane.
+            settled: What is known of it so far.
             path: Of its target.
             policy: The name of the policy that chose.
-        Returns:
-            As the log shows it.
         """
-        asked = settled.asked
-        self.metrics.decided(settled.model, asked.tokenization_s, settled.routing_s)
+        request = self._shown.get(number)
+        if request is None:
+            request = self._shown[number] = self._logged(settled, path, policy)
+        request.first_byte_s = settled.first_byte_s or None
+        self.log.update(request)
+
+    def _logged(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
+        """A new line of the log for a request that the data plane has decided."""
         prompt_tokens, gpu_cached, cached, expected = settled.tokens
         request = RoutedRequest(
             request_id=settled.request_id,
             path=path,
             model=settled.model,
             policy=policy,
-            stream=asked.stream,
+            stream=settled.asked.stream,
             prompt_tokens=prompt_tokens,
             unknown=None,
         )
@@ -202,6 +215,22 @@ class RequestObservers:
         request.why = "decided by the data plane"
         self.log.add(request)
         request.arrived_at -= settled.seconds
+        return request
+
+    def settle(self, number: int, settled: Settled, path: str, policy: str) -> RoutedRequest:
+        """Count and log a request that was decided and served elsewhere; it is over.
+
+        Args:
+            number: The request's, in the data plane.
+            settled: What became of it.
+            path: Of its target.
+            policy: The name of the policy that chose.
+        Returns:
+            As the log shows it.
+        """
+        asked = settled.asked
+        self.metrics.decided(settled.model, asked.tokenization_s, settled.routing_s)
+        request = self._shown.pop(number, None) or self._logged(settled, path, policy)
         is_known = settled.replica in self.replicas
         served = self.metrics.served(settled.model, settled.replica if is_known else "removed")
         if settled.first_byte_s and is_known:
@@ -333,6 +362,11 @@ class RequestObserver(ProxyObserver):
         """The id of its trace, where that is recorded."""
         self._events = 0
         self._responded: str | None = None
+
+    @override
+    def on_tried(self, failure: Failure) -> None:
+        self.request.attempts += 1
+        self.request.last_failure = failure.value
 
     @override
     def on_attempt(self, attempt: Attempt) -> None:

@@ -21,7 +21,7 @@ The files:
 from router.plane.control import BehindPlane
 from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneOptions
 from router.plane.relays import DIALECTS, Addresses, PlaneProxy
-from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
+from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
 __all__ = [
     "DIALECTS",
@@ -34,5 +34,6 @@ __all__ = [
     "PlaneOptions",
     "PlaneProxy",
     "Secured",
+    "has_openssl",
     "load_openssl",
 ]

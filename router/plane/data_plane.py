@@ -94,8 +94,9 @@ class DataPlane:
         options: PlaneOptions,
         control_path: str,
         on_refusal: Callable[[str], object],
+        on_running: Callable[..., object],
         on_settled: Callable[..., object],
-        on_handed_over: Callable[[FailedFirst], object],
+        on_handed_over: Callable[[int, FailedFirst], object],
         prepares: Prepares,
         on_second_attempt: Callable[[str], object],
     ) -> None:
@@ -106,7 +107,9 @@ class DataPlane:
             options: Of the core.
             control_path: The Unix socket of the application behind.
             on_refusal: Told why the core ended a connection by itself.
-            on_settled: Told of a request that the core decided, when it is over: its number first.
+            on_running: Told of a request that the core decided, by its number, where it takes a
+                while, and once more at its first byte.
+            on_settled: Told of such a request when it is over.
             on_handed_over: Told of a replica that did not serve such a request; it is opened next,
                 or served elsewhere.
             prepares: Reads prompts.
@@ -117,7 +120,6 @@ class DataPlane:
         self._options = options
         self._control_path = control_path
         self._on_refusal = on_refusal
-        self._on_settled = on_settled
         self._on_handed_over = on_handed_over
         self._prepares = prepares
         self._on_second_attempt = on_second_attempt
@@ -139,7 +141,8 @@ class DataPlane:
             "beginning": self._beginning,
             "ended": self._ended,
             "refused": self._refused,
-            "settled": self._settled,
+            "running": on_running,
+            "settled": on_settled,
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
             "second_attempt": self._second_attempt,
@@ -278,12 +281,9 @@ class DataPlane:
 
     # --- of requests that were sent on ------------------------------------------------------------
 
-    def _settled(self, number: int, *what: Any) -> None:
-        self._on_settled(number, *what)
-
     def _handed_over(self, number: int, *what: Any) -> None:
         self._failed_first[number] = failed = FailedFirst(*what)
-        self._on_handed_over(failed)
+        self._on_handed_over(number, failed)
 
     def _overtaken(self, _number: int, *what: Any) -> None:
         self._on_handed_over(FailedFirst(*what))

@@ -191,6 +191,7 @@ class PlaneRelay(Trying):
         unavailable = Failure.UNAVAILABLE if failed.retry_after_s is None else Failure.BUSY
         failure = unavailable if failed.failure is None else failure_of(failed.failure)
         self._retries.failed(failed.replica, failure, False)
+        self._observer.on_tried(failure)
         self._plan = _others_first(self._plan, failed.replica)
 
     def client_left(self) -> None:

@@ -155,6 +155,10 @@ class ProxyObserver(Protocol):
 
     __slots__ = ()
 
+    def on_tried(self, failure: Failure) -> None:
+        """The data plane sent the request to a replica by itself, before all attempts told of here,
+        and that has failed."""
+
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
 

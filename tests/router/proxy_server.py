@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import uvloop
 
 from router.plane import DataPlane, PlaneOptions, PlaneProxy
+from router.plane.data_plane import Secured
 from router.plane.exchanges import PlaneExchange
 from router.plane.relays import PlaneRelay
 from router.proxy import (
@@ -184,10 +185,12 @@ class ProxyServer:
             self._options(),
             control_path="",
             on_refusal=lambda reason: None,
+            on_running=lambda *what: None,
             on_settled=lambda *what: None,
-            on_handed_over=lambda failed: None,
+            on_handed_over=lambda number, failed: None,
+            on_prepare=lambda *what: None,
         )
-        self.plane.start([os.dup(listener.fileno())])
+        self.plane.start([os.dup(listener.fileno())], Secured(None, None))
         is_ready.set()
         await self._stop.wait()
         await self.plane.close()

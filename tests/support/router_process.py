@@ -63,7 +63,7 @@ class Metrics:
         }
 
 
-DATA_PLANE = os.environ.get("KVROUTE_TEST_DATA_PLANE", "python")
+DATA_PLANE = os.environ.get("KVROUTE_TEST_DATA_PLANE", "auto")
 """Which one the tests run against, where their configuration does not say."""
 
 
@@ -106,7 +106,7 @@ class RouterProcess:
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write its configuration, by renaming as careful programs do."""
         server = {"port": 0, "host_names": ["router", "x"], **config.get("server", {})}
-        if server.get("workers", 1) == 1 and "tls" not in server:
+        if server.get("workers", 1) == 1:
             server.setdefault("data_plane", DATA_PLANE)
         written = self.config_path.with_suffix(".new")
         written.write_text(yaml.safe_dump({**config, "server": server}))
@@ -143,6 +143,17 @@ class RouterProcess:
             with contextlib.suppress(FileNotFoundError):
                 held += os.readlink(path).startswith("socket:")
         return held
+
+    @property
+    def clients(self) -> int:
+        """How many connections of clients it has open."""
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        at_port = f":{self.port:04X}"
+        open_states = ("01", "08")  # established, and closed by the client
+        return sum(
+            local.endswith(at_port) and state in open_states
+            for _, local, _, state, *_ in map(str.split, lines)
+        )
 
     # --- asking -----------------------------------------------------------------------------------
 

@@ -121,10 +121,13 @@ struct AsTuple {
     nb::object operator()(const Overtaken& overtaken) const {
         return not_served("overtaken", overtaken.first);
     }
-    nb::object operator()(const Settled& settled) const {
+    nb::object operator()(const Running& running) const { return record("running", running.so_far); }
+    nb::object operator()(const Settled& settled) const { return record("settled", settled); }
+
+    nb::object record(const char* kind, const Settled& settled) const {
         const Ended& ended = settled.ended;
         return nb::make_tuple(
-            "settled", id, settled.model, settled.replica, latin(settled.request_id),
+            kind, id, settled.model, settled.replica, latin(settled.request_id),
             nb::make_tuple(settled.client, settled.client_port),
             settled.dp_rank < 0 ? nb::none() : nb::cast(settled.dp_rank),
             nb::make_tuple(settled.prompt_tokens, settled.gpu_cached_tokens, settled.cached_tokens,

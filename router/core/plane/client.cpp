@@ -30,6 +30,7 @@ constexpr double kProgressEvery_s = 0.25;
 constexpr double kSlack_s = 5.0;
 constexpr double kAwaited_s = 1.0;
 constexpr double kReserved_s = 2.0;
+constexpr double kShownAfter_s = 0.2;  // a request that was decided here, while it runs
 // After a client's FIN: the reset that one probe brings about must have come by the next.
 constexpr std::array<double, 3> kProbeAfter_s = {0.0, 0.05, 0.25};
 constexpr sv kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
@@ -213,6 +214,7 @@ void Client::look_after(double now) {
     }
     if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
     if (!is_open()) return;
+    show_running(now);
     if (is_unsent() && now - stalled_since_ > stall_s) {
         if (!was_forwarded_ || forward_.is_control) thread_.post(0, Refused{"response_not_read"});
         cut(End::client_stalled);
@@ -485,6 +487,7 @@ bool Client::is_placed(Ask ask) {
     routing_s_ = clock_now() - began;
     first_byte_s_ = 0;
     thread_.usual().add_request();
+    shown_ = Shown::not_yet;
     forward(std::move(placed->forward));
     if (booking_ && stage_ == Stage::trying) expect_first_byte(std::move(ask));
     return true;
@@ -1035,25 +1038,40 @@ void Client::report(End end) {
     }
 }
 
+Settled Client::so_far() const {
+    Settled made;
+    made.began_at = started_at_;
+    made.model = prediction_.model;
+    made.replica = prediction_.replica;
+    made.request_id = request_id_;
+    made.client = host_;
+    made.client_port = port_;
+    made.dp_rank = prediction_.dp_rank;
+    made.prompt_tokens = prediction_.prompt_tokens;
+    made.gpu_cached_tokens = prediction_.gpu_cached_tokens;
+    made.cached_tokens = prediction_.cached_tokens;
+    made.expected_tokens = prediction_.expected_tokens;
+    made.is_suspect = prediction_.is_suspect;
+    made.asked = asked_;
+    made.routing_s = routing_s_;
+    made.first_byte_s = first_byte_s_;
+    return made;
+}
+
+// Operators look for the request that hangs.
+void Client::show_running(double now) {
+    const Shown shown = first_byte_s_ > 0 ? Shown::responding : Shown::waiting;
+    if (!booking_ || !was_forwarded_ || shown_ == shown || now - started_at_ < kShownAfter_s) return;
+    shown_ = shown;
+    Running running{so_far()};
+    running.so_far.ended.seconds = now - started_at_;
+    thread_.post(exchange_, std::move(running));
+}
+
 void Client::settle(Ended ended) {
-    Settled settled;
+    Settled settled = so_far();
     settled.was_alone = booking_->ended(has_begun_, thread_.now());
-    settled.began_at = started_at_;
     booking_.reset();
-    settled.model = std::move(prediction_.model);
-    settled.replica = std::move(prediction_.replica);
-    settled.request_id = std::move(request_id_);
-    settled.client = host_;
-    settled.client_port = port_;
-    settled.dp_rank = prediction_.dp_rank;
-    settled.prompt_tokens = prediction_.prompt_tokens;
-    settled.gpu_cached_tokens = prediction_.gpu_cached_tokens;
-    settled.cached_tokens = prediction_.cached_tokens;
-    settled.expected_tokens = prediction_.expected_tokens;
-    settled.is_suspect = prediction_.is_suspect;
-    settled.asked = asked_;
-    settled.routing_s = routing_s_;
-    settled.first_byte_s = first_byte_s_;
     ended.events += events_;
     settled.ended = std::move(ended);
     thread_.post(exchange_, std::move(settled));

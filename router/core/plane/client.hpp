@@ -144,6 +144,8 @@ private:
     void break_off(Failure failure);
     void hold_if_slow();
     void report(End end);
+    Settled so_far() const;
+    void show_running(double now);
     void settle(Ended ended);
     void finish(End end);
     void end_exchange();
@@ -202,6 +204,7 @@ private:
     Late late_;
     std::optional<Ask> ask_;  // for a second attempt
     std::unique_ptr<Second> second_;
+    enum class Shown : u8 { not_yet, waiting, responding } shown_ = Shown::not_yet;  // while it runs
     // Its response
     int status_ = 0;
     bool has_begun_ = false;  // something of it was written

@@ -217,10 +217,15 @@ struct SecondAttempt {
     const char* outcome = "";
 };
 
+// Such a request has not ended for a while, or has had its first byte since that was told.
+struct Running {
+    Settled so_far;
+};
+
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Settled, Overtaken, SecondAttempt>
+                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt>
         what;
 };
 

@@ -878,7 +878,7 @@ async def test_a_client_that_leaves_before_it_is_sent_for_costs_no_replica_anyth
         assert left.wait(DEADLINE_S)
         return request
 
-    async with one_replica(answering(answer()), rewrite=leaves) as (proxy, client, replica):
+    async with one_replica(answering(answer()), rewrite=leaves) as (proxy, client, _):
         await client.request()
         await eventually(lambda: proxy.open_sockets == 0, "the client has left")
         left.set()
@@ -940,9 +940,11 @@ async def test_a_fault_at_the_end_of_a_request_keeps_no_client_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whoever ends requests goes on with the next one."""
-    async with one_replica(
-        answering(answer()), recorder_class=FailsAtTheEnd, may_fail=True
-    ) as (proxy, client, _):
+    async with one_replica(answering(answer()), recorder_class=FailsAtTheEnd, may_fail=True) as (
+        proxy,
+        client,
+        _,
+    ):
         assert await client.ask() == b"{}"
         assert await client.ask() == b"{}"
         await eventually(lambda: proxy.overs == [0, 1], "both have let go of what they held")
