@@ -118,7 +118,7 @@ class RequestObservers:
         self.responses = responses
         self.repair = repair
         self._shown: dict[int, RoutedRequest] = {}
-        """Of the requests that the data plane has decided, those that are logged before their end."""
+        """Requests that the data plane has decided, and that are logged before their end."""
         self.clock = clock
         self.shortages = shortages
         self.taps = taps

@@ -226,6 +226,10 @@ class _TracingObserver(ProxyObserver):
         self._inner.on_unretried(reason)
 
     @override
+    def on_tried(self, failure: Failure) -> None:
+        self._inner.on_tried(failure)
+
+    @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         self._trace.attempts_made[-1].first_byte = time.perf_counter_ns()
         self._inner.on_first_byte(attempt, seconds)

@@ -54,6 +54,9 @@ class Recorder:
     def on_attempt(self, attempt: Attempt) -> None:
         self.attempts.append(attempt.replica_id)
 
+    def on_tried(self, failure: Failure) -> None:
+        raise AssertionError("nothing is decided by the data plane here")
+
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self.failures.append((attempt.replica_id, failure))
         return attempt.replica_id in self.out_of_rotation
