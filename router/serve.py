@@ -61,6 +61,7 @@ from router.plane import (
     DataPlane,
     NoTls,
     PemFiles,
+    PlaneListener,
     PlaneOptions,
     PlaneProxy,
     Secured,
@@ -633,14 +634,16 @@ def _plane(
         proxy,
         _plane_options(service, app, reserved_from),
         path,
-        functools.partial(_count_refusal, service),
-        functools.partial(_show, service),
-        functools.partial(_settle, service, preparation),
-        lambda number, failed: service.observers.handed_over(
-            number, failed.replica, failed.failure, failed.retry_after_s
+        PlaneListener(
+            functools.partial(_count_refusal, service),
+            functools.partial(_show, service),
+            functools.partial(_settle, service, preparation),
+            lambda number, failed: service.observers.handed_over(
+                number, failed.replica, failed.failure, failed.retry_after_s
+            ),
+            lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
         ),
         preparation,
-        lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
     )
 
 

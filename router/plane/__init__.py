@@ -19,7 +19,7 @@ The files:
 """
 
 from router.plane.control import BehindPlane
-from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneOptions
+from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneListener, PlaneOptions
 from router.plane.relays import DIALECTS, Addresses, PlaneProxy
 from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
@@ -31,6 +31,7 @@ __all__ = [
     "DataPlane",
     "NoTls",
     "PemFiles",
+    "PlaneListener",
     "PlaneOptions",
     "PlaneProxy",
     "Secured",

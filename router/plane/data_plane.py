@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
@@ -84,6 +84,22 @@ class Prepares(Protocol):
         """The request is opened."""
 
 
+class PlaneListener(NamedTuple):
+    """Who is told of what the core does by itself."""
+
+    on_refusal: Callable[[str], object]
+    """Why a connection was ended."""
+    on_running: Callable[..., None]
+    """Of a request that the core decided, by its number, where it takes a while, and once more at its
+    first byte."""
+    on_settled: Callable[..., None]
+    """Of such a request when it is over."""
+    on_handed_over: Callable[[int, FailedFirst], object]
+    """Of a replica that did not serve such a request; it is opened next, or served elsewhere."""
+    on_second_attempt: Callable[[str], object]
+    """What became of an attempt beside one that is late."""
+
+
 class DataPlane:
     """Belongs to one event loop, on which it calls."""
 
@@ -93,12 +109,8 @@ class DataPlane:
         proxy: PlaneProxy,
         options: PlaneOptions,
         control_path: str,
-        on_refusal: Callable[[str], object],
-        on_running: Callable[..., None],
-        on_settled: Callable[..., None],
-        on_handed_over: Callable[[int, FailedFirst], object],
+        listener: PlaneListener,
         prepares: Prepares,
-        on_second_attempt: Callable[[str], object],
     ) -> None:
         """
         Args:
@@ -106,23 +118,15 @@ class DataPlane:
             proxy: Sends them on.
             options: Of the core.
             control_path: The Unix socket of the application behind.
-            on_refusal: Told why the core ended a connection by itself.
-            on_running: Told of a request that the core decided, by its number, where it takes a
-                while, and once more at its first byte.
-            on_settled: Told of such a request when it is over.
-            on_handed_over: Told of a replica that did not serve such a request; it is opened next,
-                or served elsewhere.
+            listener: Told of what the core does by itself.
             prepares: Reads prompts.
-            on_second_attempt: Told what became of an attempt beside one that is late.
         """
         self._handler = handler
         self._proxy = proxy
         self._options = options
         self._control_path = control_path
-        self._on_refusal = on_refusal
-        self._on_handed_over = on_handed_over
+        self._listener = listener
         self._prepares = prepares
-        self._on_second_attempt = on_second_attempt
         self._exchanges: dict[int, PlaneExchange] = {}
         self._failed_first: dict[int, FailedFirst] = {}
         """Until the request is opened."""
@@ -141,8 +145,8 @@ class DataPlane:
             "beginning": self._beginning,
             "ended": self._ended,
             "refused": self._refused,
-            "running": on_running,
-            "settled": on_settled,
+            "running": listener.on_running,
+            "settled": listener.on_settled,
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
             "second_attempt": self._second_attempt,
@@ -215,7 +219,7 @@ class DataPlane:
                 logger.exception("an event of the data plane (%s) could not be served", kind)
                 self.plane.cut(number)
                 return
-            self._on_refusal("overloaded")
+            self._listener.on_refusal("overloaded")
             self._respond(number, 503, "the router is out of memory; try again", "overloaded")
 
     def _opened(
@@ -283,16 +287,16 @@ class DataPlane:
 
     def _handed_over(self, number: int, *what: Any) -> None:
         self._failed_first[number] = failed = FailedFirst(*what)
-        self._on_handed_over(number, failed)
+        self._listener.on_handed_over(number, failed)
 
-    def _overtaken(self, _number: int, *what: Any) -> None:
-        self._on_handed_over(FailedFirst(*what))
+    def _overtaken(self, number: int, *what: Any) -> None:
+        self._listener.on_handed_over(number, FailedFirst(*what))
 
     def _second_attempt(self, _number: int, outcome: str) -> None:
-        self._on_second_attempt(outcome)
+        self._listener.on_second_attempt(outcome)
 
     def _refused(self, _number: int, reason: str) -> None:
-        self._on_refusal(reason)
+        self._listener.on_refusal(reason)
 
     def _failed(self, number: int, failure: str, why: str) -> None:
         relay = self._proxy.relays.get(number)

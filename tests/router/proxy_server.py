@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from router.plane import DataPlane, PlaneOptions, PlaneProxy
-from router.plane.data_plane import Secured
+from router.plane import DataPlane, PlaneListener, PlaneOptions, PlaneProxy
+from router.plane.secured import Secured
 from router.plane.exchanges import PlaneExchange
 from router.plane.relays import PlaneRelay
 from router.proxy import (
@@ -26,7 +26,7 @@ from router.proxy import (
     RetryLimits,
     Unretried,
 )
-from router.upstream import Origin, PoolLimits, Timeouts
+from router.upstream import Header, Origin, PoolLimits, Timeouts
 from tests.support.waiting import DEADLINE_S, eventually
 
 TIMEOUTS = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)
@@ -186,12 +186,15 @@ class ProxyServer:
             self,
             self.proxy,
             self._options(),
-            control_path="",
-            on_refusal=lambda reason: None,
-            on_running=lambda *what: None,
-            on_settled=lambda *what: None,
-            on_handed_over=lambda number, failed: None,
-            on_prepare=lambda *what: None,
+            "",
+            PlaneListener(
+                on_refusal=lambda reason: None,
+                on_running=lambda *what: None,
+                on_settled=lambda *what: None,
+                on_handed_over=lambda number, failed: None,
+                on_second_attempt=lambda outcome: None,
+            ),
+            self,
         )
         self.plane.start([os.dup(listener.fileno())], Secured(None, None))
         is_ready.set()
@@ -212,6 +215,12 @@ class ProxyServer:
             reserved_from=2**31 - 1,
             dropped=frozenset(),
         )
+
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
+        raise AssertionError("nothing is decided by the data plane here")
+
+    def forget(self, number: int) -> None:
+        """None was prepared."""
 
     def tell_to_stop(self) -> None:
         assert self.loop is not None
