@@ -90,8 +90,8 @@ class PlaneListener(NamedTuple):
     on_refusal: Callable[[str], object]
     """Why a connection was ended."""
     on_running: Callable[..., None]
-    """Of a request that the core decided, by its number, where it takes a while, and once more at its
-    first byte."""
+    """Of a request that the core decided, by its number, where it takes a while, and once more at
+    its first byte."""
     on_settled: Callable[..., None]
     """Of such a request when it is over."""
     on_handed_over: Callable[[int, FailedFirst], object]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import uvloop
 
 from router.plane import DataPlane, PlaneListener, PlaneOptions, PlaneProxy
-from router.plane.secured import Secured
 from router.plane.exchanges import PlaneExchange
 from router.plane.relays import PlaneRelay
+from router.plane.secured import Secured
 from router.proxy import (
     Attempt,
     End,

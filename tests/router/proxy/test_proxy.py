@@ -739,7 +739,7 @@ async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_n
             client.leave()
             recorder = await proxy.recorder(End.CLIENT_LEFT)
             assert (recorder.attempts, recorder.failures) == (["r0"], [])
-            assert proxy.count("connections") == 0
+            await eventually(lambda: proxy.count("connections") == 0, "none is left")
 
 
 async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
@@ -871,10 +871,10 @@ async def test_a_cancelled_request_ends_once_and_closes_the_replicas_connection(
 
 async def test_a_client_that_leaves_before_it_is_sent_for_costs_no_replica_anything() -> None:
     """It left while it was decided where its request goes."""
-    left = threading.Event()
+    left, loop = threading.Event(), asyncio.get_running_loop()
 
     def leaves(request: ProxyRequest) -> ProxyRequest:
-        client.leave()
+        loop.call_soon_threadsafe(client.leave)
         assert left.wait(DEADLINE_S)
         return request
 
