@@ -13,6 +13,7 @@ import pytest
 from tests.support.native import CORE, compiler, what_the_compiled_index_lacks
 
 ROOT = Path(__file__).parents[3]
+OPTIONS = f"halt_on_error=1 suppressions={Path(__file__).with_name('tsan.supp')}"
 
 
 def runtime_of_the_sanitizer() -> str:
@@ -54,7 +55,7 @@ def test_threads_do_not_race(program: str, module: Path, tmp_path: Path) -> None
     folder = [str(tmp_path)] if by_tls else []
     done = subprocess.run(
         [sys.executable, "-m", f"tests.router.core.{name}", str(module), *folder],
-        env={**os.environ, "LD_PRELOAD": runtime, "TSAN_OPTIONS": "halt_on_error=1"},
+        env={**os.environ, "LD_PRELOAD": runtime, "TSAN_OPTIONS": OPTIONS},
         cwd=ROOT,
         capture_output=True,
         text=True,
