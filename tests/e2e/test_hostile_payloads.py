@@ -311,7 +311,7 @@ def test_a_source_is_not_made_known_by_a_payload_that_is_refused() -> None:
     index = PrefixIndex()
     with pytest.raises(MalformedBatch):
         index.apply(LEARNING, b"\xc1")
-    assert index.sources == {}
+    assert index.statistics() == {}
 
 
 # --- bombs ----------------------------------------------------------------------------------------

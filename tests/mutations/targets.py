@@ -5,29 +5,13 @@ from __future__ import annotations
 from tests.mutations.mutate import Mutation, mutations
 from tests.mutations.mutate_cpp import cpp_mutations
 
-_INDEX = (
-    "tests/router/index/reference",
-    *(
-        f"tests/router/index/test_{name}.py"
-        for name in (
-            "truth_table",
-            "tiers",
-            "shared_stores",
-            "sglang_samples",
-            "dump",
-            "contract",
-            "properties",
-        )
-    ),
-)
-"""Without those that run the compiled index only: what it does is tried with `_CORE`."""
 _CORE = (
     *(
         f"tests/router/index/test_{name}.py"
         for name in ("truth_table", "contract", "tiers", "dump", "sglang_samples")
     ),
     "tests/router/snapshots",
-    "tests/router/index/test_native_equals_reference.py",
+    "tests/router/index/test_core_equals_oracle.py",
 )
 """The quickest first: one that fails ends the trial."""
 _GROUPS = ("tests/offload/groups", "tests/offload/test_cache_manager.py")
@@ -48,14 +32,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "kvevents/hashing.py": ("tests/kvevents/test_hashing.py",),
     # The index.
-    "router/index/reference/source.py": _INDEX,
-    "router/index/reference/block_table.py": _INDEX,
-    "router/index/reference/placing.py": _INDEX,
-    "router/index/reference/index.py": _INDEX,
-    "router/index/reference/keys.py": _INDEX,
-    "router/index/reference/layout_learner.py": _INDEX,
-    "router/index/reference/hash_finder.py": _INDEX,
-    "router/index/dump.py": _INDEX,
+    "router/index/layout_learner.py": _CORE,
+    "router/index/hash_finder.py": _CORE,
+    "router/index/dump.py": _CORE,
     # Routing and scoring.
     "router/routing/planner.py": ("tests/router/routing", "tests/router/observability"),
     "router/routing/recent_prefixes.py": ("tests/router/routing",),
@@ -80,7 +59,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/router/tokenize/test_tokenization.py",
     ),
     # The compiled index, and what stands between it and the rest.
-    "router/index/native.py": _CORE,
+    "router/index/index.py": _CORE,
     **{
         f"router/core/{name}": _CORE
         for name in (

@@ -214,6 +214,7 @@ class ProxyServer:
             max_connections=self.limits.max_connections or 0,
             reserved_from=2**31 - 1,
             dropped=frozenset(),
+            second_share=0.0,
         )
 
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
