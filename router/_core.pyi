@@ -387,7 +387,7 @@ class Plane:
         prepare     the place of its path among those that are prepared, fields if they are wanted,
                     and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one
-        left        the client left before anything was sent on
+        left        the client left before anything was sent on, or placed
         failed      an attempt, before its first byte: how, and why
         not_now     status, seconds to wait or None
         first_byte  status, seconds

@@ -48,7 +48,7 @@ PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
 
 
 MAX_FOLLOWED = 16_384
-"""Requests whose end somebody waits for; of one whose client left early it is never told."""
+"""Requests whose end steering waits for."""
 
 
 class Names(Protocol):
@@ -137,7 +137,7 @@ class Preparation:
             model.steering.came_of(lengths, settled.tokens[2], step)
 
     def forget(self, number: int) -> None:
-        """A request is served by others."""
+        """A request is served by others, or its client has left."""
         self._followed.pop(number, None)
 
     def _read(self, endpoint: Endpoint, headers: list[Header], body: bytes) -> Asked | None:

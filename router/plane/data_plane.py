@@ -81,7 +81,7 @@ class Prepares(Protocol):
         """
 
     def forget(self, number: int) -> None:
-        """The request is opened."""
+        """The request is opened, or its client has left."""
 
 
 class PlaneListener(NamedTuple):
@@ -272,6 +272,7 @@ class DataPlane:
 
     def _left(self, number: int) -> None:
         self._controls.pop(number, None)
+        self._prepares.forget(number)
         exchange = self._exchanges.get(number)
         if exchange is not None:
             exchange.is_gone = True

@@ -282,11 +282,13 @@ void Thread::obey(Command& command) {
     const u32 place = command.id >> 32 & 0xFFFFFF;
     Client* client = place < clients_.size() ? clients_[place].get() : nullptr;
     if (client == nullptr || client->exchange() != command.id) {
-        // The client left before the command came; whoever forwards waits to hear of an end.
+        // The client left before the command came; whoever forwards or places waits to learn of it.
         if (std::holds_alternative<Forward>(command.order)) {
             Ended ended;
             ended.end = End::client_left;
             post(command.id, std::move(ended));
+        } else if (std::holds_alternative<Ask>(command.order)) {
+            post(command.id, Left{});
         }
         return;
     }

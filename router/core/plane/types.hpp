@@ -149,7 +149,7 @@ struct Prepare {
     Fields fields;  // where `Options::prepares_by_fields`
     std::string body;
 };
-// The client left before anything was forwarded.
+// The client left before anything was forwarded, or placed.
 struct Left {};
 struct Failed {
     Failure failure = Failure::connect;

@@ -27,11 +27,12 @@ OPTIONS: dict[str, Any] = {
         "max_idle": 8,
         "max_connections": 0,
         "reserved_from": 1 << 30,
-        "second_share": 0.0,
         "dropped": [],
     },
     **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""], "decided_without": []},
 }
+LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+"""A request behind which the connection is closed."""
 Handler = Callable[[socket.socket], None]
 
 
@@ -93,6 +94,8 @@ class Served:
     refused: Counter[str] = field(default_factory=Counter)
     failed: list[tuple[str, str]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -102,8 +105,12 @@ class Served:
 
     def take(self, kind: str, number: int, what: Sequence[Any]) -> None:
         """An event."""
+        if kind == "opened":
+            self.opened.append(number)
         if kind == "refused":
             self.refused[what[0]] += 1
+        elif kind == "left":
+            self.left.append(number)
         elif kind == "ended":
             self.ended.append(what[0])
         elif kind == "failed":

@@ -12,6 +12,7 @@ import pytest
 from router.plane import Secured
 from tests.router.core.plane.harness import (
     DEADLINE_S,
+    LAST,
     NAME,
     Authority,
     Served,
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.skipif(
     bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
 )
 OTHER = "127.0.0.2"
-LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def respond(connection: socket.socket) -> None:

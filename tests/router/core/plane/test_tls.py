@@ -16,6 +16,7 @@ from router.plane import NoTls, PemFiles, Secured, load_openssl
 from router.plane.relays import IS_CONTROL
 from tests.router.core.plane.harness import (
     DEADLINE_S,
+    LAST,
     NAME,
     Authority,
     Served,
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.skipif(
     bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
 )
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 LONG = bytes(range(256)) * 40_000  # 10 MB
 
 
