@@ -591,18 +591,9 @@ def _announce(listener: socket.socket, config: RouterConfig) -> None:
 
 def _check_plane(config: RouterConfig) -> None:
     """Raises `ConfigError` where the compiled data plane cannot do what is configured."""
-    if config.server.data_plane != "native":
-        return
-    reasons = {
-        "workers": "threads take their place" if config.server.workers > 1 else None,
-    }
-    problems = [
-        ConfigProblem(f"server.{place}", f"not with data_plane native: {why}")
-        for place, why in reasons.items()
-        if why is not None
-    ]
-    if problems:
-        raise ConfigError(problems)
+    if config.server.data_plane == "native" and config.server.workers > 1:
+        why = "not with data_plane native: threads take their place"
+        raise ConfigError([ConfigProblem("server.workers", why)])
 
 
 def _is_native(config: RouterConfig) -> bool:

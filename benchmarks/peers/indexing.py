@@ -318,11 +318,12 @@ def _median_cpu_us(work: Callable[[], object], rounds: int) -> float:
 # --- (d) a question over HTTP ---------------------------------------------------------------------
 
 
-def route_over_http(settings: Settings) -> None:
-    """Latency of `/route` beside `/select`, over one connection; source i of n holds (i + 1)/n."""
+def _filled(settings: Settings, row: str) -> Iterator[tuple[IndexServer, int, list[int]]]:
+    """Each server that has read what its sources hold, by length of prompt: the server, the length,
+    and the longest prompt."""
     sources = settings.route_sources
     for tokens in settings.prompt_tokens:
-        for server, publisher in _each(settings, "route", sources, DynamoSelector):
+        for server, publisher in _each(settings, row, sources, DynamoSelector):
             data = [
                 publisher.messages(number, batches(_two_groups(held)))
                 for number, held in _held(sources, tokens)
@@ -331,53 +332,49 @@ def route_over_http(settings: Settings) -> None:
             whole = run_tokens(1, tokens)
             _wait_for(server, whole, tokens // BLOCK_SIZE)
             server.process.wait_until_idle()
-            before = server.process.cpu_s()
-            measured = load(
-                settings.programs,
-                server.port,
-                _question(server, whole),
-                connections=1,
-                seconds=settings.seconds,
-                core=settings.other_core,
-            )
-            used = server.process.cpu_s() - before
-            report(
-                "route",
-                of=server.name,
-                sources=sources,
-                tokens=tokens,
-                errors=measured["errors"],
-                p50_ms=round(measured["latency_p50_us"] / 1e3, 3),
-                p99_ms=round(measured["latency_p99_us"] / 1e3, 3),
-                cpu_us=round(used / measured["requests"] * 1e6, 1),
-            )
+            yield server, tokens, whole
+
+
+def route_over_http(settings: Settings) -> None:
+    """Latency of `/route` beside `/select`, over one connection; source i of n holds (i + 1)/n."""
+    for server, tokens, whole in _filled(settings, "route"):
+        before = server.process.cpu_s()
+        measured = load(
+            settings.programs,
+            server.port,
+            _question(server, whole),
+            connections=1,
+            seconds=settings.seconds,
+            core=settings.other_core,
+        )
+        used = server.process.cpu_s() - before
+        report(
+            "route",
+            of=server.name,
+            sources=settings.route_sources,
+            tokens=tokens,
+            errors=measured["errors"],
+            p50_ms=round(measured["latency_p50_us"] / 1e3, 3),
+            p99_ms=round(measured["latency_p99_us"] / 1e3, 3),
+            cpu_us=round(used / measured["requests"] * 1e6, 1),
+        )
 
 
 def reserve_over_http(settings: Settings) -> None:
     """The same of `/select_and_reserve`, each reservation ended before the next one is made. The
     CPU time is that of both requests."""
-    sources = settings.route_sources
-    for tokens in settings.prompt_tokens:
-        for server, publisher in _each(settings, "reserve", sources, DynamoSelector):
-            data = [
-                publisher.messages(number, batches(_two_groups(held)))
-                for number, held in _held(sources, tokens)
-            ]
-            publisher.send(data)
-            whole = run_tokens(1, tokens)
-            _wait_for(server, whole, tokens // BLOCK_SIZE)
-            server.process.wait_until_idle()
-            before = server.process.cpu_s()
-            seconds = _reservations(server.port, json.dumps(server.body(whole)), settings.seconds)
-            used = server.process.cpu_s() - before
-            report(
-                "reserve",
-                of=server.name,
-                sources=sources,
-                tokens=tokens,
-                p50_ms=round(statistics.median(seconds) * 1e3, 3),
-                cpu_us=round(used / len(seconds) * 1e6, 1),
-            )
+    for server, tokens, whole in _filled(settings, "reserve"):
+        before = server.process.cpu_s()
+        seconds = _reservations(server.port, json.dumps(server.body(whole)), settings.seconds)
+        used = server.process.cpu_s() - before
+        report(
+            "reserve",
+            of=server.name,
+            sources=settings.route_sources,
+            tokens=tokens,
+            p50_ms=round(statistics.median(seconds) * 1e3, 3),
+            cpu_us=round(used / len(seconds) * 1e6, 1),
+        )
 
 
 def _reservations(port: int, question: str, seconds: float) -> list[float]:

@@ -154,10 +154,10 @@ class ServerConfig(Section, frozen=True):
     the port, on Linux. `--workers` of `kvroute serve` overrides it."""
     data_plane: Literal["auto", "python", "native"] = "auto"
     """What owns the sockets of clients and replicas: the threads of the compiled core, or Python;
-    `auto`: the core where it was built, OpenSSL 3 is there, and there are no several workers.
+    `auto`: the core where OpenSSL 3 is there and there is one worker.
 
-    Change it to `native` to be refused at the start where the core cannot, and to `python` when the
-    core is suspected of a fault."""
+    Change it to `native` to be refused at the start where the core cannot serve, and to `python`
+    when the core is suspected of a fault."""
     threads: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
     """Threads of the native data plane, over one index.
 

@@ -82,6 +82,20 @@ async def until_unbooked(router: RouterProcess) -> None:
     await router.until_idle()
 
 
+async def check_two_prompts_in_turn(router: RouterProcess, gateway: Envoy, seed: int) -> None:
+    """They are reused through a gateway, exactly as predicted."""
+
+    async def by_gateway(router: RouterProcess, body: object) -> tuple[str, int, Answer]:
+        answer = await post(gateway, body)
+        logged = await ended(router)
+        return logged["replica"], logged["predicted"]["cached_tokens"], answer
+
+    async with fresh_replicas(router) as replicas:
+        found = await play(router, replicas, seed, by_gateway)
+    assert [predicted for predicted, _ in found] == [actual for _, actual in found]
+    assert sum(actual for _, actual in found) > 0.8 * TURNS * PROMPT_TOKENS
+
+
 async def ended(router: RouterProcess) -> dict[str, Any]:
     """The last request, when it is over. A scrape would do as well, but what the policy knows of a
     cache is kept for a moment when it is scraped."""
@@ -309,16 +323,7 @@ async def test_two_prompts_in_turn_are_reused_through_envoy(
     router: RouterProcess, gateway: Envoy, seed: int
 ) -> None:
     """As through the proxy, and exactly as predicted."""
-
-    async def by_picker(router: RouterProcess, body: object) -> tuple[str, int, Answer]:
-        answer = await post(gateway, body)
-        logged = await ended(router)
-        return logged["replica"], logged["predicted"]["cached_tokens"], answer
-
-    async with fresh_replicas(router) as replicas:
-        found = await play(router, replicas, seed, by_picker)
-    assert [predicted for predicted, _ in found] == [actual for _, actual in found]
-    assert sum(actual for _, actual in found) > 0.8 * TURNS * PROMPT_TOKENS
+    await check_two_prompts_in_turn(router, gateway, seed)
 
 
 async def test_a_client_that_leaves_books_nothing(router: RouterProcess, gateway: Envoy) -> None:

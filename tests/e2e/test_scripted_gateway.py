@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.test_endpoint_picker import ended, post, until_unbooked
-from tests.e2e.test_selection import PROMPT_TOKENS, TURNS, fresh_replicas, play
+from tests.e2e.test_endpoint_picker import (
+    check_two_prompts_in_turn,
+    post,
+    until_unbooked,
+)
 from tests.support.actual_hits import cached_tokens
 from tests.support.engine_stub import engines, prompt_ids, streaming
 from tests.support.envoy import Envoy, needs_envoy, scripted_envoy
-from tests.support.http_client import Answer
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
 pytestmark = needs_envoy
@@ -60,13 +62,4 @@ async def test_two_prompts_in_turn_are_reused_through_a_script(
     router: RouterProcess, gateway: Envoy, seed: int
 ) -> None:
     """As through the proxy."""
-
-    async def by_script(router: RouterProcess, body: object) -> tuple[str, int, Answer]:
-        answer = await post(gateway, body)
-        logged = await ended(router)
-        return logged["replica"], logged["predicted"]["cached_tokens"], answer
-
-    async with fresh_replicas(router) as replicas:
-        found = await play(router, replicas, seed, by_script)
-    assert [predicted for predicted, _ in found] == [actual for _, actual in found]
-    assert sum(actual for _, actual in found) > 0.8 * TURNS * PROMPT_TOKENS
+    await check_two_prompts_in_turn(router, gateway, seed)
