@@ -511,9 +511,7 @@ void Client::hand_over(HandedOver why) {
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
     booking_->ended(false, thread_.now());
     booking_.reset();
-    second_.reset();
-    late_ = {};
-    late_at_ = 0;
+    stop_waiting();
     was_forwarded_ = false;
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
@@ -757,6 +755,13 @@ void Client::try_second(const Ask& ask) {
     if (second.has_failed) on_second_failed();
 }
 
+// Its first byte is here, or is not waited for any longer.
+void Client::stop_waiting() {
+    second_.reset();
+    late_ = {};
+    late_at_ = 0;
+}
+
 void Client::on_second_failed() {
     thread_.post(0, SecondAttempt{"failed"});
     second_.reset();
@@ -765,8 +770,7 @@ void Client::on_second_failed() {
 void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) second_->upstream = nullptr;
     if (head.status >= 500 || is_not_now(head.status)) {
-        thread_.post(0, SecondAttempt{"failed"});
-        second_.reset();
+        on_second_failed();
         return;
     }
     thread_.post(0, SecondAttempt{"won"});
@@ -847,9 +851,7 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         if (usual_ && head.status == 200) {
             usual_->learn(forward_.work_tokens, clock_now() - attempted_at_);
         }
-        second_.reset();
-        late_ = {};
-        late_at_ = 0;
+        stop_waiting();
         ask_.reset();
         first_byte_s_ = thread_.now() - started_at_;
         booking_->first_byte(thread_.now());
@@ -1019,9 +1021,7 @@ void Client::hold_if_slow() {
 void Client::report(End end) {
     was_forwarded_ = false;
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
-    second_.reset();
-    late_ = {};
-    late_at_ = 0;
+    stop_waiting();
     if (forward_.is_control) return;
     Ended ended{.end = end,
                 .status = has_begun_ ? status_ : 0,

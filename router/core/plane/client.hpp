@@ -134,6 +134,7 @@ private:
     void on_late();
     void try_second(const Ask& ask);
     void on_second(const http::ResponseHead& head, std::string_view piece, bool is_last);
+    void stop_waiting();
     void on_second_failed();
     void be_overtaken(HandedOver first);
     // The response
