@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from typing_extensions import override
@@ -78,6 +79,18 @@ class Settled(NamedTuple):
     is_json: bool
     usage: bytes
     first_usage: bytes
+
+
+def _in_words(settled: Settled) -> str:
+    """Why it is where it is, as far as the data plane says: the hit there."""
+    prompt_tokens, gpu_cached, cached, _ = settled.tokens
+    found = Candidate(
+        replica_id=settled.replica,
+        gpu_cached_tokens=gpu_cached,
+        cached_tokens=cached,
+        suspect=settled.suspect,
+    )
+    return "; ".join([*found.hit_in_words(prompt_tokens), "decided by the data plane"])
 
 
 class RequestObservers:
@@ -212,7 +225,7 @@ class RequestObservers:
         request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
         request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
         request.expected_tokens, request.suspect = expected, settled.suspect
-        request.why = "decided by the data plane"
+        request.why = partial(_in_words, settled)
         self.log.add(request)
         request.arrived_at -= settled.seconds
         return request

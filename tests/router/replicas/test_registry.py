@@ -408,8 +408,8 @@ async def test_a_restart_on_other_ports_is_discovered() -> None:
             "tcp://127.0.0.1:6001",
             "tcp://127.0.0.1:6002",
         ]
+        await until(lambda: here.registry.serving("bamba") == (replica,))
         assert here.registry.serving("gemma") == ()
-        assert here.registry.serving("bamba") == (replica,)
 
 
 async def test_an_adapter_loaded_later_is_found_without_a_restart() -> None:
