@@ -29,16 +29,16 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from router.http.connection_guard import ClientLimits, guarded_protocol
 from uvicorn.server import ServerState
 
 from benchmarks.figures import report
 from benchmarks.text_path import write_model
 from kvevents.codec import encode
 from kvevents.events import BlockStored, EventBatch
+from router.app import RouterApp, exempt_from_collection
 from router.config import RouterConfig
-from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.index import SourceId
-from router.serve import RouterApp, exempt_from_collection
 from router.service import RouterService
 
 _BLOCK = 16

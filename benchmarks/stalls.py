@@ -17,12 +17,12 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from router.http.connection_guard import ClientLimits, guarded_protocol
 from uvicorn.server import ServerState
 
 from benchmarks.figures import report
 from benchmarks.load import stub_replica
 from router.config import RouterConfig
-from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.serve import SWITCH_INTERVAL_S, RouterApp, exempt_from_collection
 from router.service import RouterService
 

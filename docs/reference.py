@@ -87,7 +87,7 @@ _SUBJECTS = (
     ("Replicas", r"replica_|health_|prefill_|cache_pressure|engine_|in_flight_"),
     ("Where replicas come from", r"discovery_|config_reloads"),
     ("Tokenisation", r"tokeniz|token_cache_|untokenized_"),
-    ("Other workers and routers, and starts", r"board_|worker_|snapshot"),
+    ("Other routers, and starts", r"board_|snapshot"),
     ("The process", r"routing_|event_loop_|buffered_|upstream_|shortages|traces|stripped_"),
 )
 """Headings of the metrics' table; by what follows `kvroute_`."""
@@ -96,7 +96,6 @@ _SEE = {
     "kvroute_prefill_backlog_seconds": "[scaling the engines](deployment.md#scaling-the-engines)",
     "kvroute_source_rebuilds": "[self-repair](#self-repair)",
     "kvroute_tokenizer_info": "[tokenizers](#tokenizers)",
-    "kvroute_worker_restarts": "[several workers](#several-workers)",
 }
 
 

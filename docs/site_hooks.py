@@ -13,8 +13,8 @@ import httpx
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
+from router.app import RouterApp
 from router.config import RouterConfig
-from router.serve import RouterApp
 from router.service import RouterService
 
 _BESIDE = re.compile(r"\]\((\.\./[^)#]+)")

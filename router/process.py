@@ -24,10 +24,8 @@ _MIN_OPEN_FILES = 64
 class _TextFormatter(logging.Formatter):
     """Lines for people, with the time as RFC 3339 has it."""
 
-    def __init__(self, worker: int | None = None) -> None:
-        self.worker = worker
-        who = "" if worker is None else f"worker {worker}: "
-        super().__init__(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line, whatever a replica or a pod is called: nobody else may begin one, or tell the
@@ -51,7 +49,6 @@ class _JsonFormatter(_TextFormatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **({} if self.worker is None else {"worker": self.worker}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -66,16 +63,15 @@ def _under_our_name(record: logging.LogRecord) -> bool:
     return True
 
 
-def set_up_logging(config: RouterConfig, worker: int | None = None) -> None:
+def set_up_logging(config: RouterConfig) -> None:
     """Log to stderr.
 
     Args:
         config: Says how much, and in which form.
-        worker: The number of this worker, where there are several.
     """
     handler = logging.StreamHandler()
     is_json = config.observability.log_format == "json"
-    handler.setFormatter(_JsonFormatter(worker) if is_json else _TextFormatter(worker))
+    handler.setFormatter(_JsonFormatter() if is_json else _TextFormatter())
     handler.addFilter(_under_our_name)
     level = config.observability.log_level.upper()
     logging.basicConfig(level=level, handlers=[handler])
@@ -122,42 +118,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: It cannot be listened on.
     """
-    listener = bind(host, port)
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def share(host: str, port: int) -> socket.socket:
-    """A socket that can listen where other processes do: the system deals connections out to those
-    that have begun to.
-
-    Args:
-        host: As for `listen`.
-        port: The same for all of them.
-    Raises:
-        ConfigError: It cannot be listened on.
-    """
-    listener = bind(host, port, is_shared=True)
-    listener.setblocking(False)
-    return listener
-
-
-def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
-    """A socket that has an address and gets no connections yet.
-
-    Args:
-        host: As for `listen`, as the others.
-        port: Of the address.
-        is_shared: Whether others have the same.
-    Raises:
-        ConfigError: The address cannot be had.
-    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -165,6 +128,8 @@ def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
         raise ConfigError(
             [ConfigProblem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
         ) from error
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
     return listener
 
 

@@ -8,11 +8,11 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
@@ -43,7 +43,7 @@ from router.observability.collector import CollectedParts, collect
 from router.observability.history import BlockCounts, History, Removals
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
-from router.observability.request_log import LogPlace, RequestLog
+from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
 from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
@@ -56,7 +56,7 @@ from router.overload import (
     line_limits,
 )
 from router.plane import PlaneProxy
-from router.proxy import Proxy, ProxySettings, RetryLimits
+from router.proxy import ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
     Replica,
@@ -76,7 +76,7 @@ from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
-from router.sharing import Sharing
+from router.sharing import Sharing, valkey_board
 from router.snapshots import (
     Beginning,
     IndexSnapshot,
@@ -87,7 +87,7 @@ from router.snapshots import (
     peer_key,
     read_file,
 )
-from router.tls import PEERS, replica_certificate, unverified
+from router.tls import PEERS, replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
@@ -107,24 +107,6 @@ FORGET_RESTORED_AFTER_S = 300.0
 """What a snapshot says of replicas that nobody has named by then is forgotten."""
 
 
-class SharedWith(NamedTuple):
-    """With whom a router shares what it knows, and its limits."""
-
-    boards: Sequence[Board] = ()
-    workers: int = 1
-    """Of one router: limits on requests, bytes and connections are for all of them together."""
-    number: int = 0
-    """Of this worker."""
-    worker_restarts: int | None = None
-    """Of this worker; None where there is one process."""
-    key_secret: bytes | None = None
-    """Of all who share; None: keys of prefixes are understood by nobody else."""
-    own_url: str | None = None
-    """Of a worker that was started again, where the others listen and it does not yet."""
-    log_place: LogPlace | None = None
-    """Of this worker's log of requests; None where there is one process."""
-
-
 class RouterService:
     """One router. Make it anywhere; everything runs between `start` and `stop`, on one event
     loop."""
@@ -135,8 +117,6 @@ class RouterService:
         registry: CollectorRegistry | None = None,
         new_index: Callable[..., PrefixIndex] = PrefixIndex,
         reserved_files_from: int | None = None,
-        sharing: SharedWith | None = None,
-        behind_plane: bool = False,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
 
@@ -145,24 +125,19 @@ class RouterService:
             registry: Where the metrics are registered; None: a registry of their own.
             new_index: Makes the index of a model; see `ModelSet`.
             reserved_files_from: File descriptors from this number on are not for requests.
-            sharing: With whom it shares load and limits; None: it is alone.
-            behind_plane: Whether the compiled data plane has the sockets.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
         """
         self.config = config
         server = config.server
-        self._shared = sharing or SharedWith()
-        self._behind_plane = behind_plane
-        self.admission = Admission(
-            self._share_of(server.max_concurrent_requests),
-            self._share_of(server.max_buffered_bytes),
-        )
+        self._secret = _secret(config)
+        self._board = valkey_board(config.board, self._secret)
+        self.admission = Admission(server.max_concurrent_requests, server.max_buffered_bytes)
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.tracing = _make_tracing(config, self.metrics)
-        self.request_log = RequestLog(place=self._shared.log_place)
+        self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
         self._mirror = _mirror(config)
@@ -176,27 +151,17 @@ class RouterService:
         planner = self._planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
-        self.exchange = self._make_exchange(planner) if self._shared.boards else None
+        self.exchange = None if self._board is None else self._make_exchange(self._board, planner)
         self._exchanging: asyncio.Task[None] | None = None
-
-    def _share_of(self, limit: int) -> int:
-        """Of a limit that all workers keep together, this one's part."""
-        return -(-limit // self._shared.workers)
 
     def _make_upstream(self, reserved_files_from: int | None) -> UpstreamClient:
         """What sends to replicas."""
         limits = PoolLimits(
-            max_connections=self._share_of(self.config.server.max_upstream_connections),
+            max_connections=self.config.server.max_upstream_connections,
             reserved_from=reserved_files_from,
         )
         trusted = self.replica_certificate and self.replica_certificate.context
         return UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
-
-    def _make_proxy(self) -> Proxy | PlaneProxy:
-        settings = _proxy_settings(self.config)
-        if self._behind_plane:
-            return PlaneProxy(settings, self.shortages.note)
-        return Proxy(self._upstream, settings)
 
     def _make_overload(self) -> None:
         """The replicas, each with what it may be given; what the holders of keys may use; and where
@@ -218,11 +183,7 @@ class RouterService:
                 model, names[number], why
             ).inc(),
         )
-        limits = line_limits(overload)
-        limits = limits._replace(
-            waiting=self._share_of(limits.waiting), tokens=self._share_of(limits.tokens)
-        )
-        self.entrance = Entrance(overload, WaitingRoom(limits, listener))
+        self.entrance = Entrance(overload, WaitingRoom(line_limits(overload), listener))
 
     def _make_caches(self, new_index: Callable[..., PrefixIndex]) -> None:
         """What is known of models and caches, and how it is kept true."""
@@ -248,7 +209,7 @@ class RouterService:
             tokenizers.ask_one_of,
             new_index,
             self._large_work,
-            self._shared.key_secret,
+            self._secret,
             Versions(config.versioned_models),
         )
         self._make_snapshots()
@@ -292,7 +253,7 @@ class RouterService:
             self._large_work,
             owns_priority=config.owns_priority,
         )
-        self.proxy = self._make_proxy()
+        self.proxy = PlaneProxy(_proxy_settings(config), self.shortages.note)
         return planner
 
     @property
@@ -363,36 +324,31 @@ class RouterService:
 
     def _make_snapshots(self) -> None:
         """What was known of caches before the start, and what keeps it over the next one."""
-        state, secret = self.config.state, self._shared.key_secret
+        state, secret = self.config.state, self._secret
         self.snapshots: SnapshotKeeper | None = None
-        self.peers: list[Peers] = []
-        """Asked at the start: the workers beside this one, and other routers."""
+        self.peers: Peers | None = None
+        """Other routers, asked at the start."""
         self.sender: Sender | None = None
         self.peer_key: str | None = None
         self._saving: asyncio.Task[None] | None = None
-        if secret is not None and (state.peers or self._shared.workers > 1):
+        if secret is not None and state.peers:
             self.sender = Sender(self.feed, secret, state.peer_max_bytes, state.peer_timeout_s)
             self.peer_key = peer_key(secret)
             limits = PeerLimits(state.peer_timeout_s, state.peer_max_bytes, state.max_age_s)
-            if self._shared.own_url is not None:
-                # Only processes of this user can listen there, and what they send is sealed.
-                self.peers.append(Peers([self._shared.own_url], secret, limits, unverified()))
-            if state.peers:
-                trusted = self.peer_certificate and self.peer_certificate.context
-                self.peers.append(Peers(state.peers, secret, limits, trusted))
-        places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = [
-            each.fetch for each in self.peers
-        ]
+            trusted = self.peer_certificate and self.peer_certificate.context
+            self.peers = Peers(state.peers, secret, limits, trusted)
+        places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = []
+        if self.peers is not None:
+            places.append(self.peers.fetch)
         if state.directory is not None:
             directory = Path(state.directory)
-            if self._shared.number == 0:  # all workers know the same
-                self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
+            self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
             places.append(
                 functools.partial(asyncio.to_thread, read_file, directory, state.max_age_s)
             )
         self._beginning = Beginning(places, self.feed, self.config.board.secret is not None)
 
-    def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
+    def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
         """What tells the others, and hears them."""
         self.sharing = Sharing(
             self._load,
@@ -403,7 +359,7 @@ class RouterService:
             self.models,
             self.key_limits,
         )
-        exchange = BoardExchange(self._shared.boards, self.sharing.collect, self.sharing.take)
+        exchange = BoardExchange(board, self.sharing.collect, self.sharing.take)
         # Only where chance decides between equals, not where it decides everything.
         lots = self._lots if self.config.policy.name in ("prefix", LEAST_DELAY) else None
         planner.share(exchange.catch_up, exchange.soon, lots)
@@ -510,9 +466,8 @@ class RouterService:
             key_limits=self.key_limits,
             reservations=reservations.held,
             reservation_ends=reservations.ends,
-            boards=self._shared.boards,
+            board=self._board,
             foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
-            worker_restarts=self._shared.worker_restarts,
             snapshots=self.snapshots,
             peers=self.peers,
             sender=self.sender,
@@ -721,6 +676,12 @@ class _ReplicaResponses:
         return status == 200
 
 
+def _secret(config: RouterConfig) -> bytes | None:
+    """What routers share; None: keys of prefixes are understood by nobody else."""
+    secret = config.board.secret
+    return None if secret is None else secret.get_secret_value().encode()
+
+
 def _gate_options(config: RouterConfig) -> GateOptions:
     overload = config.overload
     return GateOptions(
@@ -776,7 +737,6 @@ def _proxy_settings(config: RouterConfig) -> ProxySettings:
     timeouts, retries = config.server.timeouts, config.server.retries
     return ProxySettings(
         Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
-        client_stall_s=timeouts.client_stall_s,
         retries=RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst),
     )
 

@@ -1,4 +1,4 @@
-"""What this process tells the other workers and routers over a board, and what it makes of what
+"""What this router tells the others over a board, and what it makes of what
 they tell.
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
@@ -198,16 +198,17 @@ class Sharing:
         )
 
 
-def valkey_board(config: BoardConfig, secret: bytes, group: bytes) -> Board:
-    """The board on a server.
+def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
+    """The board on a server; None where none is configured.
 
     Args:
         config: Names the server.
         secret: That all routers share.
-        group: Of the processes that hear each other without it.
     Raises:
         ConfigError: The client library is missing, or a certificate cannot be read.
     """
+    if config.url is None or secret is None:
+        return None
     try:
         module = import_module("router.board.valkey")
     except ImportError as error:
@@ -228,7 +229,6 @@ def valkey_board(config: BoardConfig, secret: bytes, group: bytes) -> Board:
         ),
         config.prefix,
         secret,
-        group,
     )
     return board
 

@@ -21,11 +21,11 @@ import yaml
 from async_timeout import timeout
 from pydantic.fields import FieldInfo
 
+from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import ReplicaOptions, RouterConfig
 from router.feed import Feed
 from router.index import Hit, PrefixIndex, SourceId
-from router.serve import RouterApp
 from router.service import RouterService
 from tests.support.following import QUICK
 from tests.support.waiting import DEADLINE_S, eventually

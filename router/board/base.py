@@ -1,4 +1,4 @@
-"""The interface of a board, and what keeps a process and its boards in step.
+"""The interface of a board, and what keeps a process and its board in step.
 
 One's own slot is published and the others' are read in the background. No request waits for it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,7 @@ class Board(Protocol):
     """Slots of bytes by writer. Belongs to one event loop; no call waits or does I/O but `run`."""
 
     kind: str
-    """For metrics: `memory` or `valkey`."""
+    """For metrics: `valkey`."""
 
     def publish(self, slot: bytes) -> None:
         """Say this from now on, in place of what was said before."""
@@ -75,11 +75,11 @@ class Board(Protocol):
 
 
 class BoardExchange:
-    """Keeps one process and its boards in step. Belongs to one event loop."""
+    """Keeps one process and its board in step. Belongs to one event loop."""
 
     def __init__(
         self,
-        boards: Sequence[Board],
+        board: Board,
         collect: Callable[[], Slot],
         take: Callable[[Mapping[str, Slot]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -88,14 +88,14 @@ class BoardExchange:
         """Say and hear nothing yet.
 
         Args:
-            boards: Where to publish, and whom to hear; each writer is on one of them.
+            board: Where to publish, and whom to hear.
             collect: What to say, now.
             take: Hears what all others say, by writer, whenever it has changed.
             clock: A monotonic clock, in seconds.
             cpu_clock: The processor time of this thread, in seconds. It stands still while others
                 have the processor, however long that is.
         """
-        self.boards = boards
+        self.board = board
         self._collect = collect
         self._take = take
         self._clock = clock
@@ -108,23 +108,21 @@ class BoardExchange:
 
     async def run(self) -> None:
         """Exchange until cancelled."""
-        tasks = [asyncio.create_task(board.run(self.catch_up)) for board in self.boards]
+        running = asyncio.create_task(self.board.run(self.catch_up))
         try:
             while True:
                 if self._clock() >= self._say_after:
                     self._publish()
                 self.catch_up()
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                if running.done():
+                    running.result()
                 busy_until = max(self._say_after, self._hear_after)
                 await asyncio.sleep(max(INTERVAL_S, busy_until - self._clock()))
         finally:
             if self._soon is not None:
                 self._soon.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            running.cancel()
+            await asyncio.wait([running])
 
     def soon(self) -> None:
         """Something has begun that the others should know of before the next look."""
@@ -147,11 +145,10 @@ class BoardExchange:
     def _publish(self) -> None:
         begun_at = self._cpu_clock()
         data = encode_slot(self._collect())
-        for board in self.boards:
-            if data != self._said:
-                board.publish(data)
-            else:
-                board.refresh()
+        if data != self._said:
+            self.board.publish(data)
+        else:
+            self.board.refresh()
         self._said = data
         self._say_after = self._clock() + self._pause_s(begun_at)
 
@@ -163,23 +160,21 @@ class BoardExchange:
         begun_at = self._cpu_clock()
         found: dict[str, tuple[bytes, Slot | None]] = {}
         has_changed = False
-        for board in self.boards:
-            for writer, data in board.read().items():
-                name = f"{board.kind} {writer}"
-                known = self._heard.get(name)
-                if known is None or known[0] is not data:
-                    known = data, self._decoded(board, data)
-                    has_changed = True
-                found[name] = known
+        for writer, data in self.board.read().items():
+            known = self._heard.get(writer)
+            if known is None or known[0] is not data:
+                known = data, self._decoded(data)
+                has_changed = True
+            found[writer] = known
         if has_changed or len(found) != len(self._heard):
             self._heard = found
             self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
         self._hear_after = self._clock() + max(SPACING_S, self._pause_s(begun_at))
 
-    def _decoded(self, board: Board, data: bytes) -> Slot | None:
+    def _decoded(self, data: bytes) -> Slot | None:
         try:
             return decode_slot(data)
         except SlotError as error:
-            board.note_broken()
-            logger.debug("board: %s: %s", board.kind, error)
+            self.board.note_broken()
+            logger.debug("board: %s", error)
             return None

@@ -75,9 +75,7 @@ class Credentials(NamedTuple):
     key: str | None = None
 
 
-def connect(
-    url: str, credentials: Credentials, prefix: str, secret: bytes, group: bytes
-) -> ValkeyBoard:
+def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> ValkeyBoard:
     """A board on a server, which is connected to when it runs.
 
     Args:
@@ -85,7 +83,6 @@ def connect(
         credentials: Who the router is to it.
         prefix: As for `ValkeyBoard`, as the others.
         secret: That all share.
-        group: Of the processes that hear each other elsewhere.
     """
     tls: dict[str, Any] = {
         "ssl_ca_certs": credentials.ca,
@@ -100,7 +97,7 @@ def connect(
         socket_connect_timeout=TIMEOUT_S,
         **(tls if url.startswith(("rediss:", "valkeys:")) else {}),
     )
-    return ValkeyBoard(server, prefix, secret, group)
+    return ValkeyBoard(server, prefix, secret)
 
 
 class _Word(NamedTuple):
@@ -159,7 +156,6 @@ class ValkeyBoard(Board):
         server: Has no connection yet; closed at the end of `run`.
         prefix: Of the key and the channel: boards of other prefixes are others.
         secret: That all share.
-        group: Of the processes that hear each other elsewhere: they are left out.
         clock: A monotonic clock, in seconds.
         wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
     """
@@ -171,7 +167,6 @@ class ValkeyBoard(Board):
         server: redis.Redis,
         prefix: str,
         secret: bytes,
-        group: bytes,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -179,8 +174,7 @@ class ValkeyBoard(Board):
         self._channel = f"{prefix}:board"
         self._prefix = f"{prefix}:slot:"
         self._secret = hashlib.blake2b(secret, digest_size=32, person=b"board words").digest()
-        self._group = hashlib.blake2b(group, digest_size=_NAME_BYTES // 2).digest()
-        self._name = self._group + secrets.token_bytes(_NAME_BYTES // 2)
+        self._name = secrets.token_bytes(_NAME_BYTES)
         self._clock = clock
         self._wall_clock = wall_clock
         self._number = 0
@@ -330,7 +324,7 @@ class ValkeyBoard(Board):
             self._failures += 1
             return
         name, slot = content[:_NAME_BYTES], content[_HEAD_BYTES:]
-        if name[: len(self._group)] == self._group:
+        if name == self._name:
             return
         number, said_at = _STAMP.unpack(content[_NAME_BYTES:_HEAD_BYTES])
         known = self._heard.get(name)

@@ -14,8 +14,6 @@ from router.scoring import PolicySettings, make_policy
 from router.serve import ConfigSource
 from router.serve import run as run_server
 from router.tls import listener_certificate, replica_certificate
-from router.workers.member import Member
-from router.workers.supervisor import Plan, supervise
 
 
 def add_to(commands: Any) -> None:
@@ -46,10 +44,7 @@ def add_to(commands: Any) -> None:
         metavar="HOST:PORT",
         help="overrides doors.ext_proc.listen: where Envoy and the gateways made of it ask",
     )
-    parser.add_argument(
-        "--workers", type=int, help="overrides server.workers: processes that share the port"
-    )
-    parser.add_argument("--worker-line", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, help="overrides server.threads: of the data plane")
     _add_overrides(parser)
     parser.set_defaults(run=run)
 
@@ -84,20 +79,11 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
-    if arguments.worker_line is not None:
-        member = Member(arguments.worker_line)
-        source = ConfigSource(member.read_config)
-        return run_server(source.read(), source=source, member=member)
     overrides, path = _overrides(arguments), arguments.config
 
-    def text() -> str:
-        return read_text(path) if path else ""
-
-    def check(text: str) -> RouterConfig:
-        return RouterConfig.from_yaml(text, os.environ, path and path.parent, overrides)
-
     def read() -> RouterConfig:
-        return check(text())
+        text = read_text(path) if path else ""
+        return RouterConfig.from_yaml(text, os.environ, path and path.parent, overrides)
 
     config = read()
     if arguments.check:
@@ -107,11 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(config.replicas)} replicas"
         )
         return 0
-    watched = arguments.config if arguments.watch_config else None
-    if config.server.workers > 1:
-        directory = str(path.parent) if path else None
-        return supervise(config, Plan(text, check, directory, overrides._asdict(), watched))
-    return run_server(config, source=ConfigSource(read, watched))
+    return run_server(config, source=ConfigSource(read, path if arguments.watch_config else None))
 
 
 def _overrides(arguments: argparse.Namespace) -> Overrides:
@@ -124,7 +106,7 @@ def _overrides(arguments: argparse.Namespace) -> Overrides:
         arguments.replica,
         arguments.insecure or None,
         observability,
-        arguments.workers,
+        arguments.threads,
         arguments.ext_proc,
     )
 

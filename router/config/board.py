@@ -18,7 +18,7 @@ Prefix = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$"), PLAIN]
 
 
 class BoardConfig(Section, frozen=True):
-    """A Valkey or Redis server that several routers use. Workers of one router need none."""
+    """A Valkey or Redis server that several routers use."""
 
     url: BoardUrl | None = None
     """`redis://host:port/db`, or `rediss://` for TLS; `valkey` is the same. Null: none.

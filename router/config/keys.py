@@ -49,7 +49,7 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
     idle minute."""
     max_in_flight: Count | None = None
     """Change it when it may have so many requests at a time, those that wait included; with several
-    workers or routers a burst may pass it, see [several workers](operations.md#several-workers)."""
+    routers a burst may pass it, see [several routers](operations.md#several-routers)."""
     models: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] | None = None
     """Models and adapters that it is for, `*` standing for any characters; null: all.
 

@@ -147,21 +147,10 @@ class ServerConfig(Section, frozen=True):
     port: Port = 8000
     """Change it when it is taken; 0 lets the system choose, and the first line on stderr names the
     port."""
-    workers: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
-    """Processes that share the port. Limits of this section are for all of them together.
-
-    Change it when one core is not enough: as many [processes](operations.md#several-workers) share
-    the port, on Linux. `--workers` of `kvroute serve` overrides it."""
-    data_plane: Literal["auto", "python", "native"] = "auto"
-    """What owns the sockets of clients and replicas: the threads of the compiled core, or Python;
-    `auto`: the core where OpenSSL 3 is there and there is one worker.
-
-    Change it to `native` to be refused at the start where the core cannot serve, and to `python`
-    when the core is suspected of a fault."""
     threads: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
-    """Threads of the native data plane, over one index.
+    """Threads of the [data plane](operations.md#the-data-plane), over one index.
 
-    Change it when one core is not enough for the native data plane."""
+    Change it when one core is not enough. `--threads` of `kvroute serve` overrides it."""
     client_api_key: Secret | None = None
     """Required of everyone who sends prompts; null lets everyone in.
 
@@ -656,7 +645,7 @@ class Overrides(NamedTuple):
     insecure: bool | None = None
     observability: Mapping[str, object] = MappingProxyType({})
     """Options of `observability`."""
-    workers: int | None = None
+    threads: int | None = None
     ext_proc: str | None = None
     """Where gateways ask by external processing."""
 
@@ -665,7 +654,7 @@ class Overrides(NamedTuple):
         if not isinstance(data, dict):
             return data
         server, replicas = data.get("server") or {}, data.get("replicas") or []
-        names = ("host", "port", "insecure", "workers")
+        names = ("host", "port", "insecure", "threads")
         given = {name: getattr(self, name) for name in names}
         if isinstance(server, dict):
             server = {**server, **{key: value for key, value in given.items() if value is not None}}

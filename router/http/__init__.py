@@ -2,8 +2,6 @@
 
 The files; each imports only what is listed above it:
 
-    uvicorn_protocol.py   uvicorn's protocol with a way around ASGI, an abort, and joined writes
-    connection_guard.py   bounds on what a client's connection may cost
     access_log.py         one line for each request
     networks.py           which networks addresses belong to
     access.py             who may ask what: keys, peers, names, origins
@@ -15,7 +13,6 @@ The files; each imports only what is listed above it:
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them
-    insight.py            what pages show of requests, of all workers
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report
     dialects.py           the paths of other indexers

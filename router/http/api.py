@@ -39,7 +39,6 @@ from router.http.access_log import note_refused
 from router.http.bodies import ClientLeft, decode_json, read_body
 from router.http.dialects import add_dialects
 from router.http.gateway import tenant_salt
-from router.http.insight import Insight
 from router.http.live_page import add_page
 from router.http.networks import Networks
 from router.http.openapi import (
@@ -66,9 +65,11 @@ from router.http.request_bodies import (
 )
 from router.http.responses import (
     ApiParts,
+    history_view,
     model_entry,
     model_list,
     replica_details,
+    requests_view,
     route_view,
 )
 from router.http.selection import add_selection
@@ -128,9 +129,8 @@ def create_api(
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
-    insight = Insight(parts)
-    _add_insight(app, parts, operator, insight)
-    _add_history(app, operator, insight)
+    _add_insight(app, parts, operator)
+    _add_history(app, parts, operator)
     _add_recording(app, parts, operator)
     _add_snapshot(app, parts)
     add_page(app)
@@ -325,7 +325,7 @@ def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
     )
     async def remove_replica(replica_id: str) -> Response:
-        await parts.fleet_changes.remove(replica_id)
+        parts.registry.remove(replica_id)
         return _json(RemovedReplica(removed=replica_id))
 
 
@@ -334,11 +334,11 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
     async def drain_replica(replica_id: str) -> Response:
-        return _json(parts.details((await parts.fleet_changes.drain(replica_id)).id))
+        return _json(parts.details(parts.registry.drain(replica_id).id))
 
     @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
     async def undrain_replica(replica_id: str) -> Response:
-        return _json(parts.details((await parts.fleet_changes.undrain(replica_id)).id))
+        return _json(parts.details(parts.registry.undrain(replica_id).id))
 
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
@@ -364,16 +364,16 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def add_replica(request: Request) -> Response:
         with parts.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
-        wanted = decode_json(content)
-        await networks.check_replica(read_replica(wanted))
-        added = await parts.fleet_changes.add(wanted)
+        wanted = read_replica(decode_json(content))
+        await networks.check_replica(wanted)
+        added = parts.registry.add(wanted, networks.__contains__)
         return _json(parts.details(added.id), 201)
 
 
 # --- insight --------------------------------------------------------------------------------------
 
 
-def _add_insight(app: FastAPI, parts: ApiParts, operator: Access, insight: Insight) -> None:
+def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     describe = functools.partial(described, "operation", access=operator)
 
     @app.get(
@@ -384,7 +384,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access, insight: Insig
         ),
     )
     async def overview_of_all() -> Response:
-        return _json(await insight.overview())
+        return _json(parts.overview())
 
     @app.get(
         "/requests",
@@ -403,7 +403,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access, insight: Insig
     async def requests(request: Request) -> Response:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
-        return _json(await insight.requests(after, limit))
+        return _json(requests_view(parts.request_log, after, limit))
 
     @app.get(
         "/config",
@@ -425,7 +425,7 @@ _REPLICAS_ASKED_FOR = {
 }
 
 
-def _add_history(app: FastAPI, operator: Access, insight: Insight) -> None:
+def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     rule = f"at most {_MAX_HISTORIES} at a time"
 
     @app.get(
@@ -443,7 +443,7 @@ def _add_history(app: FastAPI, operator: Access, insight: Insight) -> None:
         ids = request.query_params.getlist("replica")
         if len(ids) > _MAX_HISTORIES:
             raise BadRequest("replica", f"{len(ids)} times", rule)
-        return _json(await insight.history(ids))
+        return _json(history_view(parts.history.hours(ids)))
 
 
 _RECORDING = "application/x-ndjson"

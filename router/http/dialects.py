@@ -15,11 +15,13 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 
+from router.config import read_replica
 from router.doors import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.http.access import Key
 from router.http.bodies import read_body
 from router.http.gateway import tenant_salt
+from router.http.networks import Networks
 from router.http.openapi import Access
 from router.http.responses import ApiParts
 from router.index import HashedPrompt, Hit, SourceId
@@ -109,6 +111,7 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
 
 
 def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: Access) -> None:
+    networks = Networks(parts.config.server.replica_networks)
     changing: dict[str, Any] = {
         "include_in_schema": False,
         "dependencies": [Depends(operator.check)],
@@ -119,7 +122,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
     async def register(request: Request) -> Response:
         asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
         if dialects.known(asked.instance_id) is None:
-            await parts.fleet_changes.add(_replica_of(asked))
+            parts.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
         return _json(answer, 201 if request.url.path.startswith("/dynamo") else 200)
 
@@ -130,7 +133,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
         replica = dialects.known(asked.instance_id)
         if replica is None:
             raise UnknownReplica(str(asked.instance_id))
-        await parts.fleet_changes.remove(replica.id)
+        parts.registry.remove(replica.id)
         removed = [f"{replica.id}|default|{asked.dp_rank}"]
         return _json({"status": "unregistered successfully", "removed_instances": removed})
 

@@ -32,10 +32,10 @@ from router.http.proxied_paths import (
     dialect_of,
     salt_names,
 )
-from router.http.uvicorn_protocol import Exchange
 from router.observability.request_observer import RequestObserver, RequestObservers
 from router.overload import EngineOrder, Entrance, KeyUsage, Waiter
-from router.proxy import ProxyRequest, RunningRelay, SendsOn, error_body
+from router.plane import PlaneExchange, PlaneProxy, PlaneRelay
+from router.proxy import ProxyRequest, error_body
 from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
 from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
@@ -64,7 +64,7 @@ class Gateway:
         session_header: str,
         admission: Admission,
         dispatcher: Dispatcher,
-        proxy: SendsOn,
+        proxy: PlaneProxy,
         observers: RequestObservers,
         paths: ProxiedPaths,
         engine_order: EngineOrder,
@@ -112,7 +112,7 @@ class Gateway:
         method: str,
         path: str,
         query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
-    ) -> Callable[[Exchange], Passage] | None:
+    ) -> Callable[[PlaneExchange], Passage] | None:
         """What serves a request; None if it does not go to a replica.
 
         Args:
@@ -246,7 +246,7 @@ class Gateway:
 
     def request(
         self,
-        exchange: Exchange,
+        exchange: PlaneExchange,
         decision: Decision,
         request_id: bytes,
         trace: Sequence[Header] = (),
@@ -274,7 +274,7 @@ class Gateway:
             self._patient if is_whole else None,
         )
 
-    def _forwarded(self, exchange: Exchange) -> tuple[Header, Header]:
+    def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
         peer = exchange.client
         last_hop = peer.encode("ascii", "replace")
@@ -335,7 +335,7 @@ class Passage:
         "_waiter",
     )
 
-    def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: Exchange) -> None:
+    def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: PlaneExchange) -> None:
         self._gateway = gateway
         self._path = path
         self._exchange = exchange
@@ -358,7 +358,7 @@ class Passage:
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Decision] | None = None
-        self._relay: RunningRelay | None = None
+        self._relay: PlaneRelay | None = None
         self._line = AccessLine(exchange.scope) if gateway.logs_access else None
 
     # --- what happens to it -----------------------------------------------------------------------
@@ -367,11 +367,6 @@ class Passage:
         """More of the request has arrived."""
         if self._stage is _Stage.NEW or self._stage is _Stage.READING:
             self._take(self._go_on)
-
-    def client_reads(self) -> None:
-        """The client has read most of what waited for it."""
-        if self._relay is not None:
-            self._relay.client_reads()
 
     def client_left(self) -> None:
         """The client's connection is closed."""

@@ -19,9 +19,9 @@ from router.http.gateway import Gateway, Passage
 from router.http.openapi import JSON, MSGPACK
 from router.http.proxied_paths import ProxiedPath, RoutedBy
 from router.http.responses import route_view
-from router.http.uvicorn_protocol import Exchange
 from router.http.views import RouteView
 from router.observability.metrics import RouterMetrics
+from router.plane import PlaneExchange
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
 from router.tokenize import Endpoint
@@ -54,7 +54,9 @@ class RouteQuestions:
         self.role: Role = "client" if gateway.guard.clients_see_hits else "operator"
         """Who may ask: the answer says what is cached."""
 
-    def opens(self, method: str, path: str, query: bytes) -> Callable[[Exchange], Passage] | None:
+    def opens(
+        self, method: str, path: str, query: bytes
+    ) -> Callable[[PlaneExchange], Passage] | None:
         """What serves a request; None if that is the API.
 
         Args:
@@ -73,7 +75,7 @@ class RouteQuestion(Passage):
 
     __slots__ = ("_asked", "_encoding")
 
-    def __init__(self, asked: RouteQuestions, gateway: Gateway, exchange: Exchange) -> None:
+    def __init__(self, asked: RouteQuestions, gateway: Gateway, exchange: PlaneExchange) -> None:
         super().__init__(gateway, _ROUTE, exchange)
         self._asked = asked
         self._encoding = encoding_of(self._headers)

@@ -69,7 +69,6 @@ from router.routing.models import ModelSet
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Candidate, Ranked
 from router.snapshots import Sender
-from router.workers.fleet import FleetChanges
 
 MAX_MODELS = 100
 """In an overview; as many stores."""
@@ -110,7 +109,6 @@ class ApiParts:
     desk: Desk
     models: ModelSet
     registry: ReplicaRegistry
-    fleet_changes: FleetChanges
     feed: Feed
     tokenizer_check: TokenizerCheck
     repair: SelfRepair
@@ -133,6 +131,18 @@ class ApiParts:
         """One replica, now."""
         only = [view for view in self.registry.snapshot() if view.id == replica_id]
         return replica_details(self._fleet_of(only))[0]
+
+    def overview(self) -> Overview:
+        """The router at a glance, now."""
+        return overview(
+            self.fleet(),
+            self.request_log,
+            self.config.policy.name,
+            self.admission.under_way,
+            self.shortages.present(),
+            self.models.tokenizers(),
+            sum(model.steering.statistics().hit_tokens for model in self.models),
+        )
 
     def healthy(self) -> list[Replica]:
         """The healthy replicas."""
@@ -601,11 +611,6 @@ def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> H
         return Headline(level=Level.GOOD, text="All replicas are well.")
     text = "1 replica has problems" if wrong == 1 else f"{wrong:,} replicas have problems"
     return Headline(level=replicas[0].level, text=text)
-
-
-def with_headline(view: Overview) -> Overview:
-    """The same, with the headline that its replicas and shortages make."""
-    return msgspec.structs.replace(view, headline=_headline(view.replicas, view.shortages))
 
 
 def minute_view(total: Totals, seconds: float) -> LastMinute:

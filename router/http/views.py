@@ -227,7 +227,7 @@ class RequestView(View, frozen=True, kw_only=True):
     """One request, as far as it is known by now."""
 
     number: int
-    """The larger, the later; of all workers together."""
+    """The larger, the later."""
     change: int
     """Of all changes in the log, the one that touched this request last."""
     arrived_at: float

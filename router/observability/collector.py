@@ -68,15 +68,13 @@ class CollectedParts:
     reservations: int = 0
     """That gateways have made and not ended."""
     reservation_ends: Mapping[str, int] = field(default_factory=dict)
-    boards: Sequence[Board] = ()
+    board: Board | None = None
     foreign_prefixes: int = 0
     """Heard from others, and made with another secret."""
     snapshots: SnapshotKeeper | None = None
-    peers: Sequence[Peers] = ()
+    peers: Peers | None = None
     sender: Sender | None = None
     """None: the index is not kept over a restart."""
-    worker_restarts: int | None = None
-    """Of this worker; None where there is one process."""
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -726,12 +724,12 @@ def _remembered_metrics(parts: CollectedParts) -> Iterator[Metric]:
 _BOARD_GAUGES: _Table[BoardStatistics] = (
     (
         "kvroute_board_up",
-        "1 while other workers or routers can be heard over this board: `memory`, `valkey`.",
+        "1 while other routers can be heard over this board: `valkey`.",
         lambda found: found.is_up,
     ),
     (
         "kvroute_board_writers",
-        "Other workers and routers that are heard over this board.",
+        "Other routers that are heard over this board.",
         lambda found: found.writers,
     ),
     (
@@ -762,7 +760,8 @@ _BOARD_COUNTERS: _Table[BoardStatistics] = (
 
 
 def _board_metrics(parts: CollectedParts) -> Iterator[Metric]:
-    boards = [((board.kind,), board.statistics()) for board in parts.boards]
+    board = parts.board
+    boards = [] if board is None else [((board.kind,), board.statistics())]
     for name, text, value in _BOARD_GAUGES:
         yield _gauge(name, text, ("board",), [(kind, value(found)) for kind, found in boards])
     for name, text, value in _BOARD_COUNTERS:
@@ -771,13 +770,6 @@ def _board_metrics(parts: CollectedParts) -> Iterator[Metric]:
         "kvroute_board_foreign_prefixes",
         "Prompts of others that were told under keys of another secret, and are of no use.",
         value=parts.foreign_prefixes,
-    )
-    restarts = parts.worker_restarts
-    yield _counter(
-        "kvroute_worker_restarts",
-        "Times that this worker was started again, where there are several.",
-        (),
-        [] if restarts is None else [((), restarts)],
     )
 
 
@@ -793,19 +785,18 @@ def _snapshot_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
         (
             "sent",
-            "Snapshots sent to routers and workers that started.",
+            "Snapshots sent to routers that started.",
             sender.sent if sender else 0,
         ),
         (
             "taken",
-            "Snapshots taken from another router or worker at the start: 1, or 0 where none had "
-            "one.",
-            sum(each.taken for each in peers),
+            "Snapshots taken from another router at the start: 1, or 0 where none had one.",
+            peers.taken if peers else 0,
         ),
         (
             "refused",
             "Answers of other routers that were of no use; the log says why.",
-            sum(each.refused for each in peers),
+            peers.refused if peers else 0,
         ),
     ):
         yield CounterMetricFamily(f"kvroute_snapshots_{name}", text, value=value)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import nan
 
-import msgspec
-
 from router.index import SourceId
 from router.observability.metrics import RouterMetrics
 
@@ -40,23 +38,6 @@ class Hour:
     """By the names in `VALUES`, each of the same length."""
     removed_blocks: list[int]
     """That left the GPUs within this time, by KV cache group."""
-
-
-class RawHour(msgspec.Struct, frozen=True):
-    """The same before it is made readable, so that those of several processes can be summed up:
-    every process of a machine ends its steps at the same moments."""
-
-    steps: list[list[float]]
-    """Of each step the blocks held, the requests a second, and what was counted."""
-    removed: list[float]
-    """By KV cache group."""
-
-
-class RawHours(msgspec.Struct, frozen=True):
-    """Of the router, and of replicas."""
-
-    whole: RawHour
-    replicas: dict[str, RawHour]
 
 
 class _Ring:
@@ -180,11 +161,10 @@ class History:
         Returns:
             None for a replica that is not followed.
         """
-        named = () if replica_id is None else (replica_id,)
-        return summed_hours([self.raw(named)], self.bounds).get(replica_id)
+        return self.hours(() if replica_id is None else (replica_id,)).get(replica_id)
 
-    def raw(self, replica_ids: Iterable[str]) -> RawHours:
-        """The same of all together, and of those of the replicas that are followed."""
+    def hours(self, replica_ids: Iterable[str]) -> dict[str | None, Hour]:
+        """The same of all together, under None, and of those of the replicas that are followed."""
         caches = self._caches()
         differences = self._since(self._read())
         seconds = max(self._clock() - self._at, 1e-3)
@@ -192,15 +172,15 @@ class History:
         held = sum(found.gpu_blocks for found in caches.values())
         removed = _by_group(sum, [self._lost(name, found) for name, found in caches.items()])
         of_all = self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
-        replicas = {}
+        hours: dict[str | None, Hour] = {None: of_all}
         for name in replica_ids:
             found = caches.get(name)
             ring = None if found is None else self._ring(name)
             if found is not None and ring is not None:
                 difference = differences.get(name, [0.0] * self._width)
                 lost = self._lost(name, found)
-                replicas[name] = self._with(ring, difference, seconds, found.gpu_blocks, lost)
-        return RawHours(of_all, replicas)
+                hours[name] = self._with(ring, difference, seconds, found.gpu_blocks, lost)
+        return hours
 
     def _with(
         self,
@@ -209,10 +189,10 @@ class History:
         seconds: float,
         held: int,
         removed: array[float],
-    ) -> RawHour:
+    ) -> Hour:
         steps = [*ring.steps, _step(difference, seconds, held)]
         removed = _by_group(sum, [*ring.removed, removed])
-        return RawHour([list(step) for step in steps], list(removed))
+        return Hour(_readable(steps, self.bounds), [int(count) for count in removed])
 
     def _ring(self, name: str) -> _Ring | None:
         ring = self._replicas.get(name)
@@ -274,33 +254,15 @@ def _step(difference: list[float], seconds: float, held: int) -> array[float]:
     return array("d", [held, difference[_REQUESTS] / seconds, *difference[1:]])
 
 
-def summed_hours(hours: Sequence[RawHours], bounds: Sequence[float]) -> dict[str | None, Hour]:
-    """What several processes counted, as one: None stands for all replicas together.
-
-    Args:
-        hours: Of each process, which all follow the same caches; those of the first are shown.
-        bounds: Of the buckets of the time to first byte.
-    """
-    found: dict[str | None, Hour] = {None: _readable([each.whole for each in hours], bounds)}
-    for name in hours[0].replicas:
-        of_one = [each.replicas[name] for each in hours if name in each.replicas]
-        found[name] = _readable(of_one, bounds)
-    return found
-
-
-def _readable(hours: Sequence[RawHour], bounds: Sequence[float]) -> Hour:
+def _readable(steps: Sequence[array[float]], bounds: Sequence[float]) -> dict[str, array[float]]:
     values = {name: array("d") for name in VALUES}
-    longest = max(len(hour.steps) for hour in hours)
-    for place in range(-longest, 0):
-        steps = [hour.steps[place] for hour in hours if len(hour.steps) >= -place]
-        step = [sum(column) for column in zip(*steps, strict=True)]
-        counts = step[1:]
+    for held, *counts in steps:
         values["requests_per_s"].append(counts[_REQUESTS])
         values["reused_share"].append(_share(counts[_CACHED], counts[_PROMPT]))
         values["first_byte_s"].append(quantile(QUANTILE, bounds, counts[_COUNTS:]))
         values["mispredicted_share"].append(_share(counts[_WRONG], counts[_COMPARED]))
-        values["gpu_blocks"].append(max(each[0] for each in steps))
-    return Hour(values, [int(count) for count in _by_group(max, [hour.removed for hour in hours])])
+        values["gpu_blocks"].append(held)
+    return values
 
 
 def _share(part: float, whole: float) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -225,25 +225,6 @@ class RequestLogStatistics:
     changes: int
 
 
-class LogPlace(NamedTuple):
-    """One log's place among those of several processes of one machine, whose numbers and changes
-    are told apart and put in order by the machine's monotonic clock."""
-
-    own: int
-    """From 0."""
-    logs: int
-    started_at: float
-    """Unix time, the same for all."""
-
-    def now_us(self) -> int:
-        """The time."""
-        return time.monotonic_ns() // 1000
-
-    def number(self, least: int) -> int:
-        """The next number of this log, *least* or more."""
-        return max(-(-least // self.logs), self.now_us()) * self.logs + self.own
-
-
 class RequestLog:
     """Holds the requests that changed last. Belongs to one event loop.
 
@@ -252,7 +233,6 @@ class RequestLog:
             it runs.
         clock: Unix time.
         totals: Counts along; by default on the system's monotonic clock.
-        place: Among several logs that are shown as one.
     """
 
     def __init__(
@@ -260,29 +240,21 @@ class RequestLog:
         max_requests: int = MAX_REQUESTS,
         clock: Callable[[], float] = time.time,
         totals: RollingTotals | None = None,
-        place: LogPlace | None = None,
     ) -> None:
         self.totals = totals or RollingTotals()
-        self.started_at = clock() if place is None else place.started_at
-        self._place = place
-        self._last_number = self._last_change = 0
+        self.started_at = clock()
+        self.last_change = 0
+        """The number of the last change."""
+        self._last_number = 0
         self._max_requests = max_requests
         self._clock = clock
         self._held: dict[int, RoutedRequest] = {}
         self._requests = self._changes = 0
 
-    @property
-    def last_change(self) -> int:
-        """The number of the last change; where there are several logs, one after which any of them
-        may still have changes."""
-        return self._last_change if self._place is None else self._place.now_us() - 1
-
     def add(self, request: RoutedRequest) -> None:
         """Log a request that has been decided on."""
         self._requests += 1
-        place = self._place
-        after = self._last_number + 1
-        self._last_number = after if place is None else place.number(after)
+        self._last_number += 1
         request.number = self._last_number
         request.arrived_at = self._clock()
         self.totals.now().requests += 1
@@ -301,9 +273,8 @@ class RequestLog:
     def update(self, request: RoutedRequest) -> None:
         """Note that more is known of a request; one that was dropped is held again."""
         self._changes += 1
-        after = self._last_change + 1
-        self._last_change = after if self._place is None else max(after, self._place.now_us())
-        request.change = self._last_change
+        self.last_change += 1
+        request.change = self.last_change
         if request.number not in self._held:
             self._held[request.number] = request
             if len(self._held) > 2 * self._max_requests:

@@ -230,7 +230,7 @@ class _Requests:
     under_way: int = 0
     begun: int = 0
     others: int = 0
-    """Requests of other routers and workers that were heard of."""
+    """Requests of other routers that were heard of."""
     ended_at: float = -math.inf
 
 
@@ -321,7 +321,7 @@ class QuietMoments:
         return {name: requests.begun for name, requests in self._replicas.items() if requests.begun}
 
     def disturbed(self, replica_id: str, now: float) -> None:
-        """Another router or worker has a request there, or had one a moment ago.
+        """Another router has a request there, or had one a moment ago.
 
         Args:
             replica_id: Where.

@@ -3,16 +3,16 @@
 Its threads own the sockets of clients and of replicas. What they cannot decide they ask here, and
 what happens to a request they tell:
 
-    core thread ──Opened──> DataPlane ──> Passage (as for any exchange) ──> PlaneProxy
-         ^                                                                     │
-         └──────────────────── Forward, Respond, PassOn ──────────────────────┘
+    core thread ──Opened──> DataPlane ──> Passage ──> PlaneProxy
+         ^                                                │
+         └────────── Forward, Respond, PassOn ────────────┘
     core thread ──Prepare──> `router.preparing`, which says `place`, or `open`
     core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
 
 The files:
 
     secured.py     who the router is by TLS, and whom it trusts, in the core
-    exchanges.py   a client's request that the core holds: an `Exchange` for who serves it
+    exchanges.py   a client's request that the core holds
     relays.py      a request that was sent on: its attempts, and what the core tells of them
     control.py     all that goes to no replica: to the application behind the plane
     data_plane.py  the core's threads, their events, and who they are for
@@ -20,7 +20,8 @@ The files:
 
 from router.plane.control import BehindPlane
 from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneListener, PlaneOptions
-from router.plane.relays import DIALECTS, Addresses, PlaneProxy
+from router.plane.exchanges import PlaneExchange
+from router.plane.relays import DIALECTS, Addresses, PlaneProxy, PlaneRelay
 from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
 __all__ = [
@@ -31,9 +32,11 @@ __all__ = [
     "DataPlane",
     "NoTls",
     "PemFiles",
+    "PlaneExchange",
     "PlaneListener",
     "PlaneOptions",
     "PlaneProxy",
+    "PlaneRelay",
     "Secured",
     "has_openssl",
     "load_openssl",

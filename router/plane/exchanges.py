@@ -46,7 +46,7 @@ class Handler(Protocol):
 
 
 class PlaneExchange:
-    """Has the surface of `router.http.uvicorn_protocol.Exchange` that servers use.
+    """One request of a client's connection, and its response.
 
     Args:
         plane: Holds it.
@@ -84,9 +84,6 @@ class PlaneExchange:
         "status",
         "target",
     )
-
-    is_slow = False
-    """The core waits for slow clients by itself."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def _others_first(plan: Iterator[Attempt], replica_id: str) -> Iterator[Attempt]
 
 
 class PlaneProxy:
-    """As `router.proxy.Proxy`, with the core's sockets."""
+    """Sends requests to replicas, and their responses to the clients, by the core's sockets."""
 
     def __init__(self, settings: ProxySettings, on_shortage: Callable[[str], object]) -> None:
         """
@@ -124,14 +124,21 @@ class PlaneProxy:
         observer: ProxyObserver,
         on_over: Callable[[], object] = lambda: None,
     ) -> PlaneRelay:
-        """See `Proxy.start`.
+        """Send a request to the first candidate of *plan* that gives a first byte, and its response
+        to the client.
+
+        The response to the client begins with the first body byte, not with the headers: until then
+        another candidate may serve, within the limits on retries. After the last one failed, the
+        client gets 502, or 503 where a replica responded with that or *plan* is empty.
 
         Args:
-            plan: Candidates, best first.
-            request: The client's request.
+            plan: Candidates, best first; each is taken from it when it is needed.
+            request: The client's request, its body read to the end.
             recipient: Gets the response.
-            observer: Hears what happens.
-            on_over: Called at the end.
+            observer: Hears what happens; `on_end` exactly once, in every case.
+            on_over: Called when that has been said.
+        Returns:
+            What is told of the client. It may be over already.
         """
         self._retry_budget.add_request()
         retries = RequestRetries(self._retry_budget)
@@ -196,9 +203,6 @@ class PlaneRelay(Trying):
 
     def client_left(self) -> None:
         """The core tells of it, as an end."""
-
-    def client_reads(self) -> None:
-        """The core waits for slow clients by itself."""
 
     def cancel(self) -> None:
         """The router will not finish it: the core tells of the end."""

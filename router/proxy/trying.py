@@ -1,4 +1,4 @@
-"""Which candidate a request is sent to next: the same whoever owns the sockets."""
+"""Which candidate a request is sent to next."""
 
 from __future__ import annotations
 

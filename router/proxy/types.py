@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -64,87 +63,6 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     it was generated."""
 
 
-class Recipient(Protocol):
-    """Who gets the response: one request of a client's connection. No call waits or raises."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the client has closed its connection."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether more waits for the client to read it than should: send nothing until
-        `Relay.client_reads` is called."""
-
-    def respond(self, status: int, headers: list[Header], body: bytes, is_whole: bool) -> None:
-        """Begin the response.
-
-        Args:
-            status: Its status.
-            headers: All of its headers but those of the connection's framing.
-            body: The first piece of its body, or nothing yet.
-            is_whole: Whether that is all of it.
-        """
-
-    def send(self, body: bytes, is_last: bool) -> None:
-        """Go on with its body.
-
-        Args:
-            body: The next piece.
-            is_last: Whether it is the last one.
-        """
-
-    def send_chunk(self, chunk: bytes, body: bytes) -> None:
-        """As `send`, of a piece that came as one chunk of HTTP/1.1 and may go on as it is.
-
-        Args:
-            chunk: The piece with its framing.
-            body: The piece; never the last one.
-        """
-
-    def abort(self) -> None:
-        """Close the client's connection at once, whatever is still buffered."""
-
-
-class RunningRelay(Protocol):
-    """A request that was sent on, to be told what its client does."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-
-    def client_left(self) -> None:
-        """The client has closed its connection."""
-
-    def client_reads(self) -> None:
-        """The client has read most of what waited for it."""
-
-    def cancel(self) -> None:
-        """The router will not finish it."""
-
-
-class SendsOn(Protocol):
-    """Sends requests to replicas, and their responses to the clients."""
-
-    def start(
-        self,
-        plan: Iterable[Attempt],
-        request: ProxyRequest,
-        recipient: Any,
-        observer: ProxyObserver,
-        on_over: Callable[[], object] = ...,
-    ) -> RunningRelay:
-        """Send a request to the first candidate that gives a first byte; see `Proxy.start`.
-
-        Args:
-            plan: Candidates, best first.
-            request: The client's.
-            recipient: Gets the response.
-            observer: Hears what happens.
-            on_over: Called when that has been said.
-        """
-
-
 class ProxyObserver(Protocol):
     """Hears what happens to one request, on the event loop: it must not block.
 
@@ -199,7 +117,7 @@ class ProxyObserver(Protocol):
 
         Args:
             attempt: The candidate whose response is passed on.
-            seconds: Since the call of `Proxy.start`.
+            seconds: Since the call of `PlaneProxy.start`.
         """
 
     def on_chunk(self, data: bytes) -> None:
@@ -230,7 +148,7 @@ class ProxyObserver(Protocol):
         Args:
             end: How.
             status: Sent to the client; None if it left before there was one.
-            seconds: Since the call of `Proxy.start`.
+            seconds: Since the call of `PlaneProxy.start`.
         """
 
 
@@ -239,19 +157,10 @@ class ProxySettings:
     """Bounds on one proxied request."""
 
     timeouts: Timeouts
-    client_stall_s: float = 60.0
-    """The longest that one write may wait for a client that does not read."""
     retry_after_s: int = 1
     """Sent with the router's own 502 and 503."""
     retries: RetryLimits = field(default_factory=RetryLimits)
-    watch_s: float = 0.1
-    """How often clients that have stopped reading are looked for."""
 
     def __post_init__(self) -> None:
-        for name in ("client_stall_s", "watch_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"proxy: {name} {getattr(self, name)!r} must be a number of seconds above 0"
-                )
         if self.retry_after_s < 0:
             raise ValueError(f"proxy: retry_after_s {self.retry_after_s!r} must be 0 or more")

@@ -1,5 +1,5 @@
 """What this router has in flight at each replica, and at each of its data-parallel ranks: prompt
-tokens until the first response token, then decoding requests. What other routers and workers have
+tokens until the first response token, then decoding requests. What other routers have
 in flight there is kept beside it.
 
 Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
@@ -176,7 +176,7 @@ class LoadTracker:
             for load in known
         ]
 
-    # What other routers and workers have in flight.
+    # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
         """What this router has in flight, by replica and rank; None stands for a whole replica."""

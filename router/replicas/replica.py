@@ -274,7 +274,7 @@ class Replica:
         Args:
             load: What this router has in flight there.
             now: On the registry's clock.
-            others: What other routers and workers have.
+            others: What other routers have.
         """
         record = self.record
         return ReplicaView(

@@ -70,7 +70,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     load: ReplicaLoad
     """What this router has in flight there."""
     others: ReplicaLoad = msgspec.field(default_factory=ReplicaLoad)
-    """What is known of other routers and workers."""
+    """What is known of other routers."""
     engine_load: EngineLoad | None
     engine_load_age_s: float | None
     foreign_requests: int

@@ -19,9 +19,8 @@ async def test_nothing_that_the_description_allows_is_a_fault_of_the_router() ->
                 *(schemathesis, "run", f"{router.url}/openapi.json", "--no-color"),
                 *("--checks", "not_a_server_error", "--phases", "coverage,fuzzing"),
                 *("--max-examples", "5", "--generation-deterministic"),
-                # A recording lasts until it is ended; a gateway may name replicas of which none is there,
-                # for which 503 is the answer; a replica that was added and has not said yet
-                # what it serves makes 503 the right response to unknown models.
+                # A recording lasts until it is ended. 503 is right where a gateway names replicas
+                # of which none is there, and where one was added that has not said what it serves.
                 *("--exclude-path-regex", "recording$|^/replicas$|^/select"),
             )
             assert " passed" in said

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import yaml
 
+from router.app import RouterApp
 from router.config import RouterConfig
-from router.serve import RouterApp
 from router.service import RouterService
 from tests.deploy.files import ROOT, succeeds, tool
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-import yaml
 
 from tests.support.engine_stub import (
     EngineStub,
@@ -31,14 +29,14 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, connect, request_bytes
 from tests.support.model_files import write_byte_tokenizer
 from tests.support.native import what_the_compiled_index_lacks
-from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
     bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
 )
 
-NATIVE = {"server": {"data_plane": "native", "threads": 2}, "health": QUICK_HEALTH}
+NATIVE = {"server": {"threads": 2}, "health": QUICK_HEALTH}
 
 
 MODELS = [
@@ -500,15 +498,3 @@ async def test_a_stream_that_is_under_way_ends_before_the_router_does() -> None:
                     go.set()
                     assert b"[DONE]" in await client.read_body()
                     await stopping
-
-
-def test_what_it_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
-    """An operator should learn it from the first line, and not from clients."""
-    path = tmp_path / "kvroute.yaml"
-    server = {"port": 0, "data_plane": "native", "workers": 2}
-    path.write_text(yaml.safe_dump({"server": server}))
-    done = subprocess.run(
-        [*COMMAND, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "server.workers: not with data_plane native" in done.stderr

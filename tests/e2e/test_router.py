@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import resource
@@ -34,7 +33,6 @@ from tests.support.http_client import Answer, ask, connect, request_bytes
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import (
     COMMAND,
-    DATA_PLANE,
     QUICK_HEALTH,
     ROOT,
     RouterProcess,
@@ -1237,24 +1235,6 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
         done = serve_with(tmp_path / "port.yaml", {"server": {"port": port}})
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert f"server: 127.0.0.1 port {port} cannot be listened on" in done.stderr
-
-
-@pytest.mark.skipif(DATA_PLANE == "native", reason="it accepts 64 at a time, without libuv")
-async def test_many_clients_that_come_at_once_are_accepted_together() -> None:
-    """libuv accepts one connection for each socket that listens before it looks at all streams
-    again: with a thousand of these, the last of a thousand clients waited 12 s."""
-    with router_process({"server": {"data_plane": "python"}}) as router:
-        process = Path(f"/proc/{router.process.pid}")
-        tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
-        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-        (listening,) = {
-            row[9] for row in rows if row[3] == "0A" and row[1].endswith(f":{router.port:04X}")
-        }
-        files = []
-        for file in (process / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                files.append(str(file.readlink()))
-        assert files.count(f"socket:[{listening}]") == 16
 
 
 async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() -> None:

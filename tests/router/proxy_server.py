@@ -105,6 +105,33 @@ class Recorder:
 
 Rewrite = Callable[[ProxyRequest], ProxyRequest]
 
+NOBODY_LISTENS = PlaneListener(
+    on_refusal=lambda reason: None,
+    on_running=lambda *what: None,
+    on_settled=lambda *what: None,
+    on_handed_over=lambda number, failed: None,
+    on_second_attempt=lambda outcome: None,
+)
+
+
+def plane_options(client_stall_s: float = 600.0, limits: PoolLimits | None = None) -> PlaneOptions:
+    """Of a data plane that decides nothing."""
+    limits = limits or PoolLimits()
+    return PlaneOptions(
+        head_bytes=65_536,
+        max_body_bytes=64 << 20,
+        max_held_bytes=1 << 30,
+        request_s=600.0,
+        client_stall_s=client_stall_s,
+        keep_alive_s=600.0,
+        idle_s=limits.idle_s,
+        max_idle=limits.max_idle_per_origin,
+        max_connections=limits.max_connections or 0,
+        reserved_from=2**31 - 1,
+        dropped=frozenset(),
+        second_share=0.0,
+    )
+
 
 class Proxied:
     """Reads the body of one request, and proxies it."""
@@ -133,6 +160,7 @@ class ProxyServer:
 
     plan: Sequence[Attempt]
     settings: ProxySettings
+    client_stall_s: float
     limits: PoolLimits
     rewrite: Rewrite
     recorder_class: type[Recorder] = Recorder
@@ -185,37 +213,15 @@ class ProxyServer:
         self.plane = DataPlane(
             self,
             self.proxy,
-            self._options(),
+            plane_options(self.client_stall_s, self.limits),
             "",
-            PlaneListener(
-                on_refusal=lambda reason: None,
-                on_running=lambda *what: None,
-                on_settled=lambda *what: None,
-                on_handed_over=lambda number, failed: None,
-                on_second_attempt=lambda outcome: None,
-            ),
+            NOBODY_LISTENS,
             self,
         )
         self.plane.start([os.dup(listener.fileno())], Secured(None, None))
         is_ready.set()
         await self._stop.wait()
         await self.plane.close()
-
-    def _options(self) -> PlaneOptions:
-        return PlaneOptions(
-            head_bytes=65_536,
-            max_body_bytes=64 << 20,
-            max_held_bytes=1 << 30,
-            request_s=600.0,
-            client_stall_s=self.settings.client_stall_s,
-            keep_alive_s=600.0,
-            idle_s=self.limits.idle_s,
-            max_idle=self.limits.max_idle_per_origin,
-            max_connections=self.limits.max_connections or 0,
-            reserved_from=2**31 - 1,
-            dropped=frozenset(),
-            second_share=0.0,
-        )
 
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
         raise AssertionError("nothing is decided by the data plane here")
@@ -293,8 +299,10 @@ async def proxy_server(
     """Serve until the block ends; then every request must be over, and nothing may have been logged
     as an error unless it *may_fail*."""
     retries = retries or RetryLimits()
-    settings = ProxySettings(timeouts, client_stall_s, retries=retries)
-    app = ProxyServer(plan, settings, limits or PoolLimits(), rewrite, recorder_class)
+    settings = ProxySettings(timeouts, retries=retries)
+    app = ProxyServer(
+        plan, settings, client_stall_s, limits or PoolLimits(), rewrite, recorder_class
+    )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     listener.setblocking(False)
     app.port = listener.getsockname()[1]

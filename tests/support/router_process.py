@@ -63,10 +63,6 @@ class Metrics:
         }
 
 
-DATA_PLANE = os.environ.get("KVROUTE_TEST_DATA_PLANE", "auto")
-"""Which one the tests run against, where their configuration does not say."""
-
-
 class RouterProcess:
     """`kvroute serve` on a port chosen by the system.
 
@@ -106,8 +102,6 @@ class RouterProcess:
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write its configuration, by renaming as careful programs do."""
         server = {"port": 0, "host_names": ["router", "x"], **config.get("server", {})}
-        if server.get("workers", 1) == 1:
-            server.setdefault("data_plane", DATA_PLANE)
         written = self.config_path.with_suffix(".new")
         written.write_text(yaml.safe_dump({**config, "server": server}))
         written.replace(self.config_path)

@@ -1,4 +1,4 @@
-"""How often a process and its boards exchange what they know."""
+"""How often a router and its board exchange what they know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 class OneOther(Board):
     """One other process, which says something new whenever it is asked."""
 
-    kind = "memory"
+    kind = "none"
 
     def __init__(self) -> None:
         self.said = self.asked = 0
@@ -69,14 +69,14 @@ class OneOther(Board):
 def test_what_costs_much_is_heard_less_often_but_often_enough(
     cpu_s: float, waited_s: float, pause_s: float
 ) -> None:
-    """A worker must not spend its time on hearing others, nor be without them for long."""
+    """A router must not spend its time on hearing others, nor be without them for long."""
     clock, cpu, board = Clock(), Clock(), OneOther()
 
     def take(_slots: Mapping[str, Slot]) -> None:
         cpu.now += cpu_s
         clock.now += cpu_s + waited_s
 
-    exchange = BoardExchange([board], Slot, take, clock, cpu)
+    exchange = BoardExchange(board, Slot, take, clock, cpu)
     exchange.catch_up()
     clock.now += pause_s * 0.99
     exchange.catch_up()
@@ -100,7 +100,7 @@ async def test_news_all_the_time_are_told_and_heard_no_more_often_than_allowed()
         cpu.now += 0.002
         heard_at.append(loop.time())
 
-    exchange = BoardExchange([board], collect, take, loop.time, cpu)
+    exchange = BoardExchange(board, collect, take, loop.time, cpu)
     running = asyncio.create_task(exchange.run())
     while len(said_at) < 8 or len(heard_at) < 8:
         exchange.soon()

@@ -28,11 +28,10 @@ from tests.support.waiting import DEADLINE_S, eventually
 
 def board(
     server: ValkeyServer,
-    group: bytes,
     secret: bytes = b"secret",
     password: str | None = None,
 ) -> ValkeyBoard:
-    return connect(server.url, Credentials(None, password), "kvroute", secret, group)
+    return connect(server.url, Credentials(None, password), "kvroute", secret)
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +52,7 @@ def heard(one: ValkeyBoard) -> list[bytes]:
 async def test_routers_hear_each_other_until_one_is_gone() -> None:
     """Each knows what the others have in flight, and forgets those that died."""
     with contextlib.closing(ValkeyServer()) as server:
-        one, two = board(server, group=b"1"), board(server, group=b"2")
+        one, two = board(server), board(server)
         async with running(one):
             one.publish(b"load of one")
             await eventually(lambda: one.statistics().is_up, "it is connected")
@@ -71,7 +70,7 @@ async def test_routers_hear_each_other_until_one_is_gone() -> None:
 async def test_while_the_server_is_away_nobody_is_heard_and_afterwards_everybody() -> None:
     """Each router must go on by itself, and find back without help."""
     with contextlib.closing(ValkeyServer()) as server:
-        one, two = board(server, group=b"1"), board(server, group=b"2")
+        one, two = board(server), board(server)
         async with running(one, two):
             one.publish(b"one")
             two.publish(b"two")
@@ -88,14 +87,14 @@ async def test_while_the_server_is_away_nobody_is_heard_and_afterwards_everybody
 async def test_what_is_not_sealed_with_the_secret_is_dropped() -> None:
     """Whoever reaches the server could make up load otherwise."""
     with contextlib.closing(ValkeyServer(password="a password")) as server:
-        one, sibling = (board(server, b"1", password="a password") for _ in range(2))
-        stranger = board(server, b"2", b"another", "a password")
-        refused = board(server, b"3", password="wrong")
-        async with running(one, stranger, sibling, refused):
-            for each in (one, stranger, sibling, refused):
+        one = board(server, password="a password")
+        stranger = board(server, b"another", "a password")
+        refused = board(server, password="wrong")
+        async with running(one, stranger, refused):
+            for each in (one, stranger, refused):
                 each.publish(b"words")
             await eventually(lambda: one.statistics().failures, "the stranger is counted")
-            assert heard(one) == [], "nor is a sibling heard twice"
+            assert heard(one) == [], "nor does it hear itself"
             assert not refused.statistics().is_up
 
 
@@ -149,7 +148,7 @@ async def test_a_recorded_word_said_again_is_not_believed() -> None:
     """Whoever reaches the server without the secret could have made a tenant's two requests of an
     hour ago last for ever: another router refused that tenant 10 of 10."""
     with contextlib.closing(ValkeyServer()) as server:
-        one, two = board(server, group=b"1"), board(server, group=b"2")
+        one, two = board(server), board(server)
         async with running(two), Recorder(server) as recorder:
             await eventually(lambda: two.statistics().is_up, "it hears")
             async with running(one):
@@ -176,7 +175,7 @@ async def test_a_router_that_starts_believes_no_word_of_the_past() -> None:
     """It knows no numbers yet, and what was recorded has a valid seal."""
     with contextlib.closing(ValkeyServer()) as server:
         async with Recorder(server) as recorder:
-            one = board(server, group=b"1")
+            one = board(server)
             async with running(one):
                 one.publish(b"busy")
                 await eventually(lambda: one.statistics().published > 2, "it speaks")
@@ -187,7 +186,6 @@ async def test_a_router_that_starts_believes_no_word_of_the_past() -> None:
                 redis.Redis.from_url(server.url),
                 "kvroute",
                 b"secret",
-                b"2",
                 wall_clock=lambda: time.time() + 2 * MOST_OFF_S,
             )
             async with running(late):
@@ -202,12 +200,11 @@ async def test_a_router_whose_clock_is_off_is_told_so(
 ) -> None:
     """It believes nobody and nobody believes it: an operator must not have to guess why."""
     with contextlib.closing(ValkeyServer()) as server:
-        right = board(server, group=b"1")
+        right = board(server)
         wrong = ValkeyBoard(
             redis.Redis.from_url(server.url),
             "kvroute",
             b"secret",
-            b"2",
             wall_clock=lambda: time.time() + ahead_s,
         )
         async with running(right, wrong):
@@ -265,7 +262,7 @@ async def test_over_tls_only_the_right_server_is_spoken_to(tmp_path: Path) -> No
     def trusting(server: ValkeyServer, authority: Path | None, shows: bool = True) -> ValkeyBoard:
         files = (str(shown), str(key)) if shows else (None, None)
         credentials = Credentials(None, None, authority and str(authority), *files)
-        return connect(server.url, credentials, "kvroute", b"secret", group=b"own")
+        return connect(server.url, credentials, "kvroute", b"secret")
 
     with contextlib.ExitStack() as stack:
         good, bad = (
@@ -297,10 +294,10 @@ async def test_a_user_with_few_rights_is_enough() -> None:
 
         def known_as(name: str | None, password: str = "pass") -> ValkeyBoard:
             credentials = Credentials(name, password)
-            return connect(server.url, credentials, "kvroute", b"secret", str(name).encode())
+            return connect(server.url, credentials, "kvroute", b"secret")
 
         one = known_as("router")
-        two = connect(server.url, Credentials("router", "pass"), "kvroute", b"secret", b"2")
+        two = connect(server.url, Credentials("router", "pass"), "kvroute", b"secret")
         refused = [known_as("router", "another"), known_as("reader"), known_as(None)]
         async with running(one, two, *refused):
             one.publish(b"load of one")
@@ -316,7 +313,7 @@ async def test_it_ends_at_whatever_moment_it_is_told_to() -> None:
     for good."""
     with contextlib.closing(ValkeyServer(password="right")) as server:
         for turns in range(80):
-            board = connect(server.url, Credentials(None, "wrong"), "kvroute", b"secret", b"one")
+            board = connect(server.url, Credentials(None, "wrong"), "kvroute", b"secret")
             running_task = asyncio.create_task(board.run(lambda: None))
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
-import uvicorn
-from uvicorn.server import ServerState
 
+from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import Unauthorized
-from router.http.connection_guard import ClientLimits, guarded_protocol
+from router.plane import DataPlane, Secured
 from router.routing.dispatcher import INLINE_BODY_BYTES
-from router.serve import RouterApp
 from router.service import RouterService
+from router.upstream import Header
+from tests.router.proxy_server import NOBODY_LISTENS, plane_options
 from tests.support.http_client import connect, request_bytes
 from tests.support.waiting import eventually
 
@@ -29,23 +31,37 @@ def config() -> str:
     return "server: {host_names: [router]}"
 
 
+class _Served(NamedTuple):
+    """A router without replicas."""
+
+    app: RouterApp
+    port: int
+    plane: DataPlane
+
+
+class _Nothing:
+    """No prompt is read for the core."""
+
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
+        raise AssertionError
+
+    def forget(self, number: int) -> None:
+        """None was prepared."""
+
+
 @pytest_asyncio.fixture
-async def served(config: str) -> AsyncIterator[tuple[RouterApp, int, ServerState]]:
-    """A router without replicas, its port, and its server's connections."""
-    app = RouterApp(RouterService(RouterConfig.from_yaml(config, {})))
-    protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app.direct)
-    settings = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
-    settings.load()
-    listener = socket.create_server(("127.0.0.1", 0))
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: protocol(settings, state, {}), sock=listener
-    )
-    yield app, listener.getsockname()[1], state
-    server.close()
-    for connection in tuple(state.connections):
-        connection.transport.abort()  # type: ignore[union-attr]
-    await eventually(lambda: not state.connections, "nothing is left")
+async def served(config: str) -> AsyncIterator[_Served]:
+    """It serves on a real data plane, and nothing is behind that."""
+    service = RouterService(RouterConfig.from_yaml(config, {}))
+    app = RouterApp(service)
+    plane = DataPlane(app.direct, service.proxy, plane_options(), "", NOBODY_LISTENS, _Nothing())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        plane.start([os.dup(listener.fileno())], Secured())
+        yield _Served(app, listener.getsockname()[1], plane)
+        plane.cut_all()
+        await eventually(lambda: plane.plane.clients() == 0, "nothing is left")
+        await plane.close()
 
 
 def deciding() -> list[asyncio.Task[object]]:
@@ -54,7 +70,7 @@ def deciding() -> list[asyncio.Task[object]]:
 
 
 async def test_a_request_whose_decision_is_cancelled_gets_a_response(
-    served: tuple[RouterApp, int, ServerState],
+    served: _Served,
 ) -> None:
     """What it waits for may be cancelled by another one's end; its client must not wait for ever,
     nor its place among the requests stay taken."""
@@ -71,15 +87,14 @@ async def test_a_request_whose_decision_is_cancelled_gets_a_response(
 
 
 async def test_a_connection_that_is_cut_ends_its_decision_and_sends_nothing(
-    served: tuple[RouterApp, int, ServerState],
+    served: _Served,
 ) -> None:
     """At the end of the grace period, say: the decision may be made in that very moment."""
-    app, port, state = served
+    app, port, plane = served
     async with connect(port) as client:
         await client.write(request_bytes("POST", "/v1/completions", LARGE))
         await eventually(deciding, "a replica is being chosen")
-        for connection in state.connections:
-            connection.cut()  # type: ignore[union-attr]
+        plane.cut_all()
         await eventually(lambda: not deciding(), "nobody chooses any more")
         await eventually(lambda: app.gateway.admission.under_way == 0, "its place is free")
 
@@ -89,7 +104,7 @@ SLOW_BODIES = "server: {host_names: [router], timeouts: {client_body_s: 0.1}}"
 
 @pytest.mark.parametrize("config", [SLOW_BODIES])
 async def test_a_body_that_does_not_come_ends_its_request(
-    served: tuple[RouterApp, int, ServerState],
+    served: _Served,
 ) -> None:
     """It holds a place and what it has sent so far; one that trickles would hold them for ever."""
     app, port, _ = served
@@ -107,7 +122,7 @@ KEYED = "server: {client_api_key: right, wrong_key_delay_s: 0.01}"
 
 @pytest.mark.parametrize("config", [KEYED])
 async def test_refusals_are_counted_and_held_back_however_many_there_were(
-    served: tuple[RouterApp, int, ServerState],
+    served: _Served,
 ) -> None:
     """Only so many are held back at a time; one that was sent must leave its place to the next."""
     app, port, _ = served

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
+from router.app import RouterApp
 from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.http import request_bodies
 from router.http.request_bodies import (
@@ -32,7 +33,6 @@ from router.http.request_bodies import (
     TokenIdsRequest,
     TokenizeRequest,
 )
-from router.serve import RouterApp
 from router.service import RouterService
 from router.tokenize import Endpoint, parse_request
 

@@ -16,7 +16,6 @@ from router.observability.history import (
     Hour,
     Removals,
     quantile,
-    summed_hours,
 )
 from router.observability.metrics import RouterMetrics
 
@@ -96,28 +95,6 @@ def test_what_a_cache_lost_before_the_router_started_does_not_count() -> None:
     assert found(500, 3, 0) == [{0: 0}, {1: 3}]
     assert found(504, 5, 4) == [{0: 4}, {1: 5}]
     assert found(2, 6, 6) == [{0: 2}, {1: 6}], "cleared"
-
-
-def test_hours_of_several_processes_are_summed() -> None:
-    """Shares by what they are shares of; blocks are held once, whoever follows them."""
-    one, other = Watched(), Watched()
-    one.serve("a", 60, cached=0)
-    one.step()
-    for each in (one, other):
-        each.caches["a"] = BlockCounts(70, {1: 9})
-    one.serve("a", 30, cached=100)
-    other.serve("a", 90, cached=20)
-    for each in (one, other):
-        each.step()
-    hours = [each.history.raw(["a", "z"]) for each in (one, other)]
-    summed = summed_hours(hours, one.history.bounds)
-    assert summed.keys() == {None, "a"}
-    values = summed["a"].values
-    assert list(values["requests_per_s"]) == [2.0, 4.0, 0.0], "the other began later"
-    assert list(values["reused_share"])[:2] == [0.0, (30 * 100 + 90 * 20) / (120 * 100)]
-    assert list(values["gpu_blocks"]) == [100, 70, 70]
-    assert summed["a"].removed_blocks == [0, 9]
-    assert summed[None].values["requests_per_s"] == values["requests_per_s"]
 
 
 def test_an_hour_is_kept_and_no_more(watched: Watched) -> None:

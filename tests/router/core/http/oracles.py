@@ -90,7 +90,7 @@ class _Requests(_Collector):
         )
 
     def _drop_trailers(self, is_body: bool) -> None:
-        # As router/http/connection_guard.py does: no trailer changes the framing.
+        # As the core does: no trailer changes the framing.
         self.parser.set_dangerous_leniencies(
             lenient_chunked_length=is_body, lenient_transfer_encoding=is_body
         )

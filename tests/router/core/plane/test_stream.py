@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.messages import EventLines
 from router.proxy.usage import UsageReader
+from tests.oracle.event_lines import EventLines
 from tests.support.native import what_the_compiled_index_lacks
 
 pytestmark = pytest.mark.skipif(

@@ -1,0 +1,150 @@
+"""The ASGI application of one router, and what is served beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from typing import TypeAlias
+
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from router.doors.desk import Desk, DeskParts
+from router.errors import ConfigError, ConfigProblem
+from router.http.access import Guard
+from router.http.access_log import logged
+from router.http.api import create_api
+from router.http.gateway import Gateway
+from router.http.proxied_paths import ProxiedPaths
+from router.http.questions import RouteQuestions
+from router.http.responses import ApiParts
+from router.overload import EngineOrder
+from router.service import RouterService
+
+
+class RouterApp:
+    """The ASGI application of one router: all but what `direct` serves.
+
+    FastAPI and its middleware cost some 200 µs a request, and ASGI itself a task and its messages.
+    """
+
+    def __init__(self, service: RouterService) -> None:
+        self._logs_access = service.config.observability.access_log
+        dispatcher, header = service.dispatcher, service.config.policy.session_header
+        paths = ProxiedPaths(service.config.server.extra_paths)
+        guard = _guard(service)
+        self.gateway = Gateway(
+            service.config.server,
+            guard,
+            header,
+            service.admission,
+            dispatcher,
+            service.proxy,
+            service.observers,
+            paths,
+            EngineOrder(service.config.overload),
+            self._logs_access,
+            service.entrance,
+            None if service.tracing is None else service.tracing.tracer,
+        )
+        self.paths = paths
+        self.desk = _desk(service)
+        """Where gateways ask that send requests themselves."""
+        parts = ApiParts(
+            config=service.config,
+            current_config=lambda: service.config,
+            guard=guard,
+            proxied_paths=paths,
+            admission=service.admission,
+            readiness=service.readiness,
+            dispatcher=dispatcher,
+            desk=self.desk,
+            models=service.models,
+            registry=service.registry,
+            feed=service.feed,
+            tokenizer_check=service.tokenizer_check,
+            repair=service.repair,
+            approximate=service.approximate,
+            sender=service.sender,
+            request_log=service.request_log,
+            metrics=service.metrics,
+            history=service.history,
+            shortages=service.shortages,
+            render_metrics=service.render_metrics,
+            render_exemplars=_exemplars(service),
+        )
+        self._api = create_api(parts, _with_picker(service.lifespan, self, service))
+        self.direct = RouteQuestions(self.gateway, dispatcher, service.metrics, header)
+        """Serves what does not go through ASGI."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._api(scope, receive, send)
+        elif self._logs_access:
+            await logged(self._respond, scope, receive, send)
+        else:
+            await self._respond(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
+        await self._api(scope, receive, send)
+
+
+def _guard(service: RouterService) -> Guard:
+    return Guard(
+        service.config.server,
+        lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+        service.key_limits.usages,
+        service.peer_key,
+    )
+
+
+def _desk(service: RouterService) -> Desk:
+    parts = DeskParts(
+        service.dispatcher,
+        service.observers,
+        service.admission,
+        service.entrance,
+        EngineOrder(service.config.overload),
+        service.reservations,
+    )
+    return Desk(parts)
+
+
+_Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService) -> _Lifespan:
+    """A lifespan in which gateways can ask by external processing, if they are to."""
+    config = service.config.doors.ext_proc
+    if config.listen is None:
+        return lifespan
+    try:
+        picking = import_module("router.picking")
+    except ImportError as error:
+        rule = "it needs the extra gateway: pip install '.[gateway]' in kvroute's checkout"
+        problem = ConfigProblem("doors.ext_proc.listen", f"{config.listen}; {rule} ({error})")
+        raise ConfigError([problem]) from error
+    server = picking.make_picker(service, router.desk, router.gateway.guard, router.paths)
+
+    @contextlib.asynccontextmanager
+    async def with_picker(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app):
+            await server.start()
+            try:
+                yield
+            finally:
+                await server.stop()
+
+    return with_picker
+
+
+def _exemplars(service: RouterService) -> Callable[[], Awaitable[bytes]] | None:
+    if service.tracing is None:
+        return None
+    return functools.partial(service.render_metrics, has_exemplars=True)
