@@ -590,11 +590,10 @@ class Passage:
 
     def _close(self) -> None:
         """It is over, whatever became of it. The parts let go of each other: what refers to each
-        other in a circle is left for the garbage collector, which stops every stream."""
+        other in a circle is left for the garbage collector."""
         self._stage = _Stage.OVER
         self._leave()
         self._relay = None
-        self._exchange.server = None
         if self._trace is not None:
             self._trace.end(self._exchange.status)
         if self._line is not None:

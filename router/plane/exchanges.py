@@ -180,7 +180,12 @@ class PlaneExchange:
         self.over()
 
     def over(self) -> None:
-        """Nothing more is heard of it."""
+        """Nothing more is heard of it.
+
+        It and its server let go of each other: what refers to each other in a circle is left for
+        the garbage collector, with the body.
+        """
+        self.server = None
         self.on_over(self.number)
         self.on_over = _nobody
 

@@ -549,15 +549,20 @@ void Client::tell_body() {
 //     between chunks    a leading zero of the next chunk's length (RFC 9112 7.1)
 //     else              nothing can be sent: who has left is noticed by the next byte of the response
 void Client::on_end_of_input() {
-    if (!is_serving() || !is_body_whole_) {
-        leave();
-        return;
-    }
+    leave_if_unfinished();
+    if (!is_open()) return;
     has_left_half_ = true;
     probes_ = 0;
     probe_at_ = thread_.now();
     probe();
     update_interest();
+}
+
+// Nothing more comes: what waits for the rest of a request has lost its client. Whole requests behind
+// the one being served have their turn, and an error is sent to its end.
+void Client::leave_if_unfinished() {
+    if (!is_open() || (stage_ == Stage::refused && is_unsent())) return;
+    if (!is_serving() || !is_body_whole_) leave();
 }
 
 void Client::probe() {
@@ -642,7 +647,12 @@ void Client::respond(const Respond& respond) {
     for (const auto& [name, value] : respond.fields) {
         http::append_field(out, name, value);
         says_close |= name == "connection" && lists(value, "close");
-        has_length |= name == "content-length";
+        if (name != "content-length") continue;
+        has_length = true;
+        if (value != std::to_string(respond.body.size())) {
+            cut(End::abandoned);  // the client could not tell where the next response begins
+            return;
+        }
     }
     // A client that waits for 100 Continue may send its body, or not (RFC 9110 10.1.1).
     if (says_close || (!is_body_whole_ && head_.expects_continue)) keeps_alive_ = false;
@@ -1096,7 +1106,7 @@ void Client::end_exchange() {
         update_interest();
         return;  // `flush` comes back
     }
-    if (!keeps_alive_ || has_left_half_) {
+    if (!keeps_alive_) {
         close();
         return;
     }
@@ -1104,6 +1114,7 @@ void Client::end_exchange() {
     is_held_ = false;
     idle_since_ = receiving_since_ = thread_.now();
     proceed();
+    if (has_left_half_) leave_if_unfinished();
 }
 
 // --- writing --------------------------------------------------------------------------------------

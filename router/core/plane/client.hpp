@@ -120,6 +120,7 @@ private:
     void hand_over(HandedOver why);
     void tell_body();
     void on_end_of_input();
+    void leave_if_unfinished();
     void probe();
     void refuse_handshake();
     void refuse(const http::Problem& problem);
