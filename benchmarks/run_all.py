@@ -36,7 +36,6 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.growth", "--requests", "50000"),
     ("benchmarks.soak", "--minutes", "3", "--replicas", "8", "--rate", "30"),
     ("benchmarks.overload", "--seconds", "60", "--calm-seconds", "30"),
-    ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.stalls", "--megabytes", "4", "--repeats", "3"),
     ("benchmarks.text_path", "--requests", "6000", "--slices", "3"),
     ("benchmarks.text_cache",),

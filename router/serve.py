@@ -59,7 +59,6 @@ from router.reload import Reloader
 from router.routing.admission import Elsewhere
 from router.service import RouterService
 from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
-from router.upstream import PoolLimits
 
 if TYPE_CHECKING:
     from router.placing import NativeDecisions
@@ -67,6 +66,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
+_IDLE_S = 4.0
+"""How long an unused connection to a replica is kept. Less than common servers do (uvicorn, and
+with it vLLM: 5 s), so that the router closes first and a request rarely meets one being closed."""
+_MAX_IDLE = 256
+"""Of them, for each replica."""
 _OUT_OF_MEMORY = "overloaded"
 """As the core says it of a connection that it had no memory for."""
 SWITCH_INTERVAL_S = 0.0005
@@ -198,7 +202,7 @@ async def serve(
             cannot be used.
     """
     certificate = listener_certificate(config.server.tls)
-    service = RouterService(config, new_index=new_index, reserved_files_from=_reserved_files_from())
+    service = RouterService(config, new_index=new_index)
     app = RouterApp(service)
     certificates = _PlaneCertificates(certificate, service.replica_certificate)
     loop = asyncio.get_running_loop()
@@ -251,7 +255,7 @@ def _control_server(
 
     server.on_listening = listens
     service.on_give_up(plane.give_up)
-    service.count_connections_of(plane.counts)
+    service.count_connections = plane.counts
     return server
 
 
@@ -359,7 +363,7 @@ def _uvicorn_config(app: RouterApp) -> uvicorn.Config:
 
 
 def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
-    server, limits = service.config.server, PoolLimits()
+    server = service.config.server
     needs_key = app.gateway.guard.needs_key("client")
     usual = USUAL_HEADERS | frozenset(KEY_HEADERS) if needs_key else USUAL_HEADERS
     return PlaneOptions(
@@ -369,8 +373,8 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         request_s=server.timeouts.client_body_s,
         client_stall_s=server.timeouts.client_stall_s,
         keep_alive_s=_KEEP_ALIVE_S,
-        idle_s=limits.idle_s,
-        max_idle=limits.max_idle_per_origin,
+        idle_s=_IDLE_S,
+        max_idle=_MAX_IDLE,
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(_reserved_files_from(), 2**31 - 1),
         second_share=server.retries.late_share,

@@ -89,7 +89,7 @@ from router.snapshots import (
 )
 from router.tls import PEERS, replica_certificate
 from router.tokenize import LargeWork
-from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
+from router.upstream import ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 if TYPE_CHECKING:
     from router.mirror.native import NativeMirror
@@ -116,7 +116,6 @@ class RouterService:
         config: RouterConfig,
         registry: CollectorRegistry | None = None,
         new_index: Callable[..., PrefixIndex] = PrefixIndex,
-        reserved_files_from: int | None = None,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
 
@@ -124,7 +123,6 @@ class RouterService:
             config: The whole configuration.
             registry: Where the metrics are registered; None: a registry of their own.
             new_index: Makes the index of a model; see `ModelSet`.
-            reserved_files_from: File descriptors from this number on are not for requests.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
@@ -145,7 +143,10 @@ class RouterService:
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
-        self._upstream = self._make_upstream(reserved_files_from)
+        trusted = self.replica_certificate and self.replica_certificate.context
+        self._upstream = UpstreamClient(trusted, self.shortages.note)
+        self.count_connections: Callable[[], Mapping[str, int]] = dict
+        """Those of the data plane to replicas, by the names of `Plane.counts`."""
         self._make_overload()
         self._make_caches(new_index)
         planner = self._planner = self._make_routing()
@@ -153,15 +154,6 @@ class RouterService:
         self.registry.subscribe(self._follower)
         self.exchange = None if self._board is None else self._make_exchange(self._board, planner)
         self._exchanging: asyncio.Task[None] | None = None
-
-    def _make_upstream(self, reserved_files_from: int | None) -> UpstreamClient:
-        """What sends to replicas."""
-        limits = PoolLimits(
-            max_connections=self.config.server.max_upstream_connections,
-            reserved_from=reserved_files_from,
-        )
-        trusted = self.replica_certificate and self.replica_certificate.context
-        return UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
 
     def _make_overload(self) -> None:
         """The replicas, each with what it may be given; what the holders of keys may use; and where
@@ -264,11 +256,6 @@ class RouterService:
             return None
         return core, mirror, cast("CoreLoadTracker", load)
 
-    def count_connections_of(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Count with the connections to replicas those of somebody else, as `UpstreamStatistics`
-        names them."""
-        self._upstream.others = counts
-
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its
         origin, and the least silence of a stream in seconds."""
@@ -314,7 +301,6 @@ class RouterService:
             planner,
             self.tokenizer_check,
             self.observers,
-            self._upstream,
             self.entrance,
             self._beginning,
         )
@@ -453,7 +439,7 @@ class RouterService:
             keeper=self.keeper,
             models=self.models,
             tokenizer_check=self.tokenizer_check,
-            upstream=self._upstream,
+            connections=self.count_connections(),
             recent=self._recent,
             mirror=self._mirror,
             approximate=self.approximate,
@@ -516,7 +502,6 @@ class _ReplicaFollower(ReplicaListener):
         planner: RoutePlanner,
         tokenizer_check: TokenizerCheck,
         observers: RequestObservers,
-        upstream: UpstreamClient,
         entrance: Entrance | None,
         beginning: Beginning,
     ) -> None:
@@ -528,9 +513,8 @@ class _ReplicaFollower(ReplicaListener):
         self._planner = planner
         self._tokenizer_check = tokenizer_check
         self._observers = observers
-        self._upstream = upstream
-        self.give_up: Callable[[str, float], None] | None = None
-        """Ends what the compiled data plane has under way at an origin; None: nobody."""
+        self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
+        """Ends what the data plane has under way at an origin."""
         self.on_gone: Callable[[str], object] = lambda _: None
         """Ends what gateways have reserved at a replica."""
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
@@ -558,9 +542,7 @@ class _ReplicaFollower(ReplicaListener):
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
         """What waits there for a first byte goes elsewhere, streams that are silent end. One that
         still flows is left alone: then it is only the checks that come too late."""
-        self._upstream.give_up(replica.origin, "its health checks fail", for_s)
-        if self.give_up is not None:
-            self.give_up(replica.origin.key, for_s)
+        self.give_up(replica.origin.key, for_s)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""

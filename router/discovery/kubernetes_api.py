@@ -167,11 +167,10 @@ class KubernetesApi:
         patience = WATCH_S + 2 * _ANSWER_S
         target = _target(path, query)
         timeouts = Timeouts(_ANSWER_S, patience, patience)
-        response = self._client.start(
-            self._origin, b"GET", target, self._headers(), b"", timeouts, may_reuse=False
+        response = await self._client.send(
+            self._origin, b"GET", target, self._headers(), b"", timeouts
         )
         try:
-            await response.wait_for_first_byte()
             if response.status != 200:
                 raise KubernetesError(f"{path}: status {response.status}", response.status)
             async for lines in _lines(response):

@@ -32,7 +32,6 @@ from router.routing.stored_responses import StoredResponses
 from router.snapshots import Peers, Sender, SnapshotKeeper
 from router.steering import SteeringStatistics
 from router.tokenize import TokenizationStatistics
-from router.upstream import UpstreamClient
 
 _SOURCE = ("model", "replica", "dp_rank")
 _REPLICA = ("replica",)
@@ -53,7 +52,8 @@ class CollectedParts:
     keeper: ReplicaKeeper
     models: ModelSet
     tokenizer_check: TokenizerCheck
-    upstream: UpstreamClient
+    connections: Mapping[str, int]
+    """Of the data plane to replicas; none before it has begun."""
     recent: RecentPrefixes
     mirror: Mirror
     approximate: ApproximateCaches | None
@@ -681,14 +681,18 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
 
 def _remembered_metrics(parts: CollectedParts) -> Iterator[Metric]:
     """Connections that are kept, and what is known of prompts and responses."""
-    upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
+    connections, recent = parts.connections, parts.recent.statistics()
     responses, mirror = parts.responses.statistics(), parts.mirror.statistics()
     for name, text, value in (
-        ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
+        (
+            "kvroute_upstream_connections",
+            "Connections to replicas.",
+            connections.get("connections", 0),
+        ),
         (
             "kvroute_upstream_idle_connections",
             "Connections to replicas that are idle.",
-            upstream.idle,
+            connections.get("idle", 0),
         ),
         (
             "kvroute_recent_prefix_keys",

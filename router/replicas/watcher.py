@@ -34,9 +34,9 @@ from router.replicas.load_topic import LoadFollower, LoadTopics
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, ServedModels
 from router.upstream import (
-    ConnectionLimitReached,
     Header,
     Origin,
+    OutOfResources,
     Timeouts,
     UpstreamClient,
     UpstreamError,
@@ -205,18 +205,18 @@ class Watcher:
         while not self._closing:
             began = self._clock()
             self._check_now.clear()
-            with contextlib.suppress(ConnectionLimitReached):
+            with contextlib.suppress(OutOfResources):
                 error = await self._check()
                 self._replica.checked_at = self._clock()
                 self._listener.on_check(self._replica, error)
             await self._pause(self._check_now, began, self._config.interval_s)
 
     async def _check(self) -> str | None:
-        """Why the check failed; None if it passed. Raises `ConnectionLimitReached` where the router
+        """Why the check failed; None if it passed. Raises `OutOfResources` where the router
         has no connection for it, which says nothing about the replica."""
         try:
             status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
-        except ConnectionLimitReached:
+        except OutOfResources:
             raise
         except UNREACHABLE as error:
             return (

@@ -33,7 +33,7 @@ from router.tokenize import (
     read_model,
     with_model,
 )
-from router.upstream import ConnectionLimitReached, Timeouts, UpstreamClient, UpstreamError
+from router.upstream import OutOfResources, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ReplicaTokenizers:
                 with self._load.tokenizing(replica.id):
                     renamed = body if len(names) == 1 else _as_called_at(replica, names, body)
                     status, response = await self._ask_in_time(replica, path, renamed)
-            except ConnectionLimitReached as error:
+            except OutOfResources as error:
                 raise ConnectionError(error) from error
             except (UpstreamError, asyncio.TimeoutError) as error:
                 failure = error

@@ -113,9 +113,7 @@ class Peers:
         """All bytes of the snapshot of one; None if it has no time now."""
         headers = [(b"authorization", b"Bearer " + peer_key(self._secret).encode())]
         times = Timeouts(_CONNECT_S, _SILENCE_S, _SILENCE_S)
-        response = await client.send(
-            origin, b"GET", PATH.encode(), headers, b"", times, may_reuse=False
-        )
+        response = await client.send(origin, b"GET", PATH.encode(), headers, b"", times)
         try:
             if response.status == 503:
                 return None
@@ -126,7 +124,7 @@ class Peers:
                 data += chunk
                 if len(data) > self._limits.max_bytes:
                     bound = f"state.peer_max_bytes {self._limits.max_bytes}"
-                    raise ResponseTooLarge(f"longer than {bound}", received=True)
+                    raise ResponseTooLarge(f"longer than {bound}")
             return data
         finally:
             response.abort()

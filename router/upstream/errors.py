@@ -1,13 +1,10 @@
-"""What can go wrong between the router and one upstream server.
+"""What can go wrong between the router and one server that it asks.
 
     UpstreamError
     ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure
-    │   └── ConnectTimeout      ... or not within connect_s
-    ├── ConnectionLimitReached  the client's own bound on connections; says nothing about the server
-    │   └── OutOfResources      ... or the system's: no file descriptor, port or buffer left
-    ├── ClosedBeforeResponse    the server closed the connection before the first response byte
-    │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
-    ├── GivenUp                 its caller learned that the server does not respond to others either
+    │   ├── ConnectTimeout      ... or not within connect_s
+    │   └── OutOfResources      ... or this process gets no socket; says nothing about the server
+    ├── ClosedBeforeResponse    the server closed the connection before its response
     ├── FirstByteTimeout        neither a body byte nor the response's end within first_byte_s
     ├── IdleTimeout             a body that had begun fell silent for idle_s
     ├── ResponseBroken          not HTTP/1.1, over a bound, or cut off before its end
@@ -18,16 +15,7 @@ Messages name the server and the rule. They never quote a request or a response.
 
 
 class UpstreamError(Exception):
-    """The exchange failed.
-
-    Args:
-        message: Names the server and the rule.
-        received: Whether any byte of a response had arrived.
-    """
-
-    def __init__(self, message: str, *, received: bool = False) -> None:
-        super().__init__(message)
-        self.received = received
+    """The exchange failed."""
 
 
 class ConnectFailed(UpstreamError):
@@ -38,16 +26,12 @@ class ConnectTimeout(ConnectFailed):
     """The connection was not established within `connect_s`."""
 
 
-class ConnectionLimitReached(UpstreamError):
-    """The client holds as many connections as it may, all of them in use."""
-
-
-class OutOfResources(ConnectionLimitReached):
+class OutOfResources(ConnectFailed):
     """The system gives this process no further socket.
 
     Args:
         message: Names the server and the rule.
-        resource: What there is none of: `open_files`, `ports` or `buffers`.
+        resource: What there is none of: `open_files`, `ports`, `buffers` or `memory`.
     """
 
     def __init__(self, message: str, resource: str) -> None:
@@ -56,16 +40,7 @@ class OutOfResources(ConnectionLimitReached):
 
 
 class ClosedBeforeResponse(UpstreamError):
-    """The server closed the connection before the first byte of its response."""
-
-
-class KeptConnectionClosed(ClosedBeforeResponse):
-    """The same, on a connection that was kept from an exchange before. Either the server closed it
-    as idle and never saw the request, or the request made it close."""
-
-
-class GivenUp(UpstreamError):
-    """`UpstreamClient.give_up` ended the exchange."""
+    """The server closed the connection before its response."""
 
 
 class FirstByteTimeout(UpstreamError):

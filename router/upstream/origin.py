@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+Header: TypeAlias = tuple[bytes, bytes]
+"""Name and value, as on the wire."""
+Allows: TypeAlias = Callable[[str], bool]
+"""Whether an address may be connected to."""
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # Names are ASCII (punycode). RFC 952 allows no underscore, but container names have it.
 _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?\Z")
@@ -51,7 +56,7 @@ class Origin:
     port: int
     base_path: str = ""
     """Without a slash at its end."""
-    allows: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
+    allows: Allows | None = field(default=None, repr=False, compare=False)
     """Whether an address of the host may be connected to, asked whenever a connection is made: a
     name may lead elsewhere by then. None: every address."""
     key: str = field(init=False, repr=False, compare=False)

@@ -26,7 +26,7 @@ from router.proxy import (
     RetryLimits,
     Unretried,
 )
-from router.upstream import Header, Origin, PoolLimits, Timeouts
+from router.upstream import Header, Origin, Timeouts
 from tests.support.waiting import DEADLINE_S, eventually
 
 TIMEOUTS = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)
@@ -114,9 +114,8 @@ NOBODY_LISTENS = PlaneListener(
 )
 
 
-def plane_options(client_stall_s: float = 600.0, limits: PoolLimits | None = None) -> PlaneOptions:
+def plane_options(client_stall_s: float = 600.0, max_connections: int = 0) -> PlaneOptions:
     """Of a data plane that decides nothing."""
-    limits = limits or PoolLimits()
     return PlaneOptions(
         head_bytes=65_536,
         max_body_bytes=64 << 20,
@@ -124,9 +123,9 @@ def plane_options(client_stall_s: float = 600.0, limits: PoolLimits | None = Non
         request_s=600.0,
         client_stall_s=client_stall_s,
         keep_alive_s=600.0,
-        idle_s=limits.idle_s,
-        max_idle=limits.max_idle_per_origin,
-        max_connections=limits.max_connections or 0,
+        idle_s=4.0,
+        max_idle=256,
+        max_connections=max_connections,
         reserved_from=2**31 - 1,
         dropped=frozenset(),
         second_share=0.0,
@@ -161,7 +160,7 @@ class ProxyServer:
     plan: Sequence[Attempt]
     settings: ProxySettings
     client_stall_s: float
-    limits: PoolLimits
+    max_connections: int
     rewrite: Rewrite
     recorder_class: type[Recorder] = Recorder
     out_of_rotation: set[str] = field(default_factory=set)
@@ -213,7 +212,7 @@ class ProxyServer:
         self.plane = DataPlane(
             self,
             self.proxy,
-            plane_options(self.client_stall_s, self.limits),
+            plane_options(self.client_stall_s, self.max_connections),
             "",
             NOBODY_LISTENS,
             self,
@@ -290,7 +289,7 @@ async def proxy_server(
     plan: Sequence[Attempt],
     timeouts: Timeouts = TIMEOUTS,
     client_stall_s: float = 600.0,
-    limits: PoolLimits | None = None,
+    max_connections: int = 0,
     rewrite: Rewrite = lambda request: request,
     retries: RetryLimits | None = None,
     recorder_class: type[Recorder] = Recorder,
@@ -300,9 +299,7 @@ async def proxy_server(
     as an error unless it *may_fail*."""
     retries = retries or RetryLimits()
     settings = ProxySettings(timeouts, retries=retries)
-    app = ProxyServer(
-        plan, settings, client_stall_s, limits or PoolLimits(), rewrite, recorder_class
-    )
+    app = ProxyServer(plan, settings, client_stall_s, max_connections, rewrite, recorder_class)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     listener.setblocking(False)
     app.port = listener.getsockname()[1]

@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from router.proxy import Attempt, Dialect, End, Failure, ProxyRequest, ProxySettings
-from router.upstream import Origin, PoolLimits
+from router.upstream import Origin
 from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
 from tests.router.raw_http import (
     EVENT_STREAM,
@@ -515,7 +515,7 @@ async def test_a_router_out_of_connections_blames_no_replica() -> None:
     """Its own bound must not take healthy replicas out of rotation."""
     async with (
         raw_server(streaming(event("a"), then="wait")) as replica,
-        proxy_server([attempt(replica), dead()], limits=PoolLimits(max_connections=1)) as proxy,
+        proxy_server([attempt(replica), dead()], max_connections=1) as proxy,
         raw_client(proxy.port) as first,
         raw_client(proxy.port) as second,
     ):

@@ -805,7 +805,7 @@ async def test_failed_requests_take_a_replica_out_before_its_next_check() -> Non
 async def test_a_failed_request_asks_for_a_check_soon() -> None:
     """Whether the replica is dead or one connection was unlucky is known in a moment, not in an
     interval."""
-    rare = FAST.model_copy(update={"interval_s": 600.0, "timeout_s": 600.0})
+    rare = FAST.model_copy(update={"interval_s": 60.0, "timeout_s": 60.0})
     async with setting(rare) as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
