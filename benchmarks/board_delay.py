@@ -1,11 +1,11 @@
-"""How long until every worker of every router knows of a request that one of them has sent?
+"""How long until the other routers know of a request that one of them has sent?
 
     python -m benchmarks.board_delay --background 8
 
-Two routers of two workers each over one Valkey or Redis, all of them real processes. A request to a
-replica that waits with its response; then every worker is asked, again and again, until all of them
-count it, and once it has ended, until none does. Meanwhile clients send requests of another model,
-one after another each.
+Some routers over one Valkey or Redis, all of them real processes. A request to a replica that waits
+with its response; then every router is asked, again and again, until all of them count it, and once
+it has ended, until none does. Meanwhile clients send requests of another model, one after another
+each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from tests.support.router_process import RouterProcess, router_process
 from tests.support.valkey_server import ValkeyServer
 from tests.support.waiting import eventually
 
-_WORKERS = 2
-_CONNECTIONS = 12
-"""To each router: the kernel chooses whose they are, and hardly ever leaves a worker out."""
 _POLL_S = 0.002
 _PROMPT_TOKENS = 700
 
@@ -37,6 +34,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=50, help="whose news are timed")
+    parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--background", type=int, default=4, help="clients of another model")
     asyncio.run(_measure(parser.parse_args()))
 
@@ -48,14 +46,10 @@ async def _measure(options: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         watched = await stack.enter_async_context(EngineStub("watched"))
         others = [await stack.enter_async_context(EngineStub("other")) for _ in range(2)]
-        routers = await stack.enter_async_context(_routers([watched, *others]))
-        asked = [
-            await stack.enter_async_context(connect(router.port))
-            for router in routers
-            for _ in range(_CONNECTIONS)
-        ]
+        routers = await stack.enter_async_context(_routers([watched, *others], options.routers))
+        asked = [await stack.enter_async_context(connect(router.port)) for router in routers]
         clients = [
-            asyncio.create_task(_keep_asking(routers[number % 2].port, number, served))
+            asyncio.create_task(_keep_asking(routers[number % len(routers)].port, number, served))
             for number in range(options.background)
         ]
         started_at, before = time.monotonic(), next(served)
@@ -76,6 +70,7 @@ async def _measure(options: argparse.Namespace) -> None:
         report(
             "board_delay",
             of=what,
+            routers=options.routers,
             requests=len(seconds),
             other_requests_per_s=round(rate, 1),
             p50_ms=round(statistics.median(seconds) * 1e3, 1),
@@ -84,20 +79,19 @@ async def _measure(options: argparse.Namespace) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _routers(stubs: Sequence[EngineStub]) -> AsyncIterator[list[RouterProcess]]:
+async def _routers(stubs: Sequence[EngineStub], count: int) -> AsyncIterator[list[RouterProcess]]:
     with contextlib.closing(ValkeyServer()) as server, contextlib.ExitStack() as stack:
         config = {
-            "server": {"workers": _WORKERS},
             "replicas": [{"url": stub.url, "id": stub.name} for stub in stubs],
             "board": {"url": server.url, "secret": "shared-by-both"},
         }
-        routers = [stack.enter_context(router_process(config)) for _ in range(2)]
+        routers = [stack.enter_context(router_process(config)) for _ in range(count)]
         for router in routers:
             await router.until(
-                lambda now: now.sum("kvroute_replica_healthy") == _WORKERS * len(stubs), "healthy"
+                lambda now: now.sum("kvroute_replica_healthy") == len(stubs), "healthy"
             )
             await router.until(
-                lambda now: now.sum("kvroute_board_writers", board="valkey") == 2 * _WORKERS,
+                lambda now: now.sum("kvroute_board_writers", board="valkey") == count - 1,
                 "heard",
             )
         yield routers
@@ -117,7 +111,7 @@ async def _complete(port: int, model: str, number: int) -> None:
 
 
 async def _until_all_count(asked: Sequence[HttpClient], replica: str, requests: int) -> float:
-    """Seconds until, on every connection, a worker counts so many requests at a replica."""
+    """Seconds until every router counts so many requests at a replica."""
     began = time.perf_counter()
     waiting = list(asked)
     while waiting:

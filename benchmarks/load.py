@@ -192,12 +192,12 @@ class _Reader(asyncio.Protocol):
 
 
 async def run_paced(
-    port: int, make: Callable[[int], bytes], streams: int, seconds: float
+    port: int, make: Callable[[int], bytes], streams: int, seconds: float, begin_s: float = 1.0
 ) -> PacedLoad:
-    """Keep *streams* streams going for a time; they begin one after the other within a second."""
+    """Keep *streams* streams going for a time; they begin one after the other within *begin_s*."""
     load = PacedLoad()
     reader = functools.partial(_Reader, load)
-    load.seconds = await _run(port, make, reader, streams, seconds, apart_s=1 / streams)
+    load.seconds = await _run(port, make, reader, streams, seconds, apart_s=begin_s / streams)
     return load
 
 

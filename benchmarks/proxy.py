@@ -43,7 +43,6 @@ def main() -> None:
         "--paced", type=int, nargs="*", default=[64, 1024], help="concurrent paced streams"
     )
     parser.add_argument("--pace-ms", type=int, default=20, help="between two tokens of each")
-    parser.add_argument("--plane", choices=("python", "native"), default="python")
     parser.add_argument(
         "--pin",
         action="store_true",
@@ -57,7 +56,7 @@ async def _measure(options: argparse.Namespace) -> None:
     if options.pin:
         os.sched_setaffinity(0, set(range(1, os.cpu_count() or 2)))
     replicas = [await stub_replica() for _ in range(options.replicas)]
-    async with RouterProcess(replicas, options.pin, plane=options.plane) as router:
+    async with RouterProcess(replicas, options.pin) as router:
         for kilobytes in options.kilobytes:
             await _compare(
                 "proxy", kilobytes, router, replicas[0], options, "/v1/completions", stream=False
@@ -176,7 +175,6 @@ class RouterProcess:
         replica_ports: Where the stubs listen.
         pin: Keep it on core 0 (Linux).
         models: `models` of its configuration.
-        plane: `server.data_plane` of it.
     """
 
     def __init__(
@@ -184,9 +182,7 @@ class RouterProcess:
         replica_ports: list[int],
         pin: bool,
         models: list[dict[str, str]] | None = None,
-        plane: str = "python",
     ) -> None:
-        self._plane = plane
         self._ports = replica_ports
         self._pin = pin
         self._models = models or []
@@ -211,7 +207,7 @@ class RouterProcess:
         config.write_text(
             json.dumps(
                 {
-                    "server": {"port": 0, "data_plane": self._plane},
+                    "server": {"port": 0},
                     "observability": {"log_level": "warning"},
                     "replicas": replicas,
                     "models": self._models,

@@ -2,15 +2,14 @@
 
     python -m benchmarks.soak --minutes 30
 
-Simulated engines, two routers of two workers each over one Valkey or Redis, and a balancer in
-front, all of them real processes and sockets. Requests come at random times; meanwhile one thing
-after another goes wrong: engines are killed, frozen or cut off, events lost, routers, their workers
-and supervisors killed or stopped, the board's server killed or frozen. After every fault the load
-pauses until everything has recovered; then requests are sent one by one, and each must be predicted
-to the token.
+Simulated engines, two routers over one Valkey or Redis, and a balancer in front, all of them real
+processes and sockets. Requests come at random times; meanwhile one thing after another goes wrong:
+engines are killed, frozen or cut off, events lost, a router killed or stopped, the board's
+server killed or frozen. After every fault the load pauses until everything has recovered; then
+requests are sent one by one, and each must be predicted to the token.
 
 Every response is compared with the text that the model must generate. A failure is *excused* where
-a fault took it: the connection was to a router's process that was killed, or the stream had begun
+a fault took it: the connection was to a router that was killed, or the stream had begun
 at an engine that was killed, frozen or cut off. All others are printed, and the exit code is 1.
 """
 
@@ -44,7 +43,7 @@ class Soak:
     options: argparse.Namespace
     fleet: Fleet
     at_rest: list[tuple[float, Held, float]] = field(default_factory=list)
-    """When, what the worker that is never killed holds, and how many tasks it has."""
+    """When, what the router that is never killed holds, and how many tasks it has."""
     excused: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -54,7 +53,7 @@ class Soak:
         self.faults = Faults(self.fleet, random, tuple(self.options.hold_s))
         self.quiet = Quiet(self.fleet, self.workload)
         self.random = random
-        self.spared = self.fleet.routers[0].serving[0]
+        self.spared = self.fleet.routers[0].pid
 
     async def run(self) -> None:
         """Cycle after cycle, until the time is over and every kind of fault has happened."""
@@ -99,8 +98,7 @@ class Soak:
 
     async def _note(self, at: float) -> None:
         text = await scraped(self.fleet.routers[0])
-        worker = ('worker="0"',) if self.options.workers > 1 else ()
-        tasks = total(text, "kvroute_event_loop_tasks", *worker)
+        tasks = total(text, "kvroute_event_loop_tasks")
         self.at_rest.append((at, held(self.spared), tasks))
 
     def _fates(self) -> Counter[str]:
@@ -119,7 +117,7 @@ class Soak:
         return found
 
     def growth(self) -> dict[str, object]:
-        """Of the worker that is never killed, at rest: at first, at last, and by the hour after
+        """Of the router that is never killed, at rest: at first, at last, and by the hour after
         the first fifth, in which caches fill."""
         figures: dict[str, object] = {}
         counted = self.at_rest[len(self.at_rest) // 5 :]
@@ -143,7 +141,7 @@ class Soak:
         report(
             "soak",
             replicas=len(self.fleet.replicas),
-            workers=self.options.workers,
+            router_threads=self.options.threads,
             seconds_of_load=round(self.clients.sent_s),
             requests=sum(tally.fates.values()),
             requests_per_s=round(sum(tally.fates.values()) / self.clients.sent_s, 1),
@@ -168,7 +166,7 @@ async def soak(options: argparse.Namespace) -> bool:
     """Run the whole benchmark; whether all is as it must be."""
     linked = max(1, options.replicas // 4)
     async with running(
-        options.replicas, options.models, options.workers, linked, options.check_s
+        options.replicas, options.models, options.threads, linked, options.check_s
     ) as fleet:
         run = Soak(options, fleet)
         try:
@@ -186,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
     parser.add_argument("--replicas", type=int, default=32)
     parser.add_argument("--models", type=int, default=4, choices=range(1, 5))
-    parser.add_argument("--workers", type=int, default=2, help="of each router")
+    parser.add_argument("--threads", type=int, default=2, help="of each router")
     parser.add_argument("--faults", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument(
         "--load-s", type=float, default=8.0, help="at most, before each fault and after it"

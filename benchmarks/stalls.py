@@ -1,33 +1,40 @@
 """For how long does one large body stop everything else?
 
-A router in this process, a stub replica in another. While one large request is served, the event
-loop is asked for a turn every millisecond; the longest wait is what every stream would have seen.
-Other processes cause waits, too: of several runs the shortest counts, and `idle` is the same
-without a request.
+A whole router in this process; replicas, and clients that read streams, in others. While one large
+request is served, the control loop is asked for a turn every millisecond (`loop_ms`: the longest
+wait; every other decision would have waited as long), and the clients note the longest gap between
+two tokens beyond their pace (`stream_ms`). Other processes cause waits, too: of several runs the
+shortest counts, and `idle` is the same without a request.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import uvicorn
 import uvloop
-from router.http.connection_guard import ClientLimits, guarded_protocol
-from uvicorn.server import ServerState
 
 from benchmarks.figures import report
-from benchmarks.load import stub_replica
+from benchmarks.load import run_paced, stub_replica
 from router.config import RouterConfig
-from router.serve import SWITCH_INTERVAL_S, RouterApp, exempt_from_collection
-from router.service import RouterService
+from router.serve import SWITCH_INTERVAL_S, serve
+from tests.support.http_client import ask
+from tests.support.vllm_publisher import free_port
 
-_PIECE_BYTES = 64 * 1024
 _MODEL = '"model":"bench"'
+_STREAMS = 8
+_PACE_MS = 5
+_TOKENS = 200
+_BEGIN_S = 0.1
+"""Within which all streams begin; then the large request is sent."""
 
 
 def bodies(megabytes: float) -> Mapping[str, tuple[str, Callable[[], bytes]]]:
@@ -58,59 +65,115 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[4, 16])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--replica", action="store_true", help="be the stub replica")
+    parser.add_argument("--be", choices=("replica", "clients"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.replica:
-        asyncio.run(_be_replica())
+    if options.be:
+        asyncio.run({"replica": _be_replica, "clients": _be_clients}[options.be]())
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     uvloop.install()
     asyncio.run(_measure(options))
 
 
+# --- the other processes --------------------------------------------------------------------------
+
+
 async def _be_replica() -> None:
     print(await stub_replica(), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+async def _be_clients() -> None:
+    """Of streams, whose replica is here as well; and, in a thread, of the large request."""
+    print(await stub_replica(), flush=True)
+    port = int(await asyncio.to_thread(sys.stdin.readline))
+    while name := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        path, make_body = bodies(float(await asyncio.to_thread(sys.stdin.readline)))[name]
+        head, body = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n", make_body()
+        request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body if path else b""
+        print("ready", flush=True)
+        streams = asyncio.create_task(run_paced(port, _stream_request, _STREAMS, 0.15, _BEGIN_S))
+        await asyncio.sleep(2 * _BEGIN_S)
+        status = await asyncio.to_thread(_status, port, request) if path else None
+        load = await streams
+        figures = {"status": status, "gap_s": max(load.gaps), "errors": load.errors}
+        print(json.dumps(figures), flush=True)
+
+
+def _stream_request(number: int) -> bytes:
+    body = (
+        f'{{"model":"paced","prompt":[{number}],"pace_ms":{_PACE_MS},"tokens":{_TOKENS},'
+        '"stream":true}'
+    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+    return f"{head}\r\n\r\n{body}".encode()
+
+
+def _status(port: int, request: bytes) -> int:
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(request)
+        return int(client.recv(1024)[9:12])
+
+
+# --- this one -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _started(role: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """One of the other processes, and the port of its replica."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.stalls", "--be", role],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.communicate()
 
 
 async def _measure(options: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", "benchmarks.stalls", "--replica"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as replica:
-        assert replica.stdout is not None
-        url = f"http://127.0.0.1:{int(replica.stdout.readline())}"
-        entry = {"url": url, "models": ["bench"], "kv_events": []}
-        service = RouterService(RouterConfig.model_validate({"replicas": [entry]}))
-        async with service.lifespan(None):
-            while not all(found.is_healthy for found in service.registry.replicas()):
-                await asyncio.sleep(0.05)
-            exempt_from_collection()
-            app = RouterApp(service)
-            for megabytes in options.megabytes:
-                for name, (path, make_body) in bodies(megabytes).items():
-                    await _report(app, name, megabytes, path, make_body(), options.repeats)
-        replica.communicate()
+    with _started("replica") as (_, large), _started("clients") as (clients, paced):
+        replicas = [
+            {"url": f"http://127.0.0.1:{port}", "models": [model], "kv_events": []}
+            for port, model in ((large, "bench"), (paced, "paced"))
+        ]
+        port = free_port()
+        config = {"server": {"port": port, "host_names": ["router"]}, "replicas": replicas}
+        router = asyncio.create_task(serve(RouterConfig.model_validate(config)))
+        while not await _is_ready(port):
+            await asyncio.sleep(0.05)
+        _say(clients, port)
+        for megabytes in options.megabytes:
+            for name in bodies(megabytes):
+                runs = [await _run(clients, name, megabytes) for _ in range(options.repeats)]
+                _report(name, megabytes, runs)
+        signal.raise_signal(signal.SIGTERM)
+        await router
 
 
-async def _report(
-    app: RouterApp, name: str, megabytes: float, path: str, body: bytes, repeats: int
-) -> None:
-    longest, status = [], None
-    for _ in range(repeats):
-        watch = asyncio.ensure_future(_longest_wait_s())
-        await asyncio.sleep(0.1)
-        if path:
-            status = await _status(app, path, body)
-        await asyncio.sleep(0.1)
-        watch.cancel()
-        longest.append(await watch)
-    report(
-        "stall",
-        of=name,
-        megabytes=megabytes,
-        status=status,
-        ms=round(min(longest) * 1e3, 1),
-        worst_ms=round(max(longest) * 1e3, 1),
-    )
+async def _is_ready(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = (await ask(port, "GET", "/replicas")).json
+        return all(replica["state"] == "healthy" for replica in found["replicas"])
+    return False
+
+
+def _say(process: subprocess.Popen[str], *lines: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write("".join(f"{line}\n" for line in lines))
+    process.stdin.flush()
+
+
+async def _run(clients: subprocess.Popen[str], name: str, megabytes: float) -> dict[str, Any]:
+    """What the clients saw of one large request, and the control loop meanwhile."""
+    assert clients.stdout is not None
+    _say(clients, name, megabytes)
+    await asyncio.to_thread(clients.stdout.readline)
+    watch = asyncio.ensure_future(_longest_wait_s())
+    found: dict[str, Any] = json.loads(await asyncio.to_thread(clients.stdout.readline))
+    watch.cancel()
+    return {**found, "wait_s": await watch}
 
 
 async def _longest_wait_s() -> float:
@@ -125,45 +188,20 @@ async def _longest_wait_s() -> float:
         return longest
 
 
-class _Client(asyncio.Transport):
-    """The other end of a connection that exists only in this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else default
-
-    def is_closing(self) -> bool:
-        return False
-
-    def write(self, data: Any) -> None:
-        if not self.status.done():
-            self.status.set_result(int(data[9:12]))
-
-    def pause_reading(self) -> None:
-        """Whatever was sent is read."""
-
-    def resume_reading(self) -> None:
-        """The same."""
-
-
-async def _status(app: RouterApp, path: str, body: bytes) -> int:
-    """Send one request: its body in pieces, as it would arrive."""
-    protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app.gateway)
-    config = uvicorn.Config(app, http=protocol, log_config=None)
-    connection = protocol(config, ServerState(), {})
-    client = _Client()
-    connection.connection_made(client)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.data_received(head.encode())
-    for at in range(0, len(body), _PIECE_BYTES):
-        connection.data_received(body[at : at + _PIECE_BYTES])
-        await asyncio.sleep(0)
-    status = await client.status
-    connection.connection_lost(ConnectionResetError())
-    return status
+def _report(name: str, megabytes: float, runs: list[dict[str, Any]]) -> None:
+    waits_ms = [run["wait_s"] * 1e3 for run in runs]
+    gaps_ms = [max(run["gap_s"] * 1e3 - _PACE_MS, 0) for run in runs]
+    report(
+        "stall",
+        of=name,
+        megabytes=megabytes,
+        status=runs[0]["status"],
+        errors=sum(run["errors"] for run in runs),
+        loop_ms=round(min(waits_ms), 1),
+        loop_worst_ms=round(max(waits_ms), 1),
+        stream_ms=round(min(gaps_ms), 1),
+        stream_worst_ms=round(max(gaps_ms), 1),
+    )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Kvroute:
         replica_urls: One for each source.
         core: The CPU; None: any.
         tokenizer: Of the model; None: prompts are token ids.
-        plane: The option `server.data_plane`.
+        threads: Of its data plane.
     """
 
     name = "kvroute"
@@ -107,9 +107,9 @@ class Kvroute:
         replica_urls: Sequence[str],
         core: int | None = None,
         tokenizer: Path | None = None,
-        plane: str = "python",
+        threads: int = 1,
     ) -> None:
-        self._plane = plane
+        self._threads = threads
         self._urls = replica_urls
         self._core = core
         self._tokenizer = tokenizer
@@ -121,7 +121,7 @@ class Kvroute:
         ] or [[] for _ in self._urls]
         model = {"tokenizer": str(self._tokenizer)} if self._tokenizer else {}
         config = {
-            "server": {"port": 0, "data_plane": self._plane},
+            "server": {"port": 0, "threads": self._threads},
             "observability": {"log_level": "warning"},
             "models": [{"name": MODEL, **model}],
             "replicas": [
@@ -268,7 +268,6 @@ def kvroute_proxy(
     endpoints: Sequence[str],
     core: int | None,
     tokenizer: Path | None = None,
-    plane: str = "python",
 ) -> Proxy:
     """Ours.
 
@@ -277,9 +276,8 @@ def kvroute_proxy(
         endpoints: Of the replicas' events; none: they publish none.
         core: The CPU; None: any.
         tokenizer: See `Kvroute`.
-        plane: See `Kvroute`.
     """
-    server = Kvroute(replica_urls, core, tokenizer, plane)
+    server = Kvroute(replica_urls, core, tokenizer)
     server.follow(endpoints)
     return Proxy("kvroute", server.port, server.process, server.close)
 

@@ -115,9 +115,6 @@ def tokenizer() -> Iterator[Path | None]:
         yield Path(directory)
 
 
-NATIVE = "kvroute, native plane"
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -125,7 +122,6 @@ def requests_of_ids(settings: Settings) -> None:
     """CPU time per request of token ids, with the replicas' events."""
     makes: dict[str, Make] = {
         "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core),
-        NATIVE: lambda urls, events: kvroute_proxy(urls, events, settings.core, plane="native"),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),
@@ -142,10 +138,7 @@ def requests_of_text(settings: Settings) -> None:
     """CPU time per chat. Ours tokenises it; none of the others does."""
     with tokenizer() as directory:
         makes: dict[str, Make] = {
-            "kvroute": lambda urls, _: kvroute_proxy(urls, (), settings.core, directory),
-            NATIVE: lambda urls, events: kvroute_proxy(
-                urls, events, settings.core, directory, plane="native"
-            ),
+            "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core, directory),
             "vllm-router cache_aware": lambda urls, _: vllm_router(
                 urls, (), settings.core, "cache_aware"
             ),
@@ -154,7 +147,7 @@ def requests_of_text(settings: Settings) -> None:
         }
         if directory is None:
             report("text", of="kvroute", skipped="the package tokenizers")
-            del makes["kvroute"], makes[NATIVE]
+            del makes["kvroute"]
         for kilobytes in settings.kilobytes:
             prompts = text_prompts(kilobytes)
             for _ in range(settings.rounds):
@@ -164,7 +157,7 @@ def requests_of_text(settings: Settings) -> None:
 
 def _allowed(settings: Settings, makes: dict[str, Make]) -> Iterator[tuple[str, Make]]:
     for name, make in makes.items():
-        if settings.with_peers or name in ("kvroute", NATIVE):
+        if settings.with_peers or name == "kvroute":
             yield name, make
 
 
@@ -196,7 +189,6 @@ def streams(settings: Settings) -> None:
     """Paced streams, all at the same time: the first token, gaps, and CPU time per token."""
     makes: dict[str, Make] = {
         "kvroute": lambda urls, events: kvroute_proxy(urls, events, settings.core),
-        NATIVE: lambda urls, events: kvroute_proxy(urls, events, settings.core, plane="native"),
         "vllm-router kv_aware": lambda urls, events: vllm_router(
             urls, events, settings.core, "kv_aware"
         ),
@@ -257,18 +249,24 @@ def _compete(
             return
         stack.callback(proxy.close)
         if row != "text" and name != "nginx":
-            _publish_prefixes(publisher, where.get("kilobytes", 1))
+            publish_prefixes(publisher, where.get("kilobytes", 1))
         report(row, of=name, **where, **measure(proxy))
 
 
-def _publish_prefixes(publisher: Publisher, kilobytes: int) -> None:
-    """Replica i holds every prefix whose number is i modulo their count."""
+def publish_prefixes(publisher: Publisher, kilobytes: int) -> None:
+    """Replica i holds every prefix of `id_prompts` whose number is i modulo their count.
+
+    Args:
+        publisher: Of all replicas.
+        kilobytes: Of the prompts.
+    """
     publisher.wait_for_subscribers()
     count = kilobytes * 1024 // 7
+    replicas = len(publisher.endpoints)
     data = []
-    for source in range(_REPLICAS):
+    for source in range(replicas):
         events = []
-        for number in range(source, _PREFIXES, _REPLICAS):
+        for number in range(source, _PREFIXES, replicas):
             tokens = _prefix_tokens(number, count)
             tokens = tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]
             events += stored(tokens, block_hashes(tokens), 8)

@@ -10,13 +10,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from benchmarks.soaking.clients import Fate, Sent
-from benchmarks.soaking.fleet import Fleet, Replica, Router
+from benchmarks.soaking.fleet import Fleet, Replica
 from benchmarks.soaking.links import Line
 from tests.support.waiting import eventually
 
@@ -35,14 +35,13 @@ class Fault:
     began_at: float
     ended_at: float = float("inf")
     dying: tuple[float, float] | None = None
-    """From when to when processes of a router ended that could not finish what they had."""
+    """From when to when a router's process ended that could not finish what it had."""
 
 
 class Faults:
     """Does one of *kinds* at a time, to a target chosen at random.
 
-    One worker of the first router is never killed, so that it is seen how a process does in the
-    long run.
+    The first router is never killed, so that it is seen how a process does in the long run.
 
     Args:
         fleet: What is tortured.
@@ -57,7 +56,6 @@ class Faults:
         self._fleet = fleet
         self._random = random
         self._hold_s = hold_s
-        self._spared = fleet.routers[0].serving[0]
 
     async def do(self, kind: str) -> None:
         """Make this happen, and put it right."""
@@ -126,20 +124,10 @@ class Faults:
     # --- routers ----------------------------------------------------------------------------------
 
     async def router_killed(self) -> None:
-        """All of its processes at once."""
         router = self._fleet.routers[1]
-        await self._kill_router(router, "router_killed", router.processes)
-
-    async def supervisor_killed(self) -> None:
-        """Its workers finish what they have, and end."""
-        router = self._fleet.routers[1]
-        await self._kill_router(router, "supervisor_killed", router.processes[:1])
-
-    async def _kill_router(self, router: Router, kind: str, victims: Iterable[int]) -> None:
-        fault, everybody = self._fault(kind, router.name), router.processes
-        for pid in list(victims):
-            os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: not any(_runs(pid) for pid in everybody), "all end", 60)
+        fault, pid = self._fault("router_killed", router.name), router.pid
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not _runs(pid), "it ends", 60)
         fault.dying = fault.began_at, time.monotonic()
         await self._hold()
         await router.restart()
@@ -154,18 +142,6 @@ class Faults:
         await router.end()
         await router.restart()
         self._fleet.balancer.withdraw(router.name, is_withdrawn=False)
-        fault.ended_at = time.monotonic()
-
-    async def worker_killed(self) -> None:
-        """The supervisor starts another."""
-        router = self._random.choice(self._fleet.routers)
-        pid = self._random.choice([pid for pid in router.workers if pid != self._spared])
-        count = len(router.workers)
-        fault = self._fault("worker_killed", router.name)
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: pid not in router.workers, "it is noticed", 30)
-        fault.dying = fault.began_at, time.monotonic()
-        await eventually(lambda: len(router.workers) == count, "another is started", 60)
         fault.ended_at = time.monotonic()
 
     # --- the board --------------------------------------------------------------------------------
@@ -193,10 +169,8 @@ class Faults:
 def _took(fault: Fault, sent: Sent) -> bool:
     if fault.target == sent.router and fault.dying is not None:
         began_at, ended_at = fault.dying
-        # Workers without a supervisor refuse what is new.
-        is_turned_away = fault.kind == "supervisor_killed" and b'"shutting_down"' in sent.response
         overlaps = sent.began_at <= ended_at and sent.ended_at >= began_at
-        return overlaps and (sent.fate is Fate.CUT or is_turned_away)
+        return overlaps and sent.fate is Fate.CUT
     if fault.kind in _TAKE_STREAMS and fault.target == sent.replica:
         overlaps = sent.began_at <= fault.ended_at + _AFTERWARDS_S and (
             sent.ended_at >= fault.began_at
@@ -227,9 +201,7 @@ KINDS: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "line_cut": Faults.line_cut,
     "line_silent": Faults.line_silent,
     "router_killed": Faults.router_killed,
-    "supervisor_killed": Faults.supervisor_killed,
     "router_stopped": Faults.router_stopped,
-    "worker_killed": Faults.worker_killed,
     "board_killed": Faults.board_killed,
     "board_frozen": Faults.board_frozen,
 }

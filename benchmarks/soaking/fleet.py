@@ -31,14 +31,6 @@ _SPEED = {
 }
 
 
-def children(pid: int) -> list[int]:
-    """Of a process, the oldest first."""
-    with contextlib.suppress(FileNotFoundError):
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return sorted(int(child) for child in found)
-    return []
-
-
 @dataclass
 class Replica:
     """An engine, and for some of them links on the way to it."""
@@ -94,24 +86,12 @@ class Router:
         self.logs: list[str] = []
 
     @property
-    def workers(self) -> list[int]:
-        return children(self.process.process.pid) if self._has_workers else []
-
-    @property
-    def _has_workers(self) -> bool:
-        return bool(self._config["server"]["workers"] > 1)
-
-    @property
-    def serving(self) -> list[int]:
-        """The processes that serve requests."""
-        return self.workers if self._has_workers else [self.process.process.pid]
-
-    @property
-    def processes(self) -> list[int]:
-        return [self.process.process.pid, *self.workers]
+    def pid(self) -> int:
+        """Of its process."""
+        return self.process.process.pid
 
     async def restart(self) -> None:
-        """After its processes have ended."""
+        """After its process has ended."""
         self.logs.append(self.process.log())
         self.process.kill()
         for _ in range(_STARTS):
@@ -179,14 +159,14 @@ async def _linked(replica: Replica) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    replicas: int, models: int, workers: int, linked: int, check_s: float
+    replicas: int, models: int, threads: int, linked: int, check_s: float
 ) -> AsyncIterator[Fleet]:
     """Start everything; end it, whatever happened.
 
     Args:
         replicas: Engines.
         models: Served by them in turn.
-        workers: Of each of the two routers.
+        threads: Of each of the two routers.
         linked: How many of the engines are behind links that can be cut.
         check_s: Between health checks, and how long one may take.
     """
@@ -207,7 +187,7 @@ async def running(
                 stack.push_async_callback(link.stop)
         board = stack.enter_context(contextlib.closing(ValkeyServer()))
         config = {
-            "server": {"workers": workers, "timeouts": _timeouts(check_s)},
+            "server": {"threads": threads, "timeouts": _timeouts(check_s)},
             "health": _health(check_s),
             "replicas": [replica.settings() for replica in engines],
             "board": {"url": board.url, "secret": "shared-by-both"},
@@ -246,7 +226,4 @@ def _port(router: Router) -> Any:
 
 
 def _kill(router: Router) -> None:
-    for pid in router.processes[::-1]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     router.process.kill()

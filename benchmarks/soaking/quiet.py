@@ -24,8 +24,6 @@ _IN_FLIGHT = (
     "kvroute_in_flight_decodes",
     "kvroute_requests_under_way",
 )
-_ANSWERS_IN_A_ROW = 6
-"""The kernel chooses which worker answers; after so many, hardly any is left out."""
 
 
 def total(text: str, name: str, *labels: str) -> float:
@@ -62,7 +60,7 @@ class Quiet:
     unserved: list[Sent] = field(default_factory=list)
 
     async def settle(self) -> None:
-        """Until every worker follows all engines, knows all they have said, and hears the others.
+        """Until every router follows all engines, knows all they have said, and hears the other.
 
         Raises:
             TimeoutError: That takes too long; says what it waits for.
@@ -80,11 +78,8 @@ class Quiet:
 
     async def _unsettled(self) -> str:
         for router in self.fleet.routers:
-            text, workers = await scraped(router), len(router.serving)
-            everywhere = workers * len(self.fleet.replicas)
-            others = workers * sum(
-                len(each.serving) for each in self.fleet.routers if each is not router
-            )
+            text, everywhere = await scraped(router), len(self.fleet.replicas)
+            others = len(self.fleet.routers) - 1
             wanted = {
                 "healthy": (total(text, "kvroute_replica_healthy"), everywhere),
                 "live": (total(text, "kvroute_source_state", 'state="live"'), everywhere),
@@ -97,23 +92,23 @@ class Quiet:
         return ""
 
     async def told(self, replicas: Sequence[Replica]) -> None:
-        """Until every worker has applied all that these engines have said."""
+        """Until every router has applied all that these engines have said."""
         deadline = time.monotonic() + _DEADLINE_S
         for router in self.fleet.routers:
-            in_a_row, last = 0, await self._last_batches(router, replicas)
-            while in_a_row < _ANSWERS_IN_A_ROW:
+            last = await self._last_batches(router, replicas)
+            while True:
                 known = await _known(router, replicas)
-                in_a_row += 1
-                if any(_is_behind(known[name], last[name]) for name in last):
-                    # Perhaps it has numbers of a process that is gone.
-                    in_a_row, last = 0, await self._last_batches(router, replicas)
+                if not any(_is_behind(known[name], last[name]) for name in last):
+                    break
+                # Perhaps it has numbers of a process that is gone.
+                last = await self._last_batches(router, replicas)
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{router.name} knows {known}; published: {last}")
 
     async def _last_batches(
         self, router: Router, replicas: Sequence[Replica]
     ) -> dict[str, int | None]:
-        """What each engine says, from where one of the workers is."""
+        """What each engine says, from where the router is."""
         known = await _known(router, replicas)
         return {
             replica.name: await last_batch(replica, known[replica.name]) for replica in replicas
@@ -141,7 +136,7 @@ def _is_behind(known: int | None, last: int | None) -> bool:
 
 
 async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int | None]:
-    """The last batch of each engine, as whichever worker answers has it."""
+    """The last batch of each engine, as the router has it."""
     if len(replicas) == 1:
         found = [(await ask(router.port, "GET", f"/replicas/{replicas[0].name}")).json]
     else:

@@ -24,7 +24,7 @@ def test_nothing_is_lost_but_what_was_on_a_killed_process() -> None:
     command += ["--models", "1", "--rate", "8", "--load-s", "1.5", "--hold-s", "0.5", "1"]
     # Health checks that wait for long: other load on the machine is no fault of an engine.
     command += ["--check-s", "8", "--serial", "3"]
-    command += ["--faults", "engine_killed", "events_lost", "worker_killed", "board_killed"]
+    command += ["--faults", "engine_killed", "events_lost", "router_killed", "board_killed"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-6000:]
     figures = json.loads(done.stdout)

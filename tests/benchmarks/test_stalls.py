@@ -14,4 +14,5 @@ def test_a_figure_for_each_kind_of_large_body() -> None:
     figures = {found["of"]: found for found in map(json.loads, output.splitlines())}
     assert {found["status"] for found in figures.values()} == {None, 200, 400}
     assert figures["unknown field"]["status"] == figures["text"]["status"] == 200
-    assert all(found["ms"] >= 0 for found in figures.values())
+    assert all(found["loop_ms"] > 0 < found["stream_ms"] for found in figures.values())
+    assert all(found["errors"] == 0 for found in figures.values())
