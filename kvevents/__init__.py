@@ -27,7 +27,6 @@ The files; each imports only what is listed above it:
     stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
-    zmtp.py               how they lie on the wire between a publisher and a subscriber
     sealing.py            block hashes under a key, for streams without token ids
     curve.py              keys at both ends of a stream, which encrypt it
     endpoints.py          addresses: checked, moved along by rank, opened
@@ -41,7 +40,7 @@ The files; each imports only what is listed above it:
     pacing.py             how subscribers share the event loop; backoff, silences
     lookups.py            names of hosts to addresses
     sockets.py            one connection of one ZMQ socket on an event loop
-    subscription.py       one connection to a publisher, without libzmq where that can be
+    subscription.py       one connection to a publisher
     delivery.py           every batch once and in order; what a consumer must do
     live.py               the live side of a connection, also during a recovery
     replay.py             asking a replay endpoint, every answer bounded

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
 from kvevents.codec import decode
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.events import AllBlocksCleared, CacheLayout, TierBlocksCleared
-from kvevents.messages import PUBLISHER_BYTES, Batch, WireRun
-from kvevents.sequence import SequenceTracker, StreamPosition, fingerprint, fingerprint_seed
+from kvevents.messages import PUBLISHER_BYTES, Batch
+from kvevents.sequence import SequenceTracker, StreamPosition, fingerprint
 from kvevents.stream_state import Input, SourceState
 
 
@@ -43,19 +43,6 @@ _FATES = {
 }
 
 
-class RunTaken(NamedTuple):
-    """What was taken of a run, each batch as `Consumer.apply` takes it."""
-
-    batches: int
-    """At least one."""
-    ends_at: int
-    """The place behind them."""
-    digests: bytes
-    """The fingerprint of each, 8 bytes as they lie in memory."""
-    effect: Effect
-    """Of the last one; what came before it was kept."""
-
-
 class Consumer(Protocol):
     """Takes what a subscriber hands on.
 
@@ -81,23 +68,6 @@ class Consumer(Protocol):
     def report(self, problem: KVEventsError) -> None:
         """Note that a message was refused, or with a `NoAnswer` that questions are not answered;
         *problem* does not quote any contents."""
-        ...
-
-
-@runtime_checkable
-class RunConsumer(Consumer, Protocol):
-    """A consumer that may take several batches at once."""
-
-    def apply_run(self, run: WireRun, seq: int, most: int, seed: int) -> RunTaken | None:
-        """Take the next batches at once, as far as each is the next one, can be read, and says
-        nothing of who sent it. None: take them one at a time.
-
-        Args:
-            run: Where they are.
-            seq: The number of the first.
-            most: How many at most.
-            seed: Of the fingerprints; see `kvevents.sequence`.
-        """
         ...
 
 
@@ -146,7 +116,6 @@ class Delivery:
         self.last_message_at: float | None = None
         """When a live batch came last, on the monotonic clock."""
         self._consumer = consumer
-        self._of_runs = consumer if isinstance(consumer, RunConsumer) else None
         self._counters = counters
         self._is_clear = True
         """Nothing was handed on since the consumer was last cleared."""
@@ -160,27 +129,6 @@ class Delivery:
             fate = self._by_name(fate, publisher_of(batch.payload))
         self._counters.duplicates += fate is Input.DUPLICATE
         return fate
-
-    def take_run(self, run: WireRun, most: int) -> tuple[int, int, Input] | None:
-        """Hand on several batches at once, as `take` does one at a time: how many, where they end,
-        and the fate of the last. None where they have to be taken one at a time.
-
-        Args:
-            run: What was received.
-            most: How many at most.
-        """
-        tracker, seed = self.tracker, fingerprint_seed()
-        if self._of_runs is None or tracker.last is None or seed is None:
-            return None
-        taken = self._of_runs.apply_run(run, tracker.expected, most, seed)
-        if taken is None:
-            return None
-        tracker.advance_by(taken.digests)
-        self._counters.batches += taken.batches
-        self._is_clear = False
-        effect = taken.effect
-        fate = Input.NEXT if effect is Effect.KEPT else _FATES[effect]
-        return taken.batches, taken.ends_at, fate
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on, whatever lies before it; returns its fate."""

@@ -12,7 +12,7 @@ from itertools import islice
 
 from kvevents.delivery import StreamCounters
 from kvevents.errors import KVEventsError, MalformedBatch
-from kvevents.messages import Batch, WireRun
+from kvevents.messages import Batch
 from kvevents.subscription import Subscription
 
 _READ_AT_ONCE = 64
@@ -114,14 +114,6 @@ class LiveStream:
         if self._backlog:
             return self._pop()
         return self._connection.next_batch(self._topic)
-
-    def run(self) -> WireRun | None:
-        """What may be taken at once in place of `next`; None if nothing."""
-        return None if self._backlog else self._connection.run()
-
-    def skip_to(self, at: int) -> None:
-        """Note where the batches end that were taken of a `run`."""
-        self._connection.skip_to(at)
 
     def has_more(self) -> bool:
         """Whether there is another message; to try `next` would cost more if there is none."""

@@ -36,18 +36,6 @@ class Batch(NamedTuple):
     payload: bytes
 
 
-class WireRun(NamedTuple):
-    """What was received and not taken yet: messages, one behind the other."""
-
-    data: bytes
-    at: int
-    """Where the next one begins."""
-    head: bytes
-    """What one of the subscribed topic begins with, up to its number."""
-    most_bytes: int
-    """A longer payload is not taken."""
-
-
 class SnapshotHead(NamedTuple):
     """What the reply of a snapshot endpoint begins with."""
 

@@ -468,27 +468,6 @@ class Recovery:
             self._delivery.show(self._stream.shown)
         return question
 
-    def take_run(self, live: LiveStream, most: int) -> tuple[int, Action | None]:
-        """Hand on several of the batches that wait; how many, and the question to `follow_up`. 0
-        where the next one is for `take`.
-
-        Args:
-            live: Where they wait.
-            most: How many at most.
-        """
-        run = live.run() if self._stream.stays_on_next else None
-        taken = None if run is None else self._delivery.take_run(run, most)
-        if taken is None:
-            return 0, None
-        count, ends_at, fate = taken
-        live.skip_to(ends_at)
-        if fate is Input.NEXT:
-            return count, None
-        question = self._carry_out(live, fate)
-        if question is None:
-            self._delivery.show(self._stream.shown)
-        return count, question
-
     def note_batches(self) -> None:
         """Note that live batches came: the tail of a live stream is looked at after a silence."""
         self._delivery.last_message_at = monotonic()

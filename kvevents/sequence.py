@@ -132,22 +132,6 @@ class SequenceTracker:
             self._first = seq
         self._keep(seq, digest)
 
-    def advance_by(self, digests: bytes) -> None:
-        """Note that the batches that come next were applied.
-
-        Args:
-            digests: Their fingerprints, 8 bytes each as they lie in memory.
-        """
-        fresh = array("Q", digests)
-        place = self.expected % self._remembered
-        if place + len(fresh) <= self._remembered:
-            self._fingerprints[place : place + len(fresh)] = fresh
-            self.expected += len(fresh)
-            self.last = self.expected - 1
-        else:
-            for digest in fresh:
-                self._keep(self.expected, digest)
-
     def unproven_since(self, most: int) -> int | None:
         """From where on a replay would prove what was applied; `last` at the latest, None before
         the first batch.

@@ -49,11 +49,9 @@ class SocketLimits:
     """The connection of a peer that sends more in one frame is ended. libzmq keeps the frames of a
     message until it is whole and has no bound for how many; so a replay
     of one message without an end costs memory until `ReplayLimits.silence_s` ends the connection.
-    Live batches are read without libzmq, unless they are encrypted, and their frames are counted.
     """
     queue_messages: int = 10_000
-    """Messages libzmq holds before the publisher sees back pressure, and drops. What is read
-    without libzmq is bounded in bytes."""
+    """Messages libzmq holds before the publisher sees back pressure, and drops."""
     connect_timeout_s: float = 5.0
     allows: Callable[[str], bool] | None = None
     """Whether an address may be connected to, asked with its digits whenever one is made: a name

@@ -27,7 +27,7 @@ from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_a
 from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketLimits, check_connectable
 from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
-from kvevents.subscription import subscription
+from kvevents.subscription import Subscription
 
 _BATCHES_A_TURN = 64
 
@@ -224,7 +224,7 @@ class Subscriber:
             raise
 
     def _live_stream(self, context: zmq.Context[Any]) -> LiveStream:
-        connection = subscription(context, self._endpoint, self._topic or b"", self._options.socket)
+        connection = Subscription(context, self._endpoint, self._topic or b"", self._options.socket)
         return LiveStream(
             connection, self._topic, self._options.backlog, self._counters, self._delivery.report
         )
@@ -320,23 +320,16 @@ class _Intake:
         """
         live, recovery = self._live, self._recovery
         has_any = has_all = False
-        left, may_run = _BATCHES_A_TURN, True
-        while left > 0:
-            taken = 0
-            if may_run:
-                taken, self.question = recovery.take_run(live, left)
-                may_run = taken > 0
-            left -= taken or 1
-            if not taken:
-                try:
-                    batch = live.next()
-                except MalformedBatch as problem:
-                    self._delivery.report(problem)
-                    continue
-                if batch is None:
-                    has_all = True
-                    break
-                self.question = recovery.take(live, batch)
+        for _ in range(_BATCHES_A_TURN):
+            try:
+                batch = live.next()
+            except MalformedBatch as problem:
+                self._delivery.report(problem)
+                continue
+            if batch is None:
+                has_all = True
+                break
+            self.question = recovery.take(live, batch)
             if self.question is not None or monotonic() >= ends_at:
                 has_any = True
                 break

@@ -86,17 +86,6 @@ class Core:
     def apply_told(
         self, slot: int, payload: bytes, is_canonical: bool, opaque: Sequence[int]
     ) -> tuple[Any, ...] | None: ...
-    def apply_run(
-        self,
-        slot: int,
-        data: bytes,
-        at: int,
-        head: bytes,
-        most_bytes: int,
-        seq: int,
-        most: int,
-        seed: int,
-    ) -> tuple[int, int, int, int, bool, bytes, Any, bytes] | None: ...
     def note(
         self, slot: int, has_chain: bool, shows_extra_keys: bool, has_lost_removals: bool
     ) -> None: ...

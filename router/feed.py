@@ -17,9 +17,9 @@ import msgspec
 import zmq
 
 from kvevents.curve import CurveClient, CurveKeys
-from kvevents.delivery import Effect, RunTaken
+from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError, MalformedBatch, NoAnswer
-from kvevents.messages import Batch, WireRun
+from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
@@ -397,19 +397,6 @@ class _SourceFeed:
             for tap in self._taps.of(self._source):
                 tap.batch(batch.payload)
         return self._note(self.index.apply(self._source, batch.payload))
-
-    def apply_run(self, run: WireRun, seq: int, most: int, seed: int) -> RunTaken | None:
-        if self._taps and self._taps.of(self._source):
-            return None
-        done = self.index.apply_run(self._source, run, seq, most, seed)
-        if done is None:
-            return None
-        applied, result, last = self._applied, done.result, done.last
-        applied.stored += result.stored
-        applied.removed += result.removed
-        self._has_had_lower_tiers |= result.has_lower_tiers
-        effect = Effect.KEPT if last is None else self._note(last)
-        return RunTaken(done.batches, done.ends_at, done.digests, effect)
 
     def _note(self, result: ApplyResult) -> Effect:
         """Count what a batch did, and say what that means."""

@@ -34,9 +34,8 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.layout import GroupKind
-from kvevents.messages import WireRun
 from router.config import RouterConfig
-from router.index import ApplyResult, DumpError, LayoutHints, PrefixIndex, RunApplied, SourceId
+from router.index import ApplyResult, DumpError, LayoutHints, PrefixIndex, SourceId
 from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])
@@ -67,12 +66,6 @@ class GroupBlindIndex(PrefixIndex):
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         events = list(self._without_groups(source, batch.events))
         return super().apply(source, msgspec.structs.replace(batch, events=events))
-
-    @override
-    def apply_run(
-        self, source: SourceId, run: WireRun, seq: int, most: int, seed: int
-    ) -> RunApplied | None:
-        return None
 
     @override
     def drop(self, source: SourceId) -> None:

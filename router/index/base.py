@@ -153,19 +153,6 @@ class ApplyResult(msgspec.Struct, gc=False):
     source mends it."""
 
 
-class RunApplied(NamedTuple):
-    """What several batches did that were applied at once."""
-
-    batches: int
-    ends_at: int
-    """Where they end."""
-    digests: bytes
-    """The fingerprint of each; see `kvevents.sequence`."""
-    result: ApplyResult
-    """Of all but the last, if that one needed more than counting: then it has one of its own."""
-    last: ApplyResult | None
-
-
 class Hit(NamedTuple):
     """What a source would reuse of a prompt."""
 

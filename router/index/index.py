@@ -23,7 +23,6 @@ from kvevents.errors import MalformedBatch
 from kvevents.events import GPU, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheLayout
-from kvevents.messages import WireRun
 from router._core import Core, HitMap, SharedIndex, StateError
 from router.index.base import (
     NO_HIT,
@@ -32,7 +31,6 @@ from router.index.base import (
     GroupHit,
     Hit,
     LayoutHints,
-    RunApplied,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -238,28 +236,6 @@ class PrefixIndex:
         if done is None:
             return self._apply_decoded(source, known, decode(payload))
         return self._attend(source, known, done, payload)
-
-    def apply_run(
-        self, source: SourceId, run: WireRun, seq: int, most: int, seed: int
-    ) -> RunApplied | None:
-        """Apply the batches that come next, as `apply` does one at a time; see
-        `kvevents.delivery.Consumer`. None where the first of them has to be given to `apply`.
-
-        Args:
-            source: The cache the events are about.
-            run: Where they are.
-            seq: The number of the first.
-            most: How many at most.
-            seed: Of the fingerprints.
-        """
-        known = self._sources.get(source)
-        found = None if known is None else self.core.apply_run(known.slot, *run, seq, most, seed)
-        if known is None or found is None:
-            return None
-        batches, ends_at, stored, removed, has_lower_tiers, digests, done, payload = found
-        result = ApplyResult(stored, removed, has_lower_tiers=has_lower_tiers)
-        last = None if done is None else self._attend(source, known, done, payload)
-        return RunApplied(batches, ends_at, digests, result, last)
 
     def _attend(
         self,

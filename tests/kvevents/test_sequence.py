@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable
 
 import pytest
@@ -35,22 +34,6 @@ def test_a_stream_begins_with_zero() -> None:
     tracker = SequenceTracker()
     assert tracker.classify(0, mark(0)) is Input.NEXT
     assert tracker.classify(1, mark(1)) is Input.GAP
-
-
-@given(st.lists(st.integers(1, 7), max_size=8), st.integers(1, 9))
-def test_batches_noted_at_once_are_noted_as_one_by_one(counts: list[int], remembered: int) -> None:
-    """Also where the ring ends between two of them, or has fewer slots."""
-    one_by_one, at_once = tracker_at(4, 2, remembered), tracker_at(4, 2, remembered)
-    for count in counts:
-        fresh = range(one_by_one.expected, one_by_one.expected + count)
-        at_once.advance_by(array("Q", map(mark, fresh)).tobytes())
-        for seq in fresh:
-            one_by_one.advance(seq, mark(seq))
-        assert at_once.position() == one_by_one.position()
-        assert at_once.expected == one_by_one.expected
-        assert [at_once.recall(seq) for seq in range(60)] == [
-            one_by_one.recall(seq) for seq in range(60)
-        ]
 
 
 def test_the_number_behind_the_last_is_next() -> None:

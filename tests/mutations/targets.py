@@ -71,7 +71,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "index/match.hpp",
             "index/nodes.hpp",
             "index/prompt.hpp",
-            "index/run.hpp",
             "index/source.hpp",
             "index/state.hpp",
         )
@@ -110,7 +109,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/discovery/keeper.py": ("tests/router/discovery",),
     "router/discovery/kubernetes.py": ("tests/router/discovery",),
     "router/discovery/kubernetes_api.py": ("tests/router/discovery",),
-    "kvevents/zmtp.py": ("tests/kvevents/test_zmtp.py", "tests/kvevents/test_subscription.py"),
     "router/observability/readiness.py": ("tests/router/observability/test_readiness.py",),
     "router/observability/self_repair.py": ("tests/router/observability",),
     # The engine's cache.

@@ -102,52 +102,6 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
         ) == (4, "one", 2)
 
 
-class OneByOne(PrefixIndex):
-    """Takes no runs."""
-
-    @override
-    def apply_run(self, *run: object) -> None:  # type: ignore[override]
-        return None
-
-
-async def test_a_burst_taken_at_once_ends_as_one_taken_batch_by_batch() -> None:
-    """With losses, repeats and nonsense between them both tell the same of the stream, and find the
-    same."""
-    indexes = {"one": OneByOne(), "two": PrefixIndex()}
-    feed = Feed(indexes.__getitem__, QUICK)
-    try:
-        with VllmPublisher() as publisher:
-            follow(feed, A, publisher, "one")
-            follow(feed, B, publisher, "two")
-            publisher.publish(stored(16))
-            await until_live(feed, A, 0)
-            await until_live(feed, B, 0)
-            publish_with_losses(publisher)
-            last = publisher.publish(stored(128, 112))
-            await until_live(feed, A, last)
-            await until_live(feed, B, last)
-        by_one, at_once = feed.statistics()[A], feed.statistics()[B]
-        assert by_one.applied == at_once.applied
-        assert by_one.stream.batches == at_once.stream.batches == last + 1
-        assert by_one.stream.malformed == at_once.stream.malformed == 1
-        for name in ("gaps", "duplicates"):
-            assert getattr(at_once.stream, name) > 0
-        hits = indexes["one"].match(PROMPT)[A], indexes["two"].match(PROMPT)[B]
-        assert hits == (Hit(128, 128), Hit(128, 128))
-    finally:
-        await feed.close()
-
-
-def publish_with_losses(publisher: VllmPublisher) -> None:
-    """The blocks from the second to the last but one, a batch each, again and again."""
-    for _ in range(20):
-        for end in range(32, 128, 16):
-            seq = publisher.publish(stored(end, end - 16), on_wire=end != 96)
-            if end == 48:
-                publisher.send_raw([TOPIC.encode(), seq_frame(seq), stored(end, end - 16)])
-    publisher.send_raw([TOPIC.encode(), b"7 bytes"])
-
-
 async def test_two_ranks_of_a_replica_are_two_sources(feed: Feed, models: Models) -> None:
     """Each data-parallel rank has a cache, an endpoint and numbers of its own."""
     ranks = [SourceId("replica-a", 0), SourceId("replica-a", 1)]

@@ -19,7 +19,6 @@
 #include "index/block_hash.hpp"
 #include "index/inspector.hpp"
 #include "index/json_tokens.hpp"
-#include "index/run.hpp"
 #include "index/state.hpp"
 
 #ifdef __GLIBC__
@@ -35,7 +34,6 @@ namespace {
 constexpr u64 kGivenBackAfter = 10'000;  // blocks that went with their sources
 constexpr std::int64_t kAtATime = 1 << 15;  // see `Index::work_off`
 constexpr std::size_t kLargePayload = 1 << 16;
-constexpr std::size_t kLargeRun = 1 << 14;
 constexpr std::size_t kLongPrompt = 1 << 14;
 
 u64 hash_of(const KeySpace& space, nb::handle block_hash) {
@@ -356,61 +354,6 @@ public:
             if (is_applied) look_at(of, slot, done);
         }
         return is_applied ? as_tuple(done) : nb::none();
-    }
-
-    // Applies the batches of one source that come next in what was received, `seq` and the following.
-    // None where there is not one that can be; else how many, where they end, what all that need no
-    // attention did, and a fingerprint of each. A batch that needs attention is the last: with what
-    // `apply` returns for it. One that is odd is left for `apply`.
-    nb::object apply_run(u32 slot, nb::bytes data, u64 at, nb::bytes head, u64 most_bytes, u64 seq,
-                         u64 most, u64 seed) {
-        const std::span<const u8> bytes(static_cast<const u8*>(data.data()), data.size());
-        WireRun run(bytes, at, {static_cast<const u8*>(head.data()), head.size()}, most_bytes);
-        const SeededXxh3 fingerprint(seed);
-        std::vector<u64> prints;
-        u64 stored = 0, removed = 0;
-        bool has_lower_tiers = false;
-        std::span<const u8> last;
-        Done done;
-        std::vector<News> news;
-        {
-            const bool is_large = bytes.size() - std::min<u64>(at, bytes.size()) > kLargeRun;
-            ReleasedIf released(is_large);
-            Guarded guarded(mutex_, !is_large);
-            check(slot);
-            Source& of = index_.source(slot);
-            while (prints.size() < most && run.end() < at + kLargePayload && last.empty()) {
-                const std::size_t before = run.end();
-                const auto payload = run.next(seq + prints.size());
-                if (!payload) break;
-                done = Done();
-                if (payload->size() < kXxh3Least || WireRun::may_name_publisher(*payload) ||
-                    index_.apply(slot, *payload, done.result, news) == Index::Outcome::odd) {
-                    run.back_to(before);
-                    break;
-                }
-                prints.push_back(fingerprint.of(*payload));
-                if (news.empty()) look_at(of, slot, done);
-                if (!news.empty() || !done.is_plain()) {
-                    last = *payload;
-                    continue;
-                }
-                stored += done.result.stored;
-                removed += done.result.removed;
-                has_lower_tiers |= done.has_lower_tiers;
-            }
-        }
-        if (prints.empty()) return nb::none();
-        const auto* raw = reinterpret_cast<const char*>(prints.data());
-        nb::object of_last = nb::none();
-        if (!news.empty()) {
-            of_last = as_list(news);
-        } else if (!last.empty()) {
-            of_last = as_tuple(done);
-        }
-        return nb::make_tuple(prints.size(), run.end(), stored, removed, has_lower_tiers,
-                              nb::bytes(raw, prints.size() * sizeof(u64)), of_last,
-                              nb::bytes(last.data(), last.size()));
     }
 
     void note(u32 slot, bool has_chain, bool shows_extra_keys, bool has_lost_removals) {
@@ -845,7 +788,6 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("unset_layout", &Core::unset_layout)
         .def("apply", &Core::apply)
         .def("apply_told", &Core::apply_told)
-        .def("apply_run", &Core::apply_run)
         .def("note", &Core::note)
         .def("holds_hash", &Core::holds_hash)
         .def("hides_extra_keys", &Core::hides_extra_keys)

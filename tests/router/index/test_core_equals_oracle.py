@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -29,11 +27,8 @@ from kvevents.events import (
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
-from kvevents.messages import WireRun
 from kvevents.sealing import HashKey, hold_key, sealed
-from kvevents.sequence import fingerprint, fingerprint_seed
 from router.index import (
-    ApplyResult,
     LayoutHints,
     PrefixIndex,
     SourceId,
@@ -285,34 +280,6 @@ class Pair:
         expected = self.reference.apply(source, payload)
         assert self.native.apply(source, payload) == expected, decode(payload)
 
-    def apply_at_once(self, source: SourceId, payloads: list[bytes]) -> None:
-        """As they lie in what a socket received; what the core does not take, one at a time."""
-        seed = fingerprint_seed() or 0
-        at, seq = self.rng.randint(0, 3), self.rng.randrange(2**62)
-        data = bytes(at) + b"".join(message(seq + i, each) for i, each in enumerate(payloads))
-        while payloads:
-            run, most = WireRun(data, at, HEAD, 2**20), self.rng.randint(1, 8)
-            done = self.native.apply_run(source, run, seq, most, seed)
-            count = 1 if done is None else done.batches
-            taken, payloads = payloads[:count], payloads[count:]
-            at += sum(len(message(seq, each)) for each in taken)
-            seq += count
-            if done is None:
-                self.apply(source, taken[0])
-                continue
-            expected = [self.reference.apply(source, each) for each in taken]
-            last = None if done.last is None else expected.pop()
-            assert (done.ends_at, done.last) == (at, last)
-            assert done.digests == array("Q", map(fingerprint, taken)).tobytes()
-            assert done.result == ApplyResult(
-                sum(each.stored for each in expected),
-                sum(each.removed for each in expected),
-                has_lower_tiers=any(each.has_lower_tiers for each in expected),
-            )
-            for each in expected:
-                plain = ApplyResult(each.stored, each.removed, has_lower_tiers=each.has_lower_tiers)
-                assert each == plain
-
     def ask(self, *prompt: Any) -> None:
         alone, native = self.rng.choice(self.sources), self.native.prepare(*prompt)
         expected_alone = self.reference.match_source(self.reference.prepare(*prompt), alone)
@@ -373,52 +340,6 @@ def run(seed: int, is_sane: bool, sources: int, limits: SourceLimits, steps: int
             pair.ask(traffic.prompt(40), lora, salt, extra)
             pair.compare()
     CORE.expect_sound(pair.native)
-
-
-HEAD = b"\x01\x02kv\x01\x08"
-
-
-def message(seq: int, payload: bytes) -> bytes:
-    """A batch as a publisher sends it."""
-    size = len(payload)
-    long = bytes((0, size)) if size < 256 else b"\x02" + size.to_bytes(8, "big")
-    return HEAD + seq.to_bytes(8, "big") + long + payload
-
-
-@pytest.mark.parametrize("is_sane", [True, False])
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32))
-def test_batches_applied_at_once_do_what_they_do_one_by_one(is_sane: bool, seed: int) -> None:
-    """Whatever they bring: what is odd, or news, comes out as it would alone."""
-    rng, traffic = random.Random(seed), Traffic(seed, is_sane)
-    pair = Pair(seed, rng.choice([*_LIMITS.values()]), sources=3)
-    for _ in range(5):
-        number = rng.randrange(3)
-        batches = [traffic.batch(number) for _ in range(rng.randint(1, 12))]
-        pair.apply_at_once(pair.sources[number], [traffic.payload(each) for each in batches])
-        pair.compare()
-        pair.ask(traffic.prompt(40), None, None, None)
-
-
-def test_a_batch_that_names_its_process_is_left_to_be_looked_at() -> None:
-    """Another process may go on with the numbers of the one before: only who reads the name can
-    tell."""
-    pair = Pair(1, SourceLimits(), sources=1)
-    [source] = pair.sources
-    events = [BlockStored([number], number - 1, list(range(64)), "GPU") for number in range(2, 5)]
-    plain, more, last = (msgspec.msgpack.encode([0.0, [event], 0]) for event in events)
-    named = msgspec.msgpack.encode([0.0, [events[1]], 0, b"process of 16 by"])
-    root = BlockStored([1], None, list(range(64)), "GPU")
-    pair.native.apply(source, EventBatch(0.0, [root]))
-
-    def taken(*payloads: bytes) -> int:
-        data = b"".join(message(number, each) for number, each in enumerate(payloads))
-        done = pair.native.apply_run(source, WireRun(data, 0, HEAD, 2**20), 0, 8, 0)
-        return 0 if done is None else done.batches
-
-    assert taken(plain, more, last) == 3
-    assert taken(plain, named, last) == 1
-    assert taken(named, last) == 0
 
 
 def _window(size: int, block_size: int = 2) -> KVCacheGroup:
@@ -636,69 +557,3 @@ def test_hashes_under_a_key_cover_what_is_drafted(
     for used, expected in ((key, [key.seal(each) for each in digests]), (unknown, digests)):
         chain = replace(plain, key_id=used.key_id)
         assert prepared.core_hashes(chain, 16, lookahead, False) == [expected]
-
-
-PLAIN = [
-    encode(EventBatch(0.0, [BlockStored([n], n - 1 or None, [n] * 16, "GPU", block_size=16)]))
-    for n in range(1, 99)
-]
-
-
-def applied(data: bytes, seq: int = 0, most: int = 64, most_bytes: int = 2**20) -> int:
-    """How many of the batches that begin *data* a source takes at once that has had one before."""
-    index, source = CORE.create(SourceLimits()), SourceId("replica-a")
-    index.add(source)
-    index.apply(source, PLAIN[0])
-    done = index.apply_run(source, WireRun(data, 0, HEAD, most_bytes), seq, most, 1)
-    held = index.blocks_held(source)
-    assert held == 1 + (0 if done is None else done.batches)
-    return held - 1
-
-
-@pytest.mark.parametrize(
-    ("received", "taken"),
-    [
-        ([message(0, PLAIN[1]), message(1, PLAIN[2]), message(2, PLAIN[3])], 3),
-        ([message(0, PLAIN[1]), message(2, PLAIN[2])], 1),
-        ([message(1, PLAIN[1])], 0),
-        ([message(0, PLAIN[1]), message(1, PLAIN[2])[:-1]], 1),
-        ([message(0, PLAIN[1]), message(1, PLAIN[2])[:12]], 1),
-        ([message(0, PLAIN[1]), message(1, PLAIN[2]).replace(b"kv", b"kw", 1)], 1),
-        ([message(0, PLAIN[1]), message(1, b"\xc1" * 99)], 1),
-        ([message(0, PLAIN[1]), message(1, b"\x93")], 1),
-        ([message(0, PLAIN[1]), message(1, PLAIN[2] + b"\xc4\x10" + bytes(16))], 1),
-        ([message(0, PLAIN[1]), HEAD + (1).to_bytes(8, "big") + b"\x01\x01a"], 1),
-        ([message(0, PLAIN[1]), HEAD + (1).to_bytes(8, "big") + b"\x02" + b"\xff" * 8], 1),
-        ([], 0),
-    ],
-)
-def test_a_run_ends_before_what_is_not_plainly_the_next_batch(
-    received: list[bytes], taken: int
-) -> None:
-    """A gap, another topic, half a message, nonsense: whoever looks at it alone decides."""
-    assert applied(b"".join(received)) == taken
-
-
-def test_a_run_is_bounded() -> None:
-    """Others wait for it: it ends after so many batches, or so many bytes, and skips no limit."""
-    data = b"".join(message(seq, payload) for seq, payload in enumerate(PLAIN[1:]))
-    assert applied(data) == 64
-    assert applied(data, most=7) == 7
-    assert applied(data, most_bytes=len(PLAIN[1]) - 1) == 0
-
-
-@settings(deadline=None)
-@given(
-    hashes=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 99), max_size=90),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_fingerprints_are_those_of_a_stream(hashes: list[BlockHash], seed: int) -> None:
-    """Of any length: a duplicate is told by the one that was remembered when it came first."""
-    index, source = CORE.create(SourceLimits()), SourceId("replica-a")
-    index.add(source)
-    payload = encode(EventBatch(0.0, [BlockRemoved(hashes, "GPU")]))
-    run = WireRun(message(0, payload), 0, HEAD, 2**20)
-    done = index.apply_run(source, run, 0, 1, seed)
-    assert done is not None
-    expected = partial(fingerprint.func, seed=seed)(payload)
-    assert array("Q", done.digests).tolist() == [expected]

@@ -5,7 +5,6 @@
 
 #include "audit.hpp"
 #include "index/json_tokens.hpp"
-#include "index/run.hpp"
 #include "index/state.hpp"
 
 using namespace kvroute;
@@ -448,25 +447,6 @@ void read_state(Input in) {
     IndexAudit(index, matcher).expect_sound();
 }
 
-void read_run(Input in) {
-    const auto head = in.take(in.below(8));
-    const u64 most = in.byte() & 1 ? in.byte() : ~u64{0};
-    u64 seq = in.byte();
-    const std::size_t at = in.byte();
-    const SeededXxh3 fingerprint(seq << 56 | most);
-    const Exact data(in.rest());
-    WireRun run(data.span(), at, head, most);
-    for (std::size_t before = run.end(); const auto payload = run.next(seq); ++seq) {
-        EXPECT(payload->size() <= most && run.end() <= data.span().size());
-        EXPECT(run.end() >= before + head.size() + 10 + payload->size());
-        before = run.end();
-        WireRun::may_name_publisher(*payload);
-        if (payload->size() >= kXxh3Least) {
-            EXPECT(fingerprint.of(*payload) == fingerprint.of(Exact(*payload).span()));
-        }
-    }
-}
-
 // --- a table by itself ---
 
 struct Numbers {
@@ -511,13 +491,12 @@ void use_table(Input in) {
 
 extern "C" int LLVMFuzzerTestOneInput(const u8* data, std::size_t size) {
     Input in(data, size);
-    switch (in.byte() % 6) {
+    switch (in.byte() % 5) {
     case 0: read_payload(in); break;
     case 1: read_json(in); break;
     case 2: read_state(in); break;
     case 3: Program(in).run(); break;
-    case 4: use_table(in); break;
-    default: read_run(in);
+    default: use_table(in);
     }
     return 0;
 }
