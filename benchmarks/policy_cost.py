@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import cast
 
 from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
@@ -23,12 +24,13 @@ from router.config import ReplicaConfig
 from router.index import PrefixIndex, SourceId
 from router.mirror import STEP, create_mirror
 from router.replicas.health import HealthRecord
-from router.replicas.load import make_load_tracker
+from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import LEAST_DELAY, PolicySettings, RouteRequest, make_policy
 from router.scoring.policies import BUILT_IN
+from tests.oracle.load import ReferenceLoad
 
 PROMPT_TOKENS = 4096
 _BLOCK = 16
@@ -78,7 +80,8 @@ def _microseconds(decide: Callable[[], object], decisions: int) -> float:
 def _decider(policy: str, count: int, most_hit: int, in_core: bool) -> Callable[[], object]:
     random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
-    load, mirror = make_load_tracker(in_core), create_mirror()
+    load = LoadTracker() if in_core else cast(LoadTracker, ReferenceLoad())
+    mirror = create_mirror()
     is_new = policy == LEAST_DELAY
     planner = RoutePlanner(
         make_policy(policy, PolicySettings(random=Random(1))),

@@ -30,7 +30,7 @@ from router.replicas import (
     ReplicaState,
     ServedModels,
 )
-from router.replicas.core_load import CoreLoadTracker
+from router.replicas.load import LoadTracker
 from router.routing.core_planner import CorePlanner
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
     planner: CorePlanner
     mirror: NativeMirror
-    load: CoreLoadTracker
+    load: LoadTracker
 
 
 class NativeDecisions(ReplicaListener):

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
@@ -66,7 +66,7 @@ from router.replicas import (
     ServedModels,
     UpstreamFetch,
 )
-from router.replicas.load import make_load_tracker
+from router.replicas.load import LoadTracker
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
@@ -93,7 +93,6 @@ from router.upstream import ResponseTooLarge, Timeouts, UpstreamClient, Upstream
 
 if TYPE_CHECKING:
     from router.mirror.native import NativeMirror
-    from router.replicas.core_load import CoreLoadTracker
     from router.routing.core_planner import CorePlanner
     from router.tracing.otel import OtelTracing
 
@@ -139,7 +138,7 @@ class RouterService:
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._lots = Random()
         self._mirror = _mirror(config)
-        self._load = make_load_tracker(in_core=True)
+        self._load = LoadTracker()
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
@@ -249,12 +248,12 @@ class RouterService:
         return planner
 
     @property
-    def parts_in_core(self) -> tuple[CorePlanner, NativeMirror, CoreLoadTracker] | None:
+    def parts_in_core(self) -> tuple[CorePlanner, NativeMirror, LoadTracker] | None:
         """What decides in the core: its planner, mirror and load; None where Python has to."""
         core, mirror, load = self._planner.core, self._mirror, self._load
-        if core is None or isinstance(mirror, Mirror) or not load.is_in_core:
+        if core is None or isinstance(mirror, Mirror):
             return None
-        return core, mirror, cast("CoreLoadTracker", load)
+        return core, mirror, load
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its

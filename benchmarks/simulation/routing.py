@@ -79,6 +79,7 @@ class SimulatedRouter:
             None if has_mirror else RecentPrefixes(),
             (),
             clock=clock,
+            random=Random(seed),
             mirror=create_mirror(clock=clock) if has_mirror else None,
         )
 

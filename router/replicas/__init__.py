@@ -6,7 +6,6 @@ and parse, without I/O.
 The files; each imports only what is listed above it:
 
     load.py          what this router has in flight, by replica
-    core_load.py     the same in the compiled core, where decisions read it
     engine_load.py   what an engine's own metrics say about its load
     load_topic.py    what an engine publishes of its load
     types.py         plain values

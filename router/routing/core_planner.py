@@ -23,7 +23,6 @@ from router.overload import (
     TENANT_BACKING_OFF,
 )
 from router.replicas import Replica
-from router.replicas.core_load import CoreLoadTracker
 from router.replicas.load import LoadTracker
 from router.routing.fleets import FleetKeeper, KnownFleet
 from router.scoring import (
@@ -60,7 +59,7 @@ class CorePlanner:
     def __init__(
         self,
         policy: OrdersInCore,
-        load: CoreLoadTracker,
+        load: LoadTracker,
         weights: Weights,
         suspects: Collection[SourceId],
         engine_load_stale_after_s: float,
@@ -252,7 +251,7 @@ def make_core_planner(
         mirror: Follows the caches.
         approximate: Estimates some.
     """
-    if not isinstance(load, CoreLoadTracker) or not isinstance(policy, OrdersInCore):
+    if not isinstance(load, LoadTracker) or not isinstance(policy, OrdersInCore):
         return None
     if "name_in_core" not in vars(type(policy)) or policy.weights not in (None, weights):
         return None

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib import import_module
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +29,7 @@ from router.mirror import (
 )
 from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
+from router.routing.core_planner import CorePlanner, make_core_planner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     IDLE,
@@ -48,9 +48,6 @@ from router.scoring import (
     waits,
 )
 from router.tokenize import TokenizedPrompt
-
-if TYPE_CHECKING:
-    from router.routing.core_planner import CorePlanner
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
@@ -143,14 +140,11 @@ class RoutePlanner:
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
         self._lots: Random | None = None
-        self._core: CorePlanner | None = None
+        self._core = make_core_planner(
+            *(policy, load, self._weights, suspects, engine_load_stale_after_s),
+            *(random or Random(), mirror, approximate),
+        )
         """Ranks where it can."""
-        if load.is_in_core:
-            core_planner = import_module("router.routing.core_planner")
-            self._core = core_planner.make_core_planner(
-                *(policy, load, self._weights, suspects, engine_load_stale_after_s),
-                *(random or Random(), mirror, approximate),
-            )
 
     @property
     def core(self) -> CorePlanner | None:

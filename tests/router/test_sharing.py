@@ -88,7 +88,7 @@ async def test_the_requests_of_others_are_load(parties: tuple[Party, Party]) -> 
     """Else two workers would each send their next request to the replica that both just chose."""
     here, there = parties
     flight = there.load.started("r0", uncached_tokens=300, prompt_tokens=1000, dp_rank=1)
-    here.load.started("r0", uncached_tokens=50, prompt_tokens=1000)
+    own = here.load.started("r0", uncached_tokens=50, prompt_tokens=1000)
     here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(2, 350)
     assert here.load.loads_of_ranks("r0", [1])[0] == ReplicaLoad(2, 350)
@@ -98,6 +98,7 @@ async def test_the_requests_of_others_are_load(parties: tuple[Party, Party]) -> 
     flight.ended()
     here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(1, 50)
+    own.ended()
 
 
 async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, Party]) -> None:
@@ -118,8 +119,9 @@ async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, P
 async def test_the_load_of_one_that_is_gone_is_gone(parties: tuple[Party, Party]) -> None:
     """A worker that was killed never takes back what it said."""
     here, there = parties
-    there.load.started("r0", 300, 1000)
-    here.hear(there=there)
+    with there.load.started("r0", 300, 1000):
+        here.hear(there=there)
+    assert here.load.look_at("r0") == ReplicaLoad(1, 300)
     here.hear()
     assert here.load.look_at("r0") == ReplicaLoad()
 

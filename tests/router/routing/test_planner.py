@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,7 @@ from router.mirror import ApproximateCaches, Mirror
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import InFlight, make_load_tracker
+from router.replicas.load import InFlight, LoadTracker
 from router.routing.planner import (
     ANY_RANK,
     LEAST_PULL,
@@ -37,6 +37,7 @@ from router.routing.planner import (
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import LEAST_DELAY, Candidate, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
+from tests.oracle.load import ReferenceLoad
 
 IDS = list(range(1, 257))
 OTHER_IDS = list(range(5000, 5016))
@@ -57,7 +58,7 @@ class Planning:
 
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = PrefixIndex()
-        self.load = make_load_tracker(self.in_core)
+        self.load = LoadTracker() if self.in_core else cast(LoadTracker, ReferenceLoad())
         self.flights: list[InFlight] = []
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(

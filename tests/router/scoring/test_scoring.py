@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from router.errors import PolicyError
 from router.index import SourceId
-from router.replicas.load import LoadTracker
+from router.replicas.load import InFlight, LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     Candidate,
@@ -225,6 +225,7 @@ class Cluster:
     def __init__(self, replicas: int, prefix_keys: list[int]) -> None:
         self.names = [f"r{index}" for index in range(replicas)]
         self.load = LoadTracker()
+        self.flights: list[InFlight] = []
         self.recent = RecentPrefixes(ttl_s=5)
         self.cached: Counter[str] = Counter()
         self.policy = make_policy("prefix", PolicySettings(random=Random(5)))
@@ -241,13 +242,14 @@ class Cluster:
         best = ranking[0].candidate
         self.recent.remember(SourceId(best.replica_id), self.keys, now=0)
         known = max(best.gpu_cached_tokens, best.recent_tokens)
-        self.flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
+        flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
+        self.flights.append(flight)
         return best.replica_id
 
     def answer(self) -> None:
         """The last prompt's response begins, and its events arrive."""
-        self.flight.first_token()
-        self.cached[self.flight.replica_id] = len(self.keys) * self.step
+        self.flights[-1].first_token()
+        self.cached[self.flights[-1].replica_id] = len(self.keys) * self.step
 
     def _candidate(self, name: str, recent: dict[str, int]) -> Candidate:
         load = self.load.load_of(name)

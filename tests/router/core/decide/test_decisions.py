@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +22,12 @@ from router.overload import GateOptions, ReplicaGate
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import InFlight, LoadTracker, ReplicaLoad, make_load_tracker
+from router.replicas.load import InFlight, LoadTracker, ReplicaLoad
 from router.routing.planner import RankChoice, RoutePlanner, prepare
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import Candidate, PolicySettings, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
+from tests.oracle.load import ReferenceLoad
 
 BLOCK = 16
 PROMPT = list(range(1, 2200))
@@ -254,8 +255,8 @@ class Setting:
         }
         self._has_recent = policy != "least_delay" and not follows
         self.flights: list[InFlight] = []
-        self.readable = self._planner(policy, make_load_tracker(in_core=False))
-        self.in_core = self._planner(policy, make_load_tracker(in_core=True))
+        self.readable = self._planner(policy, cast(LoadTracker, ReferenceLoad()))
+        self.in_core = self._planner(policy, LoadTracker())
         core: Any = self.in_core._core
         core.decider.give_lots([0.5], [0.5])
 

@@ -1,16 +1,14 @@
-"""The core's sums of what is in flight are those of `router.replicas.load`, whatever happens."""
+"""The core's sums of what is in flight are those in plain Python, whatever happens."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.replicas.load import LoadTracker, ReplicaLoad
-
-core_load = import_module("router.replicas.core_load")
+from tests.oracle.load import ReferenceLoad
 
 replicas = st.sampled_from("abc")
 ranks = st.none() | st.integers(0, 3)
@@ -51,7 +49,7 @@ class _Visit:
 class _Side:
     """One tracker, and what runs there."""
 
-    def __init__(self, tracker: LoadTracker) -> None:
+    def __init__(self, tracker: LoadTracker | ReferenceLoad) -> None:
         self.tracker = tracker
         self.flights: list[Any] = []
         self.visits: list[_Visit] = []
@@ -89,7 +87,7 @@ class _Side:
 @given(st.lists(steps, max_size=40))
 def test_every_sum_is_that_of_the_readable_form(history: list[tuple[Any, ...]]) -> None:
     """A leak of one request an hour would, in a week, keep traffic away from a healthy replica."""
-    readable, in_core = _Side(LoadTracker()), _Side(core_load.CoreLoadTracker())
+    readable, in_core = _Side(ReferenceLoad()), _Side(LoadTracker())
     for step in history:
         readable.take(*step)
         in_core.take(*step)
@@ -98,7 +96,7 @@ def test_every_sum_is_that_of_the_readable_form(history: list[tuple[Any, ...]]) 
 
 def test_a_request_that_nobody_ends_is_taken_back_with_its_last_reference() -> None:
     """A task that dies between two steps must not count for ever."""
-    tracker = core_load.CoreLoadTracker()
+    tracker = LoadTracker()
     flight = tracker.started("a", 10, 20, dp_rank=1)
     flight.first_token()
     assert tracker.load_of("a") == ReplicaLoad(decoding_requests=1, context_tokens=20)
@@ -110,7 +108,7 @@ def test_a_request_that_nobody_ends_is_taken_back_with_its_last_reference() -> N
 
 def test_requests_for_token_ids_count_while_they_run() -> None:
     """They go to the replica that has the fewest."""
-    tracker = core_load.CoreLoadTracker()
+    tracker = LoadTracker()
     with tracker.tokenizing("a"), tracker.tokenizing("a"):
         assert tracker.load_of("a") == ReplicaLoad(tokenizing_requests=2)
     assert tracker.load_of("a") == ReplicaLoad()
@@ -118,7 +116,7 @@ def test_requests_for_token_ids_count_while_they_run() -> None:
 
 def test_replicas_that_come_and_go_leave_nothing_behind() -> None:
     """A fleet that scales up and down has a new name for every replica."""
-    tracker = core_load.CoreLoadTracker()
+    tracker = LoadTracker()
     for number in range(2000):
         with tracker.started(f"r{number}", 1, 1):
             pass
