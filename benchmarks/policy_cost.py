@@ -22,7 +22,7 @@ from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
 from router.index import PrefixIndex, SourceId
-from router.mirror import STEP, create_mirror
+from router.mirror import STEP, Mirror
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
@@ -81,7 +81,7 @@ def _decider(policy: str, count: int, most_hit: int, in_core: bool) -> Callable[
     random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
     load = LoadTracker() if in_core else cast(LoadTracker, ReferenceLoad())
-    mirror = create_mirror()
+    mirror = Mirror()
     is_new = policy == LEAST_DELAY
     planner = RoutePlanner(
         make_policy(policy, PolicySettings(random=Random(1))),
@@ -138,7 +138,7 @@ def _replica(name: str) -> Replica:
 
 def _report_memory() -> None:
     """Bytes for each key, with a cache full of prompts that share nothing."""
-    random, index, mirror = Random(2), PrefixIndex(), create_mirror()
+    random, index, mirror = Random(2), PrefixIndex(), Mirror()
     before = _resident_bytes()
     for _ in range(2000):
         prompt = index.prepare(_tokens(random), extra_steps=(STEP,))

@@ -5,9 +5,7 @@ from typing import Any, TypeAlias
 
 from kvevents.events import BlockHash
 from router.index.base import ApplyResult, Hit, SourceId
-from router.mirror.in_prefill import Coming
-from router.mirror.loading import ByTier
-from router.mirror.mirror import Outlook
+from router.mirror.types import ByTier, Coming, Outlook
 from router.scoring import Candidate, Weights
 
 core_version: int
@@ -140,7 +138,7 @@ class Core:
     def contradictions(self) -> list[str]: ...
 
 class Visit:
-    """One request at one cache; see `router.mirror.Visit`."""
+    """One request at one cache, from its sending to its end. Steps may be repeated, or left out."""
 
     @property
     def number(self) -> int: ...
@@ -150,13 +148,13 @@ class Visit:
     def ended(self, was_served: bool = True) -> None: ...
 
 class LoadPrices:
-    """See `router.mirror.loading.LoadPrices`."""
+    """What loading costs at a cache, by tier, in tokens to compute."""
 
     def of(self, tier: str) -> float: ...
     def mean(self, by_tier: ByTier) -> float: ...
 
 class Mirror:
-    """Every cache and model by its number; see `router.mirror.native`."""
+    """Every cache and model by its number; see `router.mirror.Mirror`."""
 
     def __init__(
         self,
@@ -222,13 +220,13 @@ class Estimate:
     def eviction_age_s(self, now: float) -> float | None: ...
 
 class EstimatedVisit:
-    """One request at such a cache; see `router.mirror.ApproximateVisit`."""
+    """One request at such a cache; nothing is stored before its first token."""
 
     def first_token(self) -> None: ...
     def ended(self, actual_tokens: int | None = None) -> None: ...
 
 class Estimates:
-    """Every such cache by its number; see `router.mirror.native`."""
+    """Every such cache by its number; see `router.mirror.ApproximateCaches`."""
 
     def __init__(
         self,

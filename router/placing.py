@@ -21,7 +21,7 @@ from typing_extensions import override
 from router.config import RouterConfig
 from router.errors import UnknownModel
 from router.index import SourceId
-from router.mirror.native import NativeMirror
+from router.mirror import Mirror
 from router.plane import Addresses, DataPlane
 from router.replicas import (
     EventSource,
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     """What decides, in the core."""
 
     planner: CorePlanner
-    mirror: NativeMirror
+    mirror: Mirror
     load: LoadTracker
 
 

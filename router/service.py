@@ -33,12 +33,7 @@ from router.doors import Reservations
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import PrefixIndex, SourceId
-from router.mirror import (
-    ApproximateCaches,
-    Mirror,
-    create_approximate_caches,
-    create_mirror,
-)
+from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
 from router.observability.history import BlockCounts, History, Removals
 from router.observability.metrics import RouterMetrics
@@ -92,7 +87,6 @@ from router.tokenize import LargeWork
 from router.upstream import ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 if TYPE_CHECKING:
-    from router.mirror.native import NativeMirror
     from router.routing.core_planner import CorePlanner
     from router.tracing.otel import OtelTracing
 
@@ -248,10 +242,10 @@ class RouterService:
         return planner
 
     @property
-    def parts_in_core(self) -> tuple[CorePlanner, NativeMirror, LoadTracker] | None:
+    def parts_in_core(self) -> tuple[CorePlanner, Mirror, LoadTracker] | None:
         """What decides in the core: its planner, mirror and load; None where Python has to."""
         core, mirror, load = self._planner.core, self._mirror, self._load
-        if core is None or isinstance(mirror, Mirror):
+        if core is None:
             return None
         return core, mirror, load
 
@@ -702,14 +696,14 @@ def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
 
 def _mirror(config: RouterConfig) -> Mirror:
     prices = config.weights.tier_token, config.weights.lower_tier_token
-    return create_mirror(config.policy.mirror_max_keys, *prices)
+    return Mirror(config.policy.mirror_max_keys, *prices)
 
 
 def _approximate(config: RouterConfig, feed: Feed, mirror: Mirror) -> ApproximateCaches | None:
     options = config.approximate
     if not options.enabled:
         return None
-    return create_approximate_caches(
+    return ApproximateCaches(
         feed.lost_since, mirror, options.after_s, options.cache_tokens, options.max_keys
     )
 

@@ -24,7 +24,7 @@ from router.board.slots import MAX_KEYS, fitting
 from router.config import BoardConfig
 from router.errors import ConfigError, ConfigProblem
 from router.index import SourceId, pack_keys, unpack_keys
-from router.mirror import STEP, Mirror, Prefilling, are_equal
+from router.mirror import STEP, Mirror, Prefilling
 from router.observability.self_repair import QuietMoments
 from router.overload import KeyCounts, KeyLimits
 from router.replicas import Health, ReplicaRegistry
@@ -278,9 +278,15 @@ def _cached_tokens(prompt: Prefilling) -> int:
 
 def _queued_in_both(one: Prefilling, other: Prefilling) -> int:
     # Of equal prompts, an engine computes the last token of each.
-    equal = are_equal(one.keys, one.tokens, other)
+    equal = _are_equal(one, other)
     shared = one.tokens - 1 if equal else STEP * _shared_keys(one.keys, other.keys)
     return max(shared - max(_cached_tokens(one), _cached_tokens(other)), 0)
+
+
+def _are_equal(one: Prefilling, other: Prefilling) -> bool:
+    """As long, and equal up to the last key."""
+    alike = len(one.keys) == len(other.keys) and one.keys[-1] == other.keys[-1]
+    return alike and one.tokens == other.tokens
 
 
 def _shared_keys(one: Sequence[int], other: Sequence[int]) -> int:

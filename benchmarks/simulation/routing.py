@@ -14,7 +14,7 @@ from kvevents.events import EventBatch
 from router.config import PeerTierConfig
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.mirror import create_mirror
+from router.mirror import Mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
@@ -80,7 +80,7 @@ class SimulatedRouter:
             (),
             clock=clock,
             random=Random(seed),
-            mirror=create_mirror(clock=clock) if has_mirror else None,
+            mirror=Mirror(clock=clock) if has_mirror else None,
         )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:

@@ -13,81 +13,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
+from router._core import Estimate, EstimatedVisit, Estimates
 from router.index import SourceId
-from router.mirror.layout import STEP
 from router.mirror.mirror import Mirror
-from router.mirror.ownership import Ownership, Use
-from router.mirror.traffic import FadingRatio
-
-
-class ApproximateHit(NamedTuple):
-    """What a cache may hold of a prompt."""
-
-    tokens: int
-    trust: float
-    """Of the tokens that were promised there lately, the share that was cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApproximateStatistics:
-    """The estimate of one cache."""
-
-    tokens: int
-    """That it may hold."""
-    capacity_tokens: int
-    """As far as reuse was seen to last; never more than the cache has by all that is known."""
-    trust: float
-    """See `ApproximateHit`."""
-
-
-class _Met(NamedTuple):
-    """What a prompt found in an estimate."""
-
-    stretches: list[tuple[int, float | None]]
-    """Of its keys, by their ends, and when each had been used last; None: it was in use."""
-    known_keys: int
-    """How many leading ones it had with those that were forgotten for lack of room."""
+from router.mirror.types import ApproximateHit, ApproximateStatistics
 
 
 class ApproximateCache:
-    """One such cache.
+    """One such cache."""
 
-    Args:
-        lost_at: When its events were lost; those of another loss are another estimate.
-        limit_keys: That fit into it.
-        clock: A monotonic clock, in seconds.
-    """
-
-    FIRST_TRUST = 0.8
-    FIRST_TRUST_TOKENS = 4096
-    """The first guess counts as much as one prompt of this length."""
-    TRUST_REPORTS = 64
-    LEAST_KEYS = 16
-    """No cache is taken to be smaller."""
-    SHRINK, GROW, NEAR = 0.9, 1.05, 0.8
-    """A prediction that fails within the assumed capacity lowers that by 10 % at most; one that
-    holds at 80 % of it or more raises it by 5 %, and so does a hit on what was forgotten."""
-    FULL = 0.9
-    """From here on it is taken to evict."""
-
-    def __init__(self, lost_at: float, limit_keys: int, clock: Callable[[], float]) -> None:
-        self.lost_at = lost_at
-        self.limit_keys = limit_keys
-        self._clock = clock
-        self._reach = 1.0
-        """Of the limit, the share that is known to be of use."""
-        self._content = Ownership()
-        self._forgotten: dict[int, None] = {}
-        """Keys that had to make room, the earliest first."""
-        self._trust = FadingRatio(self.FIRST_TRUST, self.FIRST_TRUST_TOKENS, self.TRUST_REPORTS)
-
-    @property
-    def capacity_keys(self) -> int:
-        """That it is taken to hold."""
-        return max(int(self.limit_keys * self._reach), self.LEAST_KEYS)
+    def __init__(self, estimate: Estimate) -> None:
+        self._estimate = estimate
+        self.eviction_age_s: Callable[[float], float | None] = estimate.eviction_age_s
 
     def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> ApproximateHit:
         """What it may hold of a request's prompts.
@@ -96,131 +35,7 @@ class ApproximateCache:
             prompts: The keys of each, every `STEP` tokens.
             most_tokens: Of all prompts, those that a hit may cover.
         """
-        keys = sum(map(self._content.leading, prompts))
-        return ApproximateHit(max(min(keys * STEP, most_tokens), 0), self._trust.value)
-
-    def eviction_age_s(self, now: float) -> float | None:
-        """For how long what it evicts next has been idle; None while it evicts nothing."""
-        oldest = self._content.oldest()
-        if oldest is None or len(self._content) < self.FULL * self.capacity_keys:
-            return None
-        return now - (oldest.ended_at or now)
-
-    def remember(self, keys: Sequence[int], ended_at: float) -> None:
-        """Something was sent there before the events were lost.
-
-        Args:
-            keys: Of the prompt.
-            ended_at: When the request ended, later than those before it.
-        """
-        use, _ = self._content.begin(keys)
-        self._content.end(use, ended_at)
-
-    def begin(self, keys: Sequence[int]) -> tuple[Use, _Met]:
-        """A prompt has been computed: return what is for `end`, and for `learn`."""
-        stretches = [(end, use.ended_at) for _, end, use in self._content.segments(keys)]
-        known, forgotten = stretches[-1][0] if stretches else 0, self._forgotten
-        while known < len(keys) and keys[known] in forgotten:
-            known += 1
-        for key in keys if forgotten else ():
-            forgotten.pop(key, None)
-        return self._content.begin(keys)[0], _Met(stretches, known)
-
-    def end(self, use: Use, most_keys: int) -> None:
-        """A request is over: its prompt is the last that was used, and the oldest make room.
-
-        Args:
-            use: From `begin`.
-            most_keys: That there is memory for.
-        """
-        self._content.end(use, self._clock())
-        self.fit(most_keys)
-
-    def fit(self, most_keys: int) -> None:
-        """Forget what was used longest ago, down to the capacity or to *most_keys*."""
-        content, forgotten = self._content, self._forgotten
-        surplus = len(content) - min(self.capacity_keys, most_keys)
-        while surplus > 0 and (oldest := content.oldest()) is not None:
-            dropped = content.drop_end(oldest, surplus)
-            surplus -= len(dropped)
-            forgotten.update(dict.fromkeys(dropped))
-        while forgotten and len(forgotten) + len(content) > min(self.limit_keys, most_keys):
-            del forgotten[next(iter(forgotten))]
-
-    def learn(self, found: _Met, predicted_tokens: int, actual_tokens: int) -> None:
-        """An engine reports how much of a prompt was cached.
-
-        What is idle for longer than the rest goes first. So a prediction tells, by the age of the
-        last thing that it counts on, how far the capacity reaches.
-
-        Args:
-            found: From `begin`.
-            predicted_tokens: That were to be cached.
-            actual_tokens: That were.
-        """
-        if min(actual_tokens, found.known_keys * STEP) - predicted_tokens >= STEP:
-            self._reach = min(self._reach * self.GROW, 1.0)
-        if not predicted_tokens:
-            return
-        self._trust.add(min(actual_tokens, predicted_tokens), predicted_tokens)
-        is_wrong = predicted_tokens - actual_tokens >= STEP
-        decisive = actual_tokens // STEP if is_wrong else (predicted_tokens - 1) // STEP
-        stretches = found.stretches
-        used_at = next((ended_at for end, ended_at in stretches if decisive < end), None)
-        if used_at is None:
-            return
-        capacity = self.capacity_keys
-        used_since = self._content.owned_since(used_at, capacity)
-        if is_wrong and used_since < capacity:
-            reach = max(used_since / self.limit_keys, self._reach * self.SHRINK)
-            self._reach = min(reach, self._reach)
-        elif not is_wrong and used_since >= capacity * self.NEAR:
-            self._reach = min(self._reach * self.GROW, 1.0)
-
-    def statistics(self) -> ApproximateStatistics:
-        """Sizes, and how far it is believed."""
-        tokens, capacity = len(self._content) * STEP, self.capacity_keys * STEP
-        return ApproximateStatistics(tokens, capacity, self._trust.value)
-
-
-class ApproximateVisit:
-    """One request at such a cache, from its sending to its end. Nothing is stored before its first
-    token."""
-
-    __slots__ = ("_cache", "_found", "_hit_tokens", "_most_keys", "_prompts", "_uses")
-
-    def __init__(
-        self,
-        cache: ApproximateCache,
-        prompts: Sequence[Sequence[int]],
-        hit_tokens: int,
-        most_keys: int,
-    ) -> None:
-        self._cache = cache
-        self._prompts = prompts
-        self._hit_tokens = hit_tokens
-        self._most_keys = most_keys
-        self._uses: list[Use] = []
-        self._found = _Met([], 0)
-
-    def first_token(self) -> None:
-        """Its prompts have been computed; to be called once."""
-        for keys in self._prompts:
-            use, self._found = self._cache.begin(keys)
-            self._uses.append(use)
-
-    def ended(self, actual_tokens: int | None = None) -> None:
-        """It is over; a second call does nothing.
-
-        Args:
-            actual_tokens: Of its only prompt, those that were cached as the engine says; None: it
-                did not say.
-        """
-        uses, self._uses = self._uses, []
-        if actual_tokens is not None and len(uses) == 1:
-            self._cache.learn(self._found, self._hit_tokens, actual_tokens)
-        for use in uses:
-            self._cache.end(use, self._most_keys)
+        return ApproximateHit(*self._estimate.hit(prompts, most_tokens))
 
 
 class ApproximateCaches:
@@ -229,7 +44,7 @@ class ApproximateCaches:
     def __init__(
         self,
         lost_since: Callable[[SourceId], float | None],
-        mirror: Mirror | None = None,
+        mirror: Mirror,
         after_s: float = 60.0,
         cache_tokens: int = 262_144,
         max_keys: int = 1_048_576,
@@ -246,14 +61,11 @@ class ApproximateCaches:
             clock: A monotonic clock, in seconds.
         """
         self._lost_since = lost_since
-        self._mirror = mirror
-        self._after_s = after_s
-        self._cache_tokens = cache_tokens
-        self._max_keys = max_keys
         self._clock = clock
+        self._mirror = mirror
+        self._core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
         self.silent: set[SourceId] = set()
         """Caches of replicas that publish no events."""
-        self._caches: dict[SourceId, ApproximateCache] = {}
 
     def stand_in(
         self, source: SourceId, cache_tokens: int | None, now: float
@@ -266,19 +78,13 @@ class ApproximateCaches:
             cache_tokens: Its size as the engine reports it; None: it does not.
             now: On the clock.
         """
-        lost_at = self._lost_at(source, now)
-        if lost_at is None:
-            return None
-        limit = max((cache_tokens or self._cache_tokens) // STEP, ApproximateCache.LEAST_KEYS)
-        cache = self._caches.get(source)
-        if cache is None or cache.lost_at != lost_at:
-            cache = self._caches[source] = self._begin(source, lost_at, limit)
-        cache.limit_keys = limit
-        return cache
+        number, lost_since = self._mirror.number_of(source), self._lost_since(source)
+        found = self._core.stand_in(number, lost_since, cache_tokens, now)
+        return None if found is None else ApproximateCache(found)
 
     def visit(
         self, source: SourceId, prompts: Sequence[Sequence[int]], hit_tokens: int
-    ) -> ApproximateVisit | None:
+    ) -> EstimatedVisit | None:
         """A request is sent to a cache; None if no estimate stands in for it.
 
         Args:
@@ -286,35 +92,18 @@ class ApproximateCaches:
             prompts: The keys of each of its prompts, every `STEP` tokens.
             hit_tokens: That were predicted to be cached.
         """
-        cache = self._caches.get(source)
-        if cache is None:
-            return None
-        return ApproximateVisit(cache, prompts, hit_tokens, self._most_keys)
+        return self._core.visit(self._mirror.number_of(source), prompts, hit_tokens)
 
     def forget(self, replica: str) -> None:
         """Forget what is cached at a replica: it restarted, failed, or was removed."""
-        for source in [source for source in self._caches if source.replica == replica]:
-            del self._caches[source]
+        self._core.forget(self._mirror.numbers_of(replica))
 
     def statistics(self) -> dict[SourceId, ApproximateStatistics]:
         """Of the caches that an estimate stands in for now; those of others are dropped."""
-        now = self._clock()
-        for source, cache in list(self._caches.items()):
-            if self._lost_at(source, now) != cache.lost_at:
-                del self._caches[source]
-        return {source: cache.statistics() for source, cache in self._caches.items()}
-
-    @property
-    def _most_keys(self) -> int:
-        return self._max_keys // max(len(self._caches), 1)
-
-    def _lost_at(self, source: SourceId, now: float) -> float | None:
-        lost_at = self._lost_since(source)
-        return None if lost_at is None or now - lost_at < self._after_s else lost_at
-
-    def _begin(self, source: SourceId, lost_at: float, limit_keys: int) -> ApproximateCache:
-        cache = ApproximateCache(lost_at, limit_keys, self._clock)
-        for keys, ended_at in self._mirror.ended(source) if self._mirror is not None else ():
-            cache.remember(keys, ended_at)
-        cache.fit(self._most_keys)
-        return cache
+        now, found = self._clock(), {}
+        for number in self._core.caches():
+            source = self._mirror.source_of(number)
+            values: Any = self._core.statistics(number, self._lost_since(source), now)
+            if values is not None:
+                found[source] = ApproximateStatistics(*values)
+        return found

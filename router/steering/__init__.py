@@ -5,6 +5,7 @@ What will be asked for next only shows in the requests of the whole fleet.
 
 The files; each imports only what is listed above it:
 
+    fading.py     a ratio in which the past fades
     branches.py   where prompts part, and whether sessions go on
     tails.py      where a new prompt will part from later ones
     tenant.py     both, and which kinds of boundary pay, of one tenant's prompts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 
-from router.mirror import FadingRatio
+from router.steering.fading import FadingRatio
 
 _SAMPLES = 256
 _ENOUGH = 16

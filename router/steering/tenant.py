@@ -8,8 +8,9 @@ from itertools import chain
 
 import msgspec
 
-from router.mirror import STEP, FadingRatio
+from router.mirror import STEP
 from router.steering.branches import BranchPoints, Seen
+from router.steering.fading import FadingRatio
 from router.steering.tails import Tails
 from router.tokenize import MessageEnds
 

@@ -14,6 +14,7 @@ _CORE = (
     "tests/router/index/test_core_equals_oracle.py",
 )
 """The quickest first: one that fails ends the trial."""
+_MIRROR = ("tests/router/mirror", "tests/router/core/decide")
 _GROUPS = ("tests/offload/groups", "tests/offload/test_cache_manager.py")
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -45,14 +46,21 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/scoring/ranking.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
     "router/scoring/delay.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
     # What caches are doing and will evict next.
-    "router/mirror/mirror.py": ("tests/router/mirror",),
-    "router/mirror/ownership.py": ("tests/router/mirror",),
-    "router/mirror/prefix_tree.py": ("tests/router/mirror",),
-    "router/mirror/traffic.py": ("tests/router/mirror",),
-    "router/mirror/approximate.py": ("tests/router/mirror",),
-    "router/mirror/in_prefill.py": ("tests/router/mirror",),
-    "router/mirror/layout.py": ("tests/router/mirror",),
-    "router/mirror/eviction.py": ("tests/router/mirror",),
+    **{
+        f"router/core/mirror/{name}.cpp": _MIRROR
+        for name in (
+            "approximate",
+            "cache",
+            "eviction",
+            "in_prefill",
+            "layout",
+            "mirror",
+            "ownership",
+            "prefix_tree",
+            "prices",
+            "traffic",
+        )
+    },
     "router/scoring/standings.py": ("tests/router/scoring",),
     "router/routing/replica_tokenizers.py": (
         "tests/router/routing",

@@ -117,7 +117,7 @@ class ReferenceLoad:
             for load in known
         ]
 
-    # What other routers and workers have in flight.
+    # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
         """What this router has in flight, by replica and rank; None stands for a whole replica."""

@@ -14,16 +14,17 @@ from router.index import PrefixIndex, SourceId
 from router.mirror import (
     STEP,
     ApproximateCache,
+    ApproximateCaches,
     ApproximateVisit,
     Mirror,
-    create_approximate_caches,
 )
-from tests.router.mirror.implementations import new_mirror
-
-pytestmark = pytest.mark.usefixtures("implementation")
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 ALWAYS = float("-inf")
+LEAST_KEYS = 16
+"""No cache is taken to be smaller."""
+FIRST_TRUST = 0.8
+"""Before any report."""
 
 
 class Fleet:
@@ -38,9 +39,9 @@ class Fleet:
     ) -> None:
         self.now = 0.0
         self.lost: dict[SourceId, float | None] = {R0: ALWAYS, R1: ALWAYS}
-        self.caches = create_approximate_caches(
+        self.caches = ApproximateCaches(
             self.lost.__getitem__,
-            mirror or new_mirror(),
+            mirror or Mirror(),
             after_s,
             cache_tokens=cache_keys * STEP,
             max_keys=max_keys,
@@ -160,7 +161,7 @@ def test_whatever_is_reported_the_bounds_hold(
             running.clear()
             (found,) = fleet.caches.statistics().values()
             assert found.tokens <= found.capacity_tokens <= size * STEP
-            assert found.capacity_tokens >= ApproximateCache.LEAST_KEYS * STEP
+            assert found.capacity_tokens >= LEAST_KEYS * STEP
             assert 0 <= found.trust <= 1
 
 
@@ -203,7 +204,7 @@ def test_what_is_promised_in_vain_is_believed_less() -> None:
     fleet = Fleet()
     cache = fleet.cache()
     assert cache is not None
-    assert cache.hit([prompt(1)], 9999).trust == ApproximateCache.FIRST_TRUST
+    assert cache.hit([prompt(1)], 9999).trust == FIRST_TRUST
     for _ in range(100):
         fleet.run(prompt(1), 0)
     assert cache.hit([prompt(1)], 9999).trust < 0.2
@@ -252,7 +253,7 @@ def test_a_loss_is_replaced_by_an_estimate_once_it_has_lasted() -> None:
 
 def test_an_estimate_begins_with_what_was_sent_before_the_loss() -> None:
     """In its order, so that the oldest goes first."""
-    mirror, index = new_mirror(clock=lambda: 1.0), PrefixIndex()
+    mirror, index = Mirror(clock=lambda: 1.0), PrefixIndex()
     for number in range(3):
         ids = [number * 1000 + place for place in range(4 * STEP)]
         hashed = index.prepare(ids, extra_steps=(STEP,))

@@ -22,11 +22,8 @@ from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, token_columns
 from router.mirror import STEP, Coming, Mirror, Prefilling, Visit
-from router.mirror.layout import UNKNOWN
-from tests.router.mirror.implementations import new_mirror
+from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.support.blocks import FULL
-
-pytestmark = pytest.mark.usefixtures("implementation")
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 
@@ -47,7 +44,7 @@ class Mirrored:
     def __init__(self) -> None:
         self.clock = Clock()
         self.index: PrefixIndex = PrefixIndex()
-        self.mirror = new_mirror(clock=self.clock)
+        self.mirror = Mirror(clock=self.clock)
 
     def prompt(self, ids: list[int]) -> HashedPrompt:
         return self.index.prepare(array("I", ids), extra_steps=(STEP,))
@@ -99,7 +96,7 @@ def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrore
     mirrored.clock.now = 1.0
     visit.first_token()
     assert mirrored.in_prefill(IDS) == {R0: 960}
-    mirrored.clock.now = 1.0 + Mirror.EVENTS_S
+    mirrored.clock.now = 1.0 + ReferenceMirror.EVENTS_S
     assert mirrored.in_prefill(IDS) == {}
 
 
@@ -112,12 +109,12 @@ def test_others_are_told_of_long_prompts_and_of_those_that_wait(mirrored: Mirror
     long, short, quick = mirrored.begin(IDS), mirrored.begin(NEW[:200]), mirrored.begin(NEW[:100])
     assert told() == [(1000, 1000)]
     quick.first_token()
-    mirrored.clock.now += Mirror.SOON_S
+    mirrored.clock.now += ReferenceMirror.SOON_S
     assert told() == [(1000, 1000), (200, 200)]
     short.first_token()
     long.first_token()
     assert told() == [(1000, 0), (200, 0)], "until their events have come for sure"
-    mirrored.clock.now += Mirror.EVENTS_S
+    mirrored.clock.now += ReferenceMirror.EVENTS_S
     assert told() == []
 
 
@@ -153,7 +150,7 @@ def test_the_first_prompt_in_prefill_progresses(mirrored: Mirrored) -> None:
     outlook = mirrored.mirror.outlook("m", R0)
     assert outlook.progress_tokens == pytest.approx(2000, rel=0.05)
     mirrored.clock.now += 5
-    assert mirrored.mirror.outlook("m", R0).progress_tokens == 4000 * Mirror.MAX_PROGRESS
+    assert mirrored.mirror.outlook("m", R0).progress_tokens == 4000 * ReferenceMirror.MAX_PROGRESS
 
 
 def test_what_ends_twice_or_out_of_order_is_accounted_for_once(mirrored: Mirrored) -> None:
@@ -184,7 +181,7 @@ def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored
 def test_the_mirror_holds_to_its_bound(shared: int, own: int, most: int) -> None:
     """Of a cache without events nothing is known to be evicted. A request keeps its whole prompt,
     whatever it owns of it, and takes memory however short that is."""
-    index, mirror = PrefixIndex(), new_mirror(max_keys=1020)
+    index, mirror = PrefixIndex(), Mirror(max_keys=1020)
     for start in range(400):
         ids = array("I", [*range(shared), *range((start + 1) * 2000, (start + 1) * 2000 + own)])
         mirror.begin("m", index, R0, [index.prepare(ids)], len(ids), own).ended()
@@ -205,7 +202,7 @@ class Engine:
         self.num_blocks = num_blocks
         self.timeline = Timeline()
         self.index = PrefixIndex()
-        self.mirror = new_mirror(clock=self.timeline.now)
+        self.mirror = Mirror(clock=self.timeline.now)
         self.visits: dict[str, Visit] = {}
         self.hits: dict[str, int] = {}
         self.predictions: list[tuple[int, int, int]] = []
@@ -677,28 +674,6 @@ def test_an_equal_prompt_is_compared_to_its_last_token() -> None:
     cache.begin([*NEW[:1000], 1, 2, 3, 4])
     assert cache.expected([*NEW[:1000], 5, 6, 7, 8]) == 992
     assert cache.expected([*NEW[:1000], 1, 2, 3, 4]) == 992
-
-
-@given(
-    boundaries=st.lists(st.integers(1, 40), max_size=5),
-    tail=st.integers(0, 12),
-    most=st.integers(0, 45),
-)
-def test_a_hit_ends_where_a_whole_tail_lies_before_it(
-    boundaries: list[int], tail: int, most: int
-) -> None:
-    """Block by block, in place of the boundaries' distances."""
-    kept = {block for end in boundaries for block in range(max(end - max(tail, 1), 0), end)}
-
-    def is_hit(end: int) -> bool:
-        if tail == 0:
-            return end in boundaries
-        return all(block in kept for block in range(max(end - tail, 0), end))
-
-    layout = UNKNOWN._replace(hit_tokens=16, is_sparse=True, least_tail=tail * 16)
-    expected = max((end for end in range(1, most + 1) if is_hit(end)), default=0)
-    ends = sorted(end * 16 for end in boundaries)
-    assert layout.longest_hit(ends, most * 16) == expected * 16
 
 
 @given(

@@ -179,7 +179,7 @@ def test_a_loss_of_events_reaches_the_policy(planning: Planning) -> None:
 def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning) -> None:
     """A replica without events has one from the start; a whole stream never has."""
     lost: dict[SourceId, float | None] = {SourceId("silent"): -math.inf, R0: None}
-    caches = ApproximateCaches(lost.__getitem__, after_s=10, clock=lambda: 0.0)
+    caches = ApproximateCaches(lost.__getitem__, Mirror(), after_s=10, clock=lambda: 0.0)
     planner = RoutePlanner(
         make_policy("prefix"),
         planning.load,

@@ -1,4 +1,4 @@
-"""The mirror in Python and the compiled one side by side: each call goes to both, and whatever they
+"""The mirror and its oracle side by side: each call goes to both, and whatever they
 say must be the same."""
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from router.index import HashedPrompt, SourceId
-from router.mirror import Coming, Prefilling, Visit, create_mirror
-from tests.router.mirror.implementations import python_mirror
-
-
-def needs_core() -> None:
-    """Skip where the core was not built."""
+from router.mirror import Coming, Mirror, Prefilling
+from tests.oracle.mirror.mirror import ReferenceMirror
 
 
 def same(python: Any, native: Any) -> Any:
@@ -39,7 +35,7 @@ def is_same(python: Any, native: Any) -> bool:
 class BothVisits:
     """One request in both."""
 
-    def __init__(self, python: Visit, native: Visit) -> None:
+    def __init__(self, python: Any, native: Any) -> None:
         self._both = python, native
         self.expected_tokens = same(python.expected_tokens, native.expected_tokens)
 
@@ -56,9 +52,9 @@ class BothMirrors:
     """As `Mirror`; both see one time."""
 
     def __init__(self, max_keys: int = 1_048_576, clock: Callable[[], float] = lambda: 0.0) -> None:
-        needs_core()
-        self.python = python_mirror(max_keys, {"CPU": 0.2}, 0.1, clock=clock)
-        self.native = create_mirror(max_keys, {"CPU": 0.2}, 0.1, clock)
+        prices = {"CPU": 0.2}
+        self.python = ReferenceMirror(max_keys, clock, lambda tier: prices.get(tier.upper(), 0.1))
+        self.native = Mirror(max_keys, prices, 0.1, clock)
 
     # --- what is sent ---
 

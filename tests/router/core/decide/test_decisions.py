@@ -16,8 +16,7 @@ from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror import Coming
-from router.mirror.approximate import ApproximateHit
-from router.mirror.loading import LoadPrices
+from router.mirror.types import ApproximateHit
 from router.overload import GateOptions, ReplicaGate
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
@@ -28,6 +27,7 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import Candidate, PolicySettings, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
 from tests.oracle.load import ReferenceLoad
+from tests.oracle.mirror.loading import LoadPrices
 
 BLOCK = 16
 PROMPT = list(range(1, 2200))

@@ -6,14 +6,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.index import PrefixIndex, SourceId
-from router.mirror import STEP, ApproximateVisit, create_approximate_caches
-from tests.router.core.decide.both import BothMirrors, needs_core, same
+from router.mirror import STEP, ApproximateCaches
+from tests.oracle.mirror.approximate import ReferenceEstimates
+from tests.router.core.decide.both import BothMirrors, same
 
 SOURCES = SourceId("r0"), SourceId("r0", 1), SourceId("r1")
 ALWAYS = float("-inf")
@@ -38,13 +40,12 @@ class EstimatesSideBySide(RuleBasedStateMachine):
         self.lost: dict[SourceId, float | None] = dict.fromkeys(SOURCES, ALWAYS)
         self.mirrors = BothMirrors(clock=lambda: self.now)
         self.index = PrefixIndex()
-        self.both = [
-            create_approximate_caches(
-                self.lost.__getitem__, mirror, 10.0, 20 * STEP, 60, lambda: self.now
-            )
-            for mirror in (self.mirrors.python, self.mirrors.native)
+        lost_since, sizes = self.lost.__getitem__, (10.0, 20 * STEP, 60, lambda: self.now)
+        self.both: list[Any] = [
+            ReferenceEstimates(lost_since, self.mirrors.python, *sizes),
+            ApproximateCaches(lost_since, self.mirrors.native, *sizes),
         ]
-        self.running: list[list[ApproximateVisit]] = []
+        self.running: list[list[Any]] = []
 
     @rule(source=sources, ids=st.integers(0, 5), length=st.sampled_from((64, 200, 700)))
     def send_before_a_loss(self, source: SourceId, ids: int, length: int) -> None:
@@ -111,14 +112,9 @@ EstimatesSideBySide.TestCase.settings = settings(max_examples=50, stateful_step_
 class TestEstimatesSideBySide(EstimatesSideBySide.TestCase):  # type: ignore[misc]
     """A router decides by them where it hears nothing."""
 
-    def setUp(self) -> None:
-        needs_core()
-        super().setUp()
-
 
 def test_full_caches_are_estimated_alike() -> None:
     """What makes room is remembered in its order, and a report on it says that more fits."""
-    needs_core()
     machine, random = EstimatesSideBySide(), Random(3)
     for _ in range(1000):
         machine.now += 1.0

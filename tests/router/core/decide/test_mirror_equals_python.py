@@ -18,7 +18,7 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from router.index import NO_HIT, HashedPrompt, PrefixIndex, SourceId, token_columns
 from router.mirror import STEP, Prefilling
-from tests.router.core.decide.both import BothMirrors, BothVisits, needs_core
+from tests.router.core.decide.both import BothMirrors, BothVisits
 from tests.support.blocks import FULL, Prefix, mamba, window
 
 LAYOUTS = {
@@ -255,16 +255,11 @@ MirrorsSideBySide.TestCase.settings = settings(max_examples=60, stateful_step_co
 
 
 class TestMirrorsSideBySide(MirrorsSideBySide.TestCase):  # type: ignore[misc]
-    """A decision must not depend on which of the two a router was built with."""
-
-    def setUp(self) -> None:
-        needs_core()
-        super().setUp()
+    """The readable form says what the other must."""
 
 
 def test_large_caches_are_followed_alike() -> None:
     """Tables grow and split, and shrink again when what was long ago makes room."""
-    needs_core()
     now = 0.0
     mirrors = BothMirrors(max_keys=20_000, clock=lambda: now)
     index, random = PrefixIndex(), Random(5)
@@ -292,7 +287,6 @@ def test_large_caches_are_followed_alike() -> None:
 def test_blocks_that_only_the_engines_hash_finds_are_found() -> None:
     """Windows of an engine that announces blocks without tokens have no key: the hashes of a prompt
     must come along, and whether they are whole decides what was evicted."""
-    needs_core()
     now = 0.0
     mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     source, prefix = SOURCES[0], Prefix(list(range(1, 700)), as_int=False, seed="0")
@@ -319,7 +313,6 @@ def test_blocks_that_only_the_engines_hash_finds_are_found() -> None:
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_a_burst_of_equal_prompts_is_seen_alike(layout: str) -> None:
     """What is asked most: many in prefill that begin alike, and one more."""
-    needs_core()
     now = 0.0
     mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     source = SOURCES[0]
@@ -340,7 +333,6 @@ def test_a_burst_of_equal_prompts_is_seen_alike(layout: str) -> None:
 def test_what_long_prompts_ahead_will_evict_is_foreseen_alike(layout: str, seed: int) -> None:
     """Prompts of several steps in caches that are nearly full, of content that was computed twice:
     what is left of each prompt that was served."""
-    needs_core()
     now, random, source = 0.0, Random(seed), SOURCES[0]
     mirrors, index = BothMirrors(clock=lambda: now), PrefixIndex()
     groups = LAYOUTS[layout].groups

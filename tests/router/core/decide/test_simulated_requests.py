@@ -15,7 +15,7 @@ from benchmarks.simulation.plans import Chats, Pause
 from benchmarks.simulation.run import Setting, Simulation
 from benchmarks.simulation.sessions import Sessions
 from router.index import SourceId
-from tests.router.core.decide.both import BothMirrors, needs_core
+from tests.router.core.decide.both import BothMirrors
 
 CHATS = partial(
     Chats,
@@ -47,14 +47,13 @@ def test_both_say_the_same_of_engines_that_serve(
     policy: str, layout: str, sparse: bool, memory: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real caches evict, keep windows and load in ways that no list of steps thinks of."""
-    needs_core()
     made: list[BothMirrors] = []
 
     def make(clock: Callable[[], float]) -> BothMirrors:
         made.append(BothMirrors(clock=clock))
         return made[-1]
 
-    monkeypatch.setattr(routing, "create_mirror", make)
+    monkeypatch.setattr(routing, "Mirror", make)
     config = replica_config(layout, CACHE)
     if memory:
         config = with_memory_tier(config, memory)

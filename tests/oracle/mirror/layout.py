@@ -8,9 +8,8 @@ from typing import NamedTuple
 from kvevents.events import GPU
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index import PrefixIndex, SourceId, SourceStatistics
+from router.mirror.types import STEP
 
-STEP = 64
-"""Tokens between two keys of a prefix; the same for all prompts of a model."""
 DENSE = 0.97
 """Of the tokens that full attention stored, the share from which on windows are kept densely."""
 

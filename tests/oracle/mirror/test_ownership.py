@@ -8,7 +8,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.mirror.ownership import USE_KEYS, Ownership, Use
+from tests.oracle.mirror.ownership import USE_KEYS, Ownership, Use
 
 PATHS = [(1, 2, 3, 4), (1, 2, 3, 9), (1, 7), (1, 2), (8,), (8, 18, 19), (1, 2, 3, 4, 5, 6)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.mirror.prefix_tree import PrefixTree
+from tests.oracle.mirror.prefix_tree import PrefixTree
 
 PROMPTS = [(1, 2, 3, 4, 5), (1, 2, 3, 6, 7), (1, 2, 8), (1, 2), (9,), (9, 10), (1, 2, 3)]
 

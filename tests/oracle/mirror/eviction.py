@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.mirror.layout import STEP, Layout
-from router.mirror.ownership import Taken, Use
+from router.mirror.types import STEP
+from tests.oracle.mirror.layout import Layout
+from tests.oracle.mirror.ownership import Taken, Use
 
 STEP_TOKENS = 2048
 """What an engine is taken to compute in a step at most: vLLM's default on most machines. It matters

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from router.index import HashedPrompt
-from router.mirror.layout import STEP, UNKNOWN, Layout
-from router.mirror.prefix_tree import PrefixTree, equal_keys
+from router.mirror.types import STEP, Coming
+from tests.oracle.mirror.layout import UNKNOWN, Layout
+from tests.oracle.mirror.prefix_tree import PrefixTree, equal_keys
 
 
 class Prompt(Protocol):
@@ -28,23 +29,19 @@ class Prompt(Protocol):
     def tokens(self) -> int:
         """Its length."""
 
+
+@runtime_checkable
+class Known(Prompt, Protocol):
+    """One that this router sent. Of one of others nothing but its keys is told."""
+
     @property
     def prompt(self) -> HashedPrompt | None:
-        """For keys of other steps; None where others tell of it."""
+        """For keys of other steps; None where there are several."""
 
     @property
     def kept(self) -> Sequence[int]:
         """Boundaries besides those of `Layout.boundaries_of`: what it found, what full attention
         had beyond that, what the engine was told."""
-
-
-class Coming(NamedTuple):
-    """What a cache will have of a prompt, though no event says so yet. In tokens."""
-
-    tokens: int
-    """A hit."""
-    run: int
-    """What full attention will have, at least as much: beyond the hit it is a junction."""
 
 
 _Prompt = TypeVar("_Prompt", bound=Prompt)
@@ -159,13 +156,14 @@ def coming_of(prompt: HashedPrompt, tokens: int, other: Prompt, layout: Layout) 
     step = layout.hit_tokens
     shared = min(_shared_tokens(prompt, tokens, other, layout), _most_reusable(tokens, layout))
     shared = shared // step * step
-    boundaries = sorted({*layout.boundaries_of(other.tokens), *other.kept})
+    kept = other.kept if isinstance(other, Known) else ()
+    boundaries = sorted({*layout.boundaries_of(other.tokens), *kept})
     return Coming(layout.longest_hit(boundaries, shared), shared)
 
 
 def _shared_tokens(prompt: HashedPrompt, tokens: int, other: Prompt, layout: Layout) -> int:
     """How many leading tokens two prompts share, as far as the keys of both tell."""
-    if other.prompt is not None and layout is not UNKNOWN:
+    if isinstance(other, Known) and other.prompt is not None and layout is not UNKNOWN:
         step = layout.hit_tokens
         keys, theirs = prompt.prefix_keys(step), other.prompt.prefix_keys(step)
         return equal_keys(keys, theirs, 0, min(len(keys), len(theirs))) * step

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.mirror.ownership import Ownership
-from router.mirror.traffic import (
+from router.steering.fading import FadingRatio
+from tests.oracle.mirror.ownership import Ownership
+from tests.oracle.mirror.traffic import (
     BINS,
     EDGES,
     FadingRate,
-    FadingRatio,
     ModelTraffic,
     ReuseIntervals,
     bin_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.mirror.loading import LoadPrices
+from tests.oracle.mirror.loading import LoadPrices
 
 GUESSES = {"CPU": 0.1, "FS": 0.5}
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from router.index import PrefixIndex, SourceId
-from router.mirror import create_mirror
+from router.mirror import Mirror
 
 SOURCE = SourceId("r0")
 
 
 def test_prices_are_found_whatever_the_case_of_a_tiers_name() -> None:
     """Engines and configuration need not agree on it."""
-    mirror = create_mirror(tier_prices={"CPU": 0.3}, other_price=0.7)
+    mirror = Mirror(tier_prices={"CPU": 0.3}, other_price=0.7)
     mirror.begin("m", PrefixIndex(), SOURCE, [], 10, 10)
     prices = mirror.load_prices(SOURCE)
     assert prices is not None

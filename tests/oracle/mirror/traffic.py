@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from router.mirror.ownership import Ownership, Taken, Use
+from router.steering.fading import FadingRatio
+from tests.oracle.mirror.ownership import Ownership, Taken, Use
 
 # --- sums that forget -----------------------------------------------------------------------------
 
@@ -44,37 +45,6 @@ class FadingRate:
         if weight <= 0:
             return 0.0
         return self._sum * math.exp((self._at - now) / self._fade_s) / max(weight, 1.0)
-
-
-class FadingRatio:
-    """One sum over another, the last *samples* or so of them.
-
-    Args:
-        first: The ratio before there is any sample; it counts as much as one.
-        weight: The denominator of that.
-        samples: After so many a sample counts 1/e.
-    """
-
-    __slots__ = ("_keep", "_over", "_under")
-
-    def __init__(self, first: float, weight: float, samples: int) -> None:
-        self._over, self._under = first * weight, weight
-        self._keep = math.exp(-1 / samples)
-
-    @property
-    def value(self) -> float:
-        """The ratio."""
-        return self._over / self._under
-
-    def add(self, over: float, under: float) -> None:
-        """Take a sample.
-
-        Args:
-            over: For the numerator.
-            under: For the denominator; not negative.
-        """
-        self._over = self._over * self._keep + over
-        self._under = self._under * self._keep + under
 
 
 # --- reuse ----------------------------------------------------------------------------------------

@@ -3,13 +3,10 @@ token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable
 
-from router.mirror.traffic import FadingRatio
-
-ByTier: TypeAlias = Sequence[tuple[str, int]]
-"""Tokens of each lower tier or store, as in `Hit.by_tier`."""
+from router.mirror.types import ByTier
+from router.steering.fading import FadingRatio
 
 
 class LoadPrices:

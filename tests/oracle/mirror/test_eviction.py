@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from router.mirror.eviction import STEP_TOKENS, EvictionOrder, Forecast
-from router.mirror.layout import STEP, UNKNOWN, Layout, Tail
-from router.mirror.ownership import Ownership, Taken, Use
+from router.mirror.types import STEP
+from tests.oracle.mirror.eviction import STEP_TOKENS, EvictionOrder, Forecast
+from tests.oracle.mirror.layout import UNKNOWN, Layout, Tail
+from tests.oracle.mirror.ownership import Ownership, Taken, Use
 
 PER_KEY = 4.0
 """Blocks of 16 tokens."""
