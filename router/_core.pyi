@@ -314,6 +314,12 @@ class UsageCapture:
 def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
     """Model, token ids and whether it streams; None where the body needs a closer look."""
 
+class Networks:
+    """Networks that addresses belong to."""
+
+    def add(self, address: str, bits: int) -> bool: ...
+    def contains(self, host: str) -> bool: ...
+
 def with_model(body: bytes, name: str) -> bytes | None:
     """The body with another model; None where a field's name has escapes in it."""
 
@@ -371,7 +377,7 @@ class Plane:
         opened      method, target, minor version, whether the connection stays, whether it is of
                     the reserve, fields, client's host and port, what came of the body, whether
                     that is all
-        prepare     the place of its path among those that are prepared, fields if they are wanted,
+        prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one
         left        the client left before anything was sent on, or placed
@@ -442,8 +448,8 @@ class Plane:
 
         Args:
             is_awaited: Its end is told at once.
-            more: The body to send or None, the salt or None, session, tenant, fields of the
-                response, and lengths to keep.
+            more: The body to send or None, the salt or None, session, tenant, fields for the engine
+                and of the response, and lengths to keep.
         """
     def open(self, id: int) -> None: ...
     def hold_back(self) -> None:

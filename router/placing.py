@@ -32,10 +32,12 @@ from router.replicas import (
 )
 from router.replicas.load import LoadTracker
 from router.routing.core_planner import CorePlanner
+from router.routing.decision import RANK_HEADER
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.models import Model
-from router.tokenize import HintForm, PromptLimits
+from router.tokenize import PRIORITY_HEADER, HintForm, PromptLimits
+from router.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
     from router._core import Placing
@@ -289,13 +291,24 @@ def native_decisions(
 
 
 def _asks_for_more(config: RouterConfig) -> bool:
-    """Whether requests are told apart, put in line, traced or logged one by one."""
-    server = config.server
+    """Whether requests are told apart, put in line, or logged one by one."""
     asked: Sequence[Callable[[], object] | object] = (
-        server.trusted_proxies,
-        server.trust_client_rank,
         config.overload.is_queueing,
         config.observability.access_log,
         config.versioned_models,
     )
     return any(asked)
+
+
+def told_with(config: RouterConfig) -> frozenset[bytes]:
+    """A client's headers with which its request is looked at here; names in lower case. All others
+    go to the replica as they are, or the core drops or writes them as `Gateway` does."""
+    overload = config.overload
+    named = (overload.priority_header, overload.timeout_header, overload.tenant_header)
+    return frozenset(
+        (
+            *(PRIORITY_HEADER, TRACEPARENT, config.policy.session_header.encode()),
+            *(name.encode() for name in named if name is not None),
+            *((RANK_HEADER,) if config.server.trust_client_rank else ()),
+        )
+    )

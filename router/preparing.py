@@ -199,7 +199,7 @@ class Preparation:
         more = None
         if sent is not body or tokenized.cache_salt is not None or session or asked.tenant or keep:
             changed = None if sent is body else sent
-            more = changed, tokenized.cache_salt, session, asked.tenant, (), keep
+            more = changed, tokenized.cache_salt, session, asked.tenant, (), (), keep
         assert self.plane is not None
         tokens, is_comparable = tokenized.token_ids, spec.choices == 1
         self.plane.place(number, name, tokens, spec.stream, is_comparable, False, seconds, more)

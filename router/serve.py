@@ -28,14 +28,12 @@ import uvloop
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
-from router.http.access import KEY_HEADERS
 from router.http.proxied_paths import dialect_of
 from router.index import PrefixIndex
 from router.observability.request_observer import AskedInCore, Settled
-from router.placing import native_decisions
+from router.placing import native_decisions, told_with
 from router.plane import (
     DIALECTS,
-    USUAL_HEADERS,
     BehindPlane,
     DataPlane,
     NoTls,
@@ -365,7 +363,6 @@ def _uvicorn_config(app: RouterApp) -> uvicorn.Config:
 def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     server = service.config.server
     needs_key = app.gateway.guard.needs_key("client")
-    usual = USUAL_HEADERS | frozenset(KEY_HEADERS) if needs_key else USUAL_HEADERS
     return PlaneOptions(
         head_bytes=server.max_header_bytes,
         max_body_bytes=server.max_body_bytes,
@@ -379,10 +376,10 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         reserved_from=min(_reserved_files_from(), 2**31 - 1),
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
-        decided_without=usual - {service.config.policy.session_header.encode()},
-        decides_alone=not needs_key,
-        prepares_by_fields=needs_key,
+        prepares_all=needs_key,
+        told_with=told_with(service.config),
         checks_hosts=not needs_key,
+        trusted_proxies=app.gateway.trusted_proxies.prefixes(),
         prepared=tuple(
             (endpoint.value.encode(), DIALECTS.index(dialect_of(endpoint.value)))
             for endpoint in PREPARED

@@ -89,7 +89,7 @@ class Gateway:
             tracer: Begins the trace of each; None where none is recorded.
         """
         self.entrance, self.server, self.guard = entrance, server, guard
-        self._trusted_proxies = Networks(server.trusted_proxies)
+        self.trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
@@ -278,7 +278,7 @@ class Gateway:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
         peer = exchange.client
         last_hop = peer.encode("ascii", "replace")
-        if not self._trusts_proxies or peer not in self._trusted_proxies:
+        if not self._trusts_proxies or peer not in self.trusted_proxies:
             return (b"x-forwarded-for", last_hop), self._scheme_header
         given = exchange.headers
         # Lines of one name are the same as commas in one (RFC 9110, 5.3).

@@ -33,6 +33,10 @@ class Networks:
         # Asked for every request that comes through a proxy: reading an address takes 3 us.
         self._hold = functools.lru_cache(maxsize=1024)(self._look_up)
 
+    def prefixes(self) -> tuple[tuple[str, int], ...]:
+        """Each as an address, and how many of its first bits all addresses there have."""
+        return tuple((str(each.network_address), each.prefixlen) for each in self._networks)
+
     def __contains__(self, address: str) -> bool:
         return self._hold(address)
 

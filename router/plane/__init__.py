@@ -19,14 +19,13 @@ The files:
 """
 
 from router.plane.control import BehindPlane
-from router.plane.data_plane import USUAL_HEADERS, DataPlane, PlaneListener, PlaneOptions
+from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import PlaneExchange
 from router.plane.relays import DIALECTS, Addresses, PlaneProxy, PlaneRelay
 from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
 __all__ = [
     "DIALECTS",
-    "USUAL_HEADERS",
     "Addresses",
     "BehindPlane",
     "DataPlane",

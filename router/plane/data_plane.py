@@ -30,15 +30,6 @@ MAX_TURN_S = 0.02
 """After so long a turn of the loop has told of enough."""
 
 
-USUAL_HEADERS = frozenset(
-    (
-        *(b"host", b"content-type", b"content-length", b"user-agent", b"accept", b"connection"),
-        *(b"accept-encoding", b"accept-language", b"x-request-id", b"authorization"),
-    )
-)
-"""With any other one, a request is looked at here."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneOptions:
     """Bounds of the core; see `Options` of core/plane/types.hpp."""
@@ -55,11 +46,12 @@ class PlaneOptions:
     reserved_from: int
     second_share: float
     dropped: frozenset[bytes]
-    decided_without: frozenset[bytes] = frozenset()
-    decides_alone: bool = True
-    checks_hosts: bool = False
     prepared: tuple[tuple[bytes, int], ...] = ()
-    prepares_by_fields: bool = False
+    prepares_all: bool = False
+    prepared_with: frozenset[bytes] = frozenset()
+    told_with: frozenset[bytes] = frozenset()
+    checks_hosts: bool = False
+    trusted_proxies: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,7 +71,7 @@ class Prepares(Protocol):
         Args:
             number: Of the request.
             path: Its place among `PlaneOptions.prepared`.
-            headers: Names in lower case; empty but with `PlaneOptions.prepares_by_fields`.
+            headers: Names in lower case; none where they do not matter.
             body: As the client sent it.
         """
 

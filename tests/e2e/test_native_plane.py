@@ -36,6 +36,8 @@ pytestmark = pytest.mark.skipif(
     bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
 )
 
+BY_PYTHON = {"x-vllm-priority": "0"}
+"""With this header, a request is decided in Python."""
 NATIVE = {"server": {"threads": 2}, "health": QUICK_HEALTH}
 
 
@@ -201,7 +203,7 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
                     break
         for path, fields in islice(_bodies(random, prefixes), 40):
             body = {"model": stubs[0].model, "max_tokens": 2, **fields}
-            ways = [{}, {"x-unusual": "1"}]
+            ways = [{}, BY_PYTHON]
             random.shuffle(ways)
             found = []
             for headers in ways:
@@ -235,9 +237,70 @@ def _received(stub: EngineStub, path: str) -> tuple[str, dict[str, str], bytes]:
     told = {
         name: value
         for name, value in request.headers.items()
-        if name not in ("x-request-id", "x-unusual")
+        if name not in ("x-request-id", *BY_PYTHON)
     }
     return request.target, told, request.body
+
+
+SDK = {
+    **{"user-agent": "OpenAI/Python", "x-stainless-lang": "python", "x-stainless-async": "false"},
+    **{"anthropic-version": "2023-06-01", "cookie": "a=b", "origin": "http://router"},
+}
+
+
+async def test_headers_that_mean_nothing_to_the_router_are_no_reason_to_ask_python(
+    router: RouterProcess,
+) -> None:
+    """Every SDK, proxy and page sends some of its own. They reach the engine, who may know them;
+    what a stranger says of other hops does not."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        number = await until_native(router, stub)
+        claims = {"x-forwarded-for": "192.0.2.7", "x-real-ip": "192.0.2.7", "forwarded": "for=a"}
+        body = {"model": stub.model, "prompt": prompt_ids(64, 1), "max_tokens": 2}
+        found = []
+        for more in ({}, BY_PYTHON):
+            headers = {**SDK, **claims, **more}
+            assert (await router.post("/v1/completions", body, headers)).status == 200
+            number += 1
+            assert is_without_python(await last_request(router, number)) == (not more)
+            found.append(_received(stub, "/v1/completions"))
+        assert found[0] == found[1]
+        _, told, _ = found[0]
+        assert SDK.items() <= told.items()
+        assert told["x-forwarded-for"] == "127.0.0.1"
+        assert not {"x-real-ip", "forwarded"} & told.keys()
+
+
+async def test_a_trusted_proxy_is_believed_without_python() -> None:
+    """Behind one every request has such headers: none of them may cost the fast path."""
+    server = {**NATIVE["server"], "trusted_proxies": ["10.0.0.0/8", "127.0.0.0/9"]}
+    server |= {"trust_client_rank": True}
+    async with engines(1, has_events=True) as (stub,):
+        with router_process({**NATIVE, "server": server}) as router:
+            async with router.serving(stub):
+                number = await until_native(router, stub)
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\n"
+                chain = b"x-forwarded-for: 192.0.2.7, 192.0.2.8\r\nx-forwarded-for: 192.0.2.9\r\n"
+                body = json.dumps({"model": stub.model, "prompt": [1, 2], "max_tokens": 2}).encode()
+                found = []
+                for more in (b"", b"x-vllm-priority: 0\r\n"):
+                    lines = chain + b"x-forwarded-proto: https\r\n" + more
+                    length = b"content-length: %d\r\n\r\n" % len(body)
+                    async with connect(router.port) as client:
+                        await client.write(head + lines + length + body)
+                        assert await client.read_head() == 200
+                        await client.read_body()
+                    number += 1
+                    assert is_without_python(await last_request(router, number)) == (not more)
+                    found.append(_received(stub, "/v1/completions"))
+                assert found[0] == found[1]
+                _, told, _ = found[0]
+                assert told["x-forwarded-for"] == "192.0.2.7, 192.0.2.8, 192.0.2.9, 127.0.0.1"
+                assert told["x-forwarded-proto"] == "https"
+                headers = {"x-data-parallel-rank": "1"}
+                body_of_one = json.loads(body)
+                assert (await router.post("/v1/completions", body_of_one, headers)).status == 200
+                assert not is_without_python(await last_request(router, number + 1))
 
 
 async def until_decided(router: RouterProcess, model: str, prompt: Any, number: int) -> int:
@@ -268,7 +331,7 @@ async def test_every_name_of_a_model_is_decided_in_the_core(
             await router.until_applied(stub)
             body = {"model": name, "prompt": [*ids, 7], "max_tokens": 2}
             found = []
-            for headers in ({}, {"x-unusual": "1"}):
+            for headers in ({}, BY_PYTHON):
                 answer = await router.post("/v1/completions", body, headers)
                 number += 1
                 request = await last_request(router, number)

@@ -63,6 +63,7 @@ async def test_a_request_has_a_span_with_a_child_for_each_part(
         assert (await router.post("/v1/completions", body, headers)).status == 200
         spans = by_name(await received(collector, TRACE))
         sent = stub.requests[-1].headers
+        assert stub.requests[-1].names.count("traceparent") == 1
     names = "tokenise", "route", f"attempt {stub.name}", "first byte", "response"
     assert spans.keys() == {"POST /v1/completions", *names}
     root, attempt = spans["POST /v1/completions"], spans[f"attempt {stub.name}"]

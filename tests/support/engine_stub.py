@@ -57,6 +57,8 @@ class StubRequest:
     target: str
     headers: dict[str, str]
     body: bytes
+    names: tuple[str, ...] = ()
+    """Of all headers, one by one."""
 
     @property
     def json(self) -> Any:
@@ -588,6 +590,7 @@ class _Connection(asyncio.Protocol):
             return
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        names = tuple(line.partition(":")[0].lower() for line in lines)
         if headers.get("transfer-encoding") == "chunked":
             found = _chunked(rest)
             if found is None:
@@ -602,7 +605,7 @@ class _Connection(asyncio.Protocol):
         self._buffer, self._needed_bytes = bytearray(rest[length:]), 1
         method, target, _ = first.split(" ")
         self._exchange = Exchange(
-            self._stub, StubRequest(method, target, headers, body), self._transport
+            self._stub, StubRequest(method, target, headers, body, names), self._transport
         )
         self._task = asyncio.get_running_loop().create_task(self._serve(self._exchange))
         self._task.add_done_callback(self._on_end)

@@ -163,7 +163,9 @@ nb::list events_of(Plane& plane) {
             const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
                                      std::holds_alternative<Prepare>(event.what);
             plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
-            if (is_body) found.append(nb::make_tuple("left", event.id));
+            if (is_body || std::holds_alternative<Settled>(event.what)) {
+                found.append(nb::make_tuple("left", event.id));
+            }
         }
     }
     if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
@@ -172,9 +174,13 @@ nb::list events_of(Plane& plane) {
 
 // What is decided here, and what is read elsewhere first.
 void take_prepared(nb::dict from, Options& options) {
-    options.decides_alone = nb::cast<bool>(from["decides_alone"]);
     options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
-    options.prepares_by_fields = nb::cast<bool>(from["prepares_by_fields"]);
+    options.prepares_all = nb::cast<bool>(from["prepares_all"]);
+    for (nb::handle each : from["prepared_with"]) options.prepared_with.insert(text_of(each));
+    for (nb::handle each : from["told_with"]) options.told_with.insert(text_of(each));
+    for (nb::handle each : from["trusted_proxies"]) {
+        options.trusted_proxies.add(nb::cast<std::string>(each[0]), nb::cast<int>(each[1]));
+    }
     for (nb::handle each : from["prepared"]) {
         options.prepared.emplace_back(text_of(each[0]), static_cast<u8>(nb::cast<int>(each[1])));
     }
@@ -194,7 +200,6 @@ Options options_of(nb::dict from) {
     options.reserved_from = nb::cast<int>(from["reserved_from"]);
     options.second_share = nb::cast<double>(from["second_share"]);
     for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
-    for (nb::handle each : from["decided_without"]) options.decided_without.insert(text_of(each));
     if (from.contains("prepared")) take_prepared(from, options);
     for (nb::handle each : from["broken_events"]) options.broken_events.push_back(text_of(each));
     return options;
@@ -237,7 +242,8 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
     plane.send({id, std::move(made)});
 }
 
-// A prompt was read. `more`: body, salt, session, tenant, fields that the response gets, lengths to keep.
+// A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
+// lengths to keep.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
            bool is_comparable, bool is_awaited, double tokenization_s, nb::handle more) {
     Ask ask;
@@ -253,8 +259,9 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
         ask.salt = nb::cast<std::optional<std::string>>(nb::object(more[1]));
         ask.session = text_of(more[2]);
         ask.tenant = nb::cast<std::string>(nb::object(more[3]));
-        ask.reported = fields_of(nb::object(more[4]));
-        ask.keep = nb::cast<std::vector<u64>>(nb::object(more[5]));
+        ask.added = fields_of(nb::object(more[4]));
+        ask.reported = fields_of(nb::object(more[5]));
+        ask.keep = nb::cast<std::vector<u64>>(nb::object(more[6]));
     }
     plane.send({id, std::move(ask)});
 }
@@ -376,6 +383,10 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def(nb::init<>())
         .def("feed", [](UsageCapture& self, nb::bytes piece) { self.feed({piece.c_str(), piece.size()}); })
         .def("finish", &finished);
+    nb::class_<Networks>(module, "Networks")
+        .def(nb::init<>())
+        .def("add", &Networks::add)
+        .def("contains", &Networks::contains);
     module.def("read_ask", &read_ask_of);
     nb::class_<kvroute::tls::Context>(module, "TlsContext")
         .def_static("for_clients", &context<&kvroute::tls::Context::for_clients>)

@@ -121,6 +121,7 @@ void Client::open(int descriptor, std::string host, int port, bool is_of_reserve
     host_ = std::move(host);
     port_ = port;
     is_of_reserve_ = is_of_reserve;
+    is_trusted_ = thread_.options().trusted_proxies.contains(host_);
     receiving_since_ = now;
     thread_.loop().add(*this, descriptor, EPOLLIN | EPOLLRDHUP);
     std::shared_ptr<const tls::Context> context = thread_.contexts().towards_clients();
@@ -176,8 +177,9 @@ void Client::leave() {
     if (!is_open()) return;
     if (was_forwarded_) {
         report(End::client_left);
-    } else if (stage_ == Stage::deciding && is_told_) {
-        thread_.post(exchange_, Left{});
+    } else if (stage_ == Stage::deciding) {
+        if (is_awaited_) tell_opened();  // it is counted, and its line is written, as any other
+        if (is_told_) thread_.post(exchange_, Left{});
     }
     close();
 }
@@ -419,8 +421,7 @@ bool Client::may_decide() {
     const u64 most = std::min(kMostAwaited, options.max_body_bytes);
     const bool may = thread_.decider() != nullptr && head_.method == "POST" &&
                      !head_.expects_continue && !is_of_reserve_ &&
-                     head_.framing == http::Framing::length && head_.length <= most &&
-                     !options.decided_without.empty();
+                     head_.framing == http::Framing::length && head_.length <= most;
     if (!may) return false;
     for (path_ = 0; path_ < options.prepared.size(); ++path_) {
         if (options.prepared[path_].first == head_.origin_form) return true;
@@ -439,27 +440,57 @@ bool Client::has_room() {
 // The body has come. False: all has to be told.
 bool Client::decide() {
     is_awaited_ = false;
-    if (!is_usual()) return false;
+    const Care care = this->care();
+    if (care == Care::told) return false;
     Decider* const decider = thread_.decider();
-    if (path_ == 0 && decider != nullptr && thread_.options().decides_alone) {
+    if (path_ == 0 && decider != nullptr && care == Care::none) {
         std::optional<Ask> ask = read_ask(body_);
         if (ask && decider->decides_alone(ask->model)) return is_placed(std::move(*ask));
     }
-    prepare();
+    prepare(care == Care::prepared);
     return true;
 }
 
-bool Client::is_usual() const {
-    if (!thread_.hosts().accepts(head_.find("host"))) return false;
-    return std::all_of(head_.fields.begin(), head_.fields.end(), [&](const http::Field& field) {
-        return thread_.options().decided_without.contains(lower(field.name));
-    });
+Client::Care Client::care() const {
+    const Options& options = thread_.options();
+    if (!thread_.hosts().accepts(head_.find("host"))) return Care::told;
+    Care found = options.prepares_all ? Care::prepared : Care::none;
+    for (const http::Field& field : head_.fields) {
+        const std::string name = lower(field.name);
+        if (options.told_with.contains(name)) return Care::told;
+        if (options.prepared_with.contains(name)) found = Care::prepared;
+    }
+    return found;
 }
 
-void Client::prepare() {
+void Client::prepare(bool by_fields) {
     Prepare prepare{path_, {}, body_};
-    if (thread_.options().prepares_by_fields) prepare.fields = fields();
+    if (by_fields) prepare.fields = fields();
     thread_.post(exchange_, std::move(prepare));
+}
+
+Question Client::question(const Ask& ask, sv request_id) const {
+    return {ask, forwarded_for(), forwarded_proto(), request_id, clock_now()};
+}
+
+// Who asks. Lines of one name are the same as commas in one (RFC 9110, 5.3).
+std::string Client::forwarded_for() const {
+    std::string chain;
+    for (const http::Field& field : head_.fields) {
+        if (!is_trusted_) break;
+        if (!http::same_name(field.name, "x-forwarded-for") || field.value.empty()) continue;
+        chain += field.value;
+        chain += ", ";
+    }
+    return chain + host_;
+}
+
+sv Client::forwarded_proto() const {
+    sv proto = channel_.is_secure() ? "https" : "http";
+    for (const http::Field& field : head_.fields) {
+        if (is_trusted_ && http::same_name(field.name, "x-forwarded-proto")) proto = field.value;
+    }
+    return proto;
 }
 
 void Client::place(Ask ask) {
@@ -475,8 +506,7 @@ bool Client::is_placed(Ask ask) {
     const double began = clock_now();
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
-    std::optional<Placed> placed = decider->place(
-        {ask, host_, channel_.is_secure(), head_.find("x-request-id"), clock_now()});
+    std::optional<Placed> placed = decider->place(question(ask, head_.find("x-request-id")));
     if (!placed) return false;
     if (!complete(*placed, ask)) return false;
     asked_ = {path_, ask.is_stream, ask.is_comparable, ask.is_awaited, ask.salt.has_value(),
@@ -502,6 +532,7 @@ bool Client::complete(Placed& placed, const Ask& ask) const {
     }
     placed.forward.body = std::move(body);
     placed.forward.dialect = thread_.options().prepared[path_].second;
+    for (const auto& field : ask.added) placed.forward.added.push_back(field);
     for (const auto& field : ask.reported) placed.forward.reported.push_back(field);
     return true;
 }
@@ -709,7 +740,12 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
     for (const http::Field& field : head_.fields) {
         if (!is_kept_back(forward, field.name, connection)) http::append_field(out, field.name, field.value);
     }
-    for (const auto& [name, value] : forward.added) http::append_field(out, name, value);
+    for (const auto& field : forward.added) {
+        const bool is_replaced =
+            std::any_of(forward.replaced.begin(), forward.replaced.end(),
+                        [&](const auto& each) { return each.first == field.first; });
+        if (!is_replaced) http::append_field(out, field.first, field.second);
+    }
     for (const auto& [name, value] : forward.replaced) {
         if (value) http::append_field(out, name, *value);
     }
@@ -745,8 +781,9 @@ void Client::on_late() {
 void Client::try_second(const Ask& ask) {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return;
-    std::optional<Placed> placed = decider->place(
-        {ask, host_, channel_.is_secure(), request_id_, clock_now(), prediction_.replica});
+    Question elsewhere = question(ask, request_id_);
+    elsewhere.not_at = prediction_.replica;
+    std::optional<Placed> placed = decider->place(elsewhere);
     if (!placed || !complete(*placed, ask)) return;
     if (thread_.usual().at(placed->forward.origin)->has_late() || !thread_.usual().take()) {
         thread_.post(0, SecondAttempt{"not_allowed"});

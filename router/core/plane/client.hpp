@@ -114,9 +114,13 @@ private:
     bool may_decide();
     bool has_room();
     bool decide();
-    bool is_usual() const;
+    enum class Care : u8 { none, prepared, told };  // that its fields ask for
+    Care care() const;
     bool is_placed(Ask ask);
-    void prepare();
+    Question question(const Ask& ask, std::string_view request_id) const;
+    std::string forwarded_for() const;
+    std::string_view forwarded_proto() const;
+    void prepare(bool by_fields);
     void hand_over(HandedOver why);
     void tell_body();
     void on_end_of_input();
@@ -165,6 +169,7 @@ private:
     std::string host_;
     int port_ = 0;
     bool is_of_reserve_ = false;
+    bool is_trusted_ = false;     // it is a proxy, and says who asks
     bool has_asked_ = false;      // a head came whole
     bool has_left_half_ = false;  // it sends no more, and may still read
     u8 probes_ = 0;

@@ -43,8 +43,8 @@ struct Placed {
 // A request that could be decided here.
 struct Question {
     const Ask& ask;
-    std::string_view client;      // its address
-    bool is_secure;               // it came by TLS
+    std::string forwarded_for;    // its client, behind whom trusted proxies name before it
+    std::string_view forwarded_proto;
     std::string_view request_id;  // that the client gives; empty: none
     double now = 0;
     std::string_view not_at = {};  // a replica's name

@@ -134,8 +134,8 @@ std::string given_or_new(std::string_view id) {
 void tell(Forward& forward, const Question& question, const std::string& request_id,
           std::optional<int> dp_rank, i64 hit_tokens) {
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
-    forward.added.emplace_back("x-forwarded-for", question.client);
-    forward.added.emplace_back("x-forwarded-proto", question.is_secure ? "https" : "http");
+    forward.added.emplace_back("x-forwarded-for", question.forwarded_for);
+    forward.added.emplace_back("x-forwarded-proto", question.forwarded_proto);
     forward.added.emplace_back("x-request-id", request_id);
     if (forward.shows_hit) {
         forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(hit_tokens));

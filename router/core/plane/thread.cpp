@@ -287,7 +287,8 @@ void Thread::obey(Command& command) {
             Ended ended;
             ended.end = End::client_left;
             post(command.id, std::move(ended));
-        } else if (std::holds_alternative<Ask>(command.order)) {
+        } else if (std::holds_alternative<Ask>(command.order) ||
+                   std::holds_alternative<Open>(command.order)) {
             post(command.id, Left{});
         }
         return;

@@ -13,6 +13,8 @@
 #include <variant>
 #include <vector>
 
+#include "plane/networks.hpp"
+
 namespace kvroute::plane {
 
 using u8 = std::uint8_t;
@@ -87,7 +89,8 @@ struct Ask {
     std::optional<std::string> salt;  // of the first block
     std::string session, tenant;
     std::optional<std::string> body;  // to be sent in place of the client's
-    Fields reported;                  // in the response, besides what is told of every one
+    Fields added;                     // for the engine, besides what is told of every one
+    Fields reported;                  // in the response, likewise
     std::vector<u64> keep;            // lengths at which the engine is told to keep windows and states
     std::optional<double> tokenization_s;
     bool is_comparable = true;  // the engine's report counts what was predicted
@@ -146,7 +149,7 @@ struct BodyRead {
 // A request whose prompt the core cannot read: `Ask` says what it is, `Open` leaves it to be told.
 struct Prepare {
     u8 path = 0;  // of `Options::prepared`
-    Fields fields;  // where `Options::prepares_by_fields`
+    Fields fields;  // where they matter
     std::string body;
 };
 // The client left before anything was forwarded, or placed.
@@ -245,14 +248,14 @@ struct Options {
     double second_share = 0;        // of requests, that may be tried beside a late attempt; 0: none
     std::unordered_set<std::string> dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
-    // The fields with which a request may be decided without Python; none: it never is.
-    std::unordered_set<std::string> decided_without;
-    bool decides_alone = true;  // completions of token ids; else these are prepared too
     // Targets of requests that may be decided here once somebody has read their prompts, with the
-    // dialect of each. The first is that of completions.
+    // dialect of each. The first is that of completions, which are read here where they are token ids.
     std::vector<std::pair<std::string, u8>> prepared;
+    bool prepares_all = false;  // also those that could be read here; with their fields
+    // A client's fields with which a request is prepared, and those with which it is told at once.
+    std::unordered_set<std::string> prepared_with, told_with;
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
-    bool prepares_by_fields = false;  // whoever reads them wants to see their fields
+    Networks trusted_proxies;   // whose word counts for where a request comes from
 };
 
 }  // namespace kvroute::plane

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
         "reserved_from": 1 << 30,
         "dropped": [],
     },
-    **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+    **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""]},
 }
 LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 """A request behind which the connection is closed."""

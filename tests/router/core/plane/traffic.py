@@ -161,7 +161,7 @@ def main(path: Path, folder: Path | None) -> None:
             "second_share": 0.0,
             "dropped": [b"x-b"],
         },
-        **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""], "decided_without": []},
+        **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""]},
     }
     plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
     threads = [

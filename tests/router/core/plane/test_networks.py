@@ -1,0 +1,57 @@
+"""Whose word counts for where a request comes from: in the core as in Python."""
+
+from __future__ import annotations
+
+import ipaddress
+from importlib import import_module
+from random import Random
+
+from router.http.networks import Networks
+
+core = import_module("router._core")
+
+
+def _address(random: Random) -> str:
+    """Often near another one."""
+    near = random.choice([0x0A000000, 0xC0A80000, 0x7F000000]) + random.randrange(1 << 10)
+    six = (0x20010DB8 << 96) + (random.randrange(1 << 6) << random.choice([0, 60, 90]))
+    return random.choice(
+        [
+            str(ipaddress.IPv4Address(near)),
+            f"::ffff:{ipaddress.IPv4Address(near)}",
+            str(ipaddress.IPv6Address(six)),
+            f"fe80::{random.randrange(99)}%eth0",
+            "",
+            "no address",
+        ]
+    )
+
+
+def _network(random: Random) -> str:
+    while True:
+        try:
+            base = ipaddress.ip_address(_address(random).partition("%")[0])
+        except ValueError:
+            continue
+        bits = random.randrange(base.max_prefixlen + 1)
+        return str(ipaddress.ip_network(f"{base}/{bits}", strict=False))
+
+
+def test_the_core_and_python_trust_the_same_proxies() -> None:
+    """Else one of the two believes what a stranger says of itself."""
+    random = Random(7)
+    for _ in range(2000):
+        networks = Networks([_network(random) for _ in range(random.randrange(3))])
+        ours = core.Networks()
+        for prefix in networks.prefixes():
+            assert ours.add(*prefix)
+        for _ in range(10):
+            address = _address(random)
+            assert ours.contains(address) == (address in networks), (networks.prefixes(), address)
+
+
+def test_what_is_no_network_is_refused() -> None:
+    """Nothing is trusted by mistake."""
+    ours = core.Networks()
+    for address, bits in (("10.0.0.0", 33), ("10.0.0.0", -1), ("::", 129), ("x", 0)):
+        assert not ours.add(address, bits)
