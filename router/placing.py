@@ -291,10 +291,9 @@ def native_decisions(
 
 
 def _asks_for_more(config: RouterConfig) -> bool:
-    """Whether requests are told apart, put in line, or logged one by one."""
+    """Whether requests are told apart, or put in line."""
     asked: Sequence[Callable[[], object] | object] = (
         config.overload.is_queueing,
-        config.observability.access_log,
         config.versioned_models,
     )
     return any(asked)

@@ -30,7 +30,6 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.http.proxied_paths import dialect_of
 from router.index import PrefixIndex
-from router.observability.request_observer import AskedInCore, Settled
 from router.placing import native_decisions, told_with
 from router.plane import (
     DIALECTS,
@@ -56,6 +55,7 @@ from router.process import (
 from router.reload import Reloader
 from router.routing.admission import Elsewhere
 from router.service import RouterService
+from router.settling import Settling
 from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
 
 if TYPE_CHECKING:
@@ -328,6 +328,12 @@ def _plane(
     preparation: Preparation,
     path: str,
 ) -> DataPlane:
+    settling = Settling(
+        service.observers,
+        preparation,
+        service.config.policy.name,
+        service.config.observability.access_log,
+    )
     return DataPlane(
         app.direct,
         service.proxy,
@@ -335,11 +341,9 @@ def _plane(
         path,
         PlaneListener(
             functools.partial(_count_refusal, service),
-            functools.partial(_show, service),
-            functools.partial(_settle, service, preparation),
-            lambda number, failed: service.observers.handed_over(
-                number, failed.replica, failed.failure, failed.retry_after_s
-            ),
+            settling.running,
+            settling.settled,
+            settling.handed_over,
             lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
         ),
         preparation,
@@ -385,25 +389,6 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
             for endpoint in PREPARED
         ),
     )
-
-
-def _show(service: RouterService, number: int, *what: Any) -> None:
-    """The core serves a request by itself, and has for a while."""
-    service.observers.show(number, *_of_core(what), service.config.policy.name)
-
-
-def _settle(service: RouterService, preparation: Preparation, number: int, *what: Any) -> None:
-    """The core has served a request by itself."""
-    settled, path = _of_core(what)
-    preparation.settled(number, settled)
-    service.observers.settle(number, settled, path, service.config.policy.name)
-
-
-def _of_core(what: Sequence[Any]) -> tuple[Settled, str]:
-    """A record of the core, and the path that was asked."""
-    settled = Settled(*what)
-    asked = AskedInCore(*settled.asked)
-    return settled._replace(asked=asked), PREPARED[asked.path].value
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

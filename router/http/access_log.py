@@ -75,7 +75,13 @@ class AccessLine:
             "status": None,
         }
 
-    def write(self, status: int | None, body_bytes: int, request_id: bytes = b"") -> None:
+    def write(
+        self,
+        status: int | None,
+        body_bytes: int,
+        request_id: bytes = b"",
+        seconds: float | None = None,
+    ) -> None:
         """Write it: the request has ended.
 
         Args:
@@ -83,6 +89,7 @@ class AccessLine:
             body_bytes: Of its body that were sent.
             request_id: Ties the logs of client, router and engine together; requests that ASGI
                 served have none.
+            seconds: It took; None: since the line was begun.
         """
         fields = self._fields
         fields["status"] = status
@@ -91,7 +98,8 @@ class AccessLine:
         if self.trace_id is not None:
             fields["trace_id"] = self.trace_id
         fields["bytes"] = body_bytes
-        fields["seconds"] = round(time.perf_counter() - self._started, 6)
+        took = time.perf_counter() - self._started if seconds is None else seconds
+        fields["seconds"] = round(took, 6)
         if self.error is not None:
             fields["error"] = self.error
         if (routed := self.routed) is not None:

@@ -20,7 +20,7 @@ The files:
 
 from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
-from router.plane.exchanges import PlaneExchange
+from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.relays import DIALECTS, Addresses, PlaneProxy, PlaneRelay
 from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
@@ -29,6 +29,7 @@ __all__ = [
     "Addresses",
     "BehindPlane",
     "DataPlane",
+    "FailedFirst",
     "NoTls",
     "PemFiles",
     "PlaneExchange",

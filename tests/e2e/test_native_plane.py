@@ -242,6 +242,38 @@ def _received(stub: EngineStub, path: str) -> tuple[str, dict[str, str], bytes]:
     return request.target, told, request.body
 
 
+async def test_each_request_has_its_line_in_the_access_log() -> None:
+    """The same one, whoever decided it."""
+    logged = {"access_log": True, "log_format": "json"}
+    async with engines(1, has_events=True) as (stub,):
+        with router_process({**NATIVE, "observability": logged}) as router:
+            async with router.serving(stub):
+                number = await until_native(router, stub)
+                ids = prompt_ids(640, 1)
+                stub.store(ids)
+                await router.until_applied(stub)
+                for more in ({"x-request-id": "core"}, {"x-request-id": "python", **BY_PYTHON}):
+                    body = {"model": stub.model, "prompt": [*ids, 7], "max_tokens": 2}
+                    assert (await router.post("/v1/completions", body, more)).status == 200
+                    number += 1
+                    python = await last_request(router, number)
+                    assert is_without_python(python) == (more["x-request-id"] == "core")
+                lines = {
+                    line["request_id"]: line
+                    for line in map(json.loads, router.log().splitlines())
+                    if "request_id" in line
+                }
+    assert len(lines) == number
+    one, other = lines["core"], lines["python"]
+    assert list(one) == list(other)
+    varying = ("client", "seconds", "first_byte_seconds", "request_id", "time", "message")
+    fields = [name for name in one if name not in varying]
+    assert [one[name] for name in fields] == [other[name] for name in fields]
+    assert one["predicted_tokens"] == one["cached_tokens"] == 640
+    assert 0 < one["first_byte_seconds"] < one["seconds"] < 60
+    assert one["client"].startswith("127.0.0.1:")
+
+
 SDK = {
     **{"user-agent": "OpenAI/Python", "x-stainless-lang": "python", "x-stainless-async": "false"},
     **{"anthropic-version": "2023-06-01", "cookie": "a=b", "origin": "http://router"},
