@@ -299,6 +299,11 @@ def _asks_for_more(config: RouterConfig) -> bool:
     return any(asked)
 
 
+def prepared_with(config: RouterConfig) -> frozenset[bytes]:
+    """A client's headers with which its request is read here before the core decides."""
+    return frozenset((config.policy.session_header.encode(),))
+
+
 def told_with(config: RouterConfig) -> frozenset[bytes]:
     """A client's headers with which its request is looked at here; names in lower case. All others
     go to the replica as they are, or the core drops or writes them as `Gateway` does."""
@@ -306,7 +311,7 @@ def told_with(config: RouterConfig) -> frozenset[bytes]:
     named = (overload.priority_header, overload.timeout_header, overload.tenant_header)
     return frozenset(
         (
-            *(PRIORITY_HEADER, TRACEPARENT, config.policy.session_header.encode()),
+            *(PRIORITY_HEADER, TRACEPARENT),
             *(name.encode() for name in named if name is not None),
             *((RANK_HEADER,) if config.server.trust_client_rank else ()),
         )

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from router.errors import RequestError
 from router.http.access import Key
-from router.http.gateway import tenant_salt
+from router.http.gateway import Begun, tenant_salt
 from router.index import SourceId
 from router.observability.request_observer import Settled
+from router.overload import KeyUsage
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
@@ -47,7 +48,7 @@ PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
 """The paths of such requests, by the numbers that the core knows them by."""
 
 
-MAX_FOLLOWED = 16_384
+MAX_HINTED = 16_384
 """Requests whose end steering waits for."""
 
 
@@ -68,6 +69,10 @@ class _Hinted(NamedTuple):
     lengths: list[int]
 
 
+class _Unusual(Exception):
+    """A request that is left to whoever opens it."""
+
+
 class Preparation:
     """Belongs to one event loop."""
 
@@ -76,6 +81,7 @@ class Preparation:
         dispatcher: Dispatcher,
         names: Names | None,
         check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
+        session_header: str,
     ) -> None:
         """
         Args:
@@ -83,12 +89,16 @@ class Preparation:
             names: What the core knows; None: nothing, so that it never asks.
             check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
                 none is needed.
+            session_header: The header that names a client's session, in lower case.
         """
+        self._session_header = session_header.encode()
         self._dispatcher = dispatcher
         self._names = names
         self._check_key = check_key
         self._tasks: set[asyncio.Task[None]] = set()
-        self._followed: dict[int, _Hinted] = {}
+        self._hinted: dict[int, _Hinted] = {}
+        self._begun: dict[int, Begun] = {}
+        """Of requests that have not been opened, and not ended."""
         self.plane: Plane | None = None
         """The core's; it is there before any request."""
 
@@ -103,11 +113,13 @@ class Preparation:
         Args:
             number: Of the request, in the core.
             path: Its place among `PREPARED`.
-            headers: Names in lower case, where keys are checked.
+            headers: Names in lower case; none where they do not matter.
             body: As the client sent it.
         """
-        asked = self._read(PREPARED[path], headers, body)
-        if asked is None:
+        try:
+            key = self._enter(number, headers)
+            asked = self._read(PREPARED[path], key, headers, body)
+        except (RequestError, _Unusual):
             self._open(number)
             return
         started = time.perf_counter()
@@ -129,47 +141,69 @@ class Preparation:
             number: Of the request.
             settled: What became of it.
         """
-        hinted = self._followed.pop(number, None)
+        begun = self._begun.pop(number, None)
+        if begun is not None and begun.usage is not None:
+            begun.usage.leave(settled.response_tokens)
+        hinted = self._hinted.pop(number, None)
         if hinted is not None:
             model, lengths = hinted
             announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
             step = STEP if announced is None else announced.scheduler_block_size or STEP
             model.steering.came_of(lengths, settled.tokens[2], step)
 
-    def forget(self, number: int) -> None:
-        """A request is served by others, or its client has left."""
-        self._followed.pop(number, None)
+    def hand_over(self, number: int) -> Begun | None:
+        """A request is served by others: what was begun for it.
 
-    def _read(self, endpoint: Endpoint, headers: list[Header], body: bytes) -> Asked | None:
-        """What a usual request asks for; None for all others."""
+        Args:
+            number: Of the request.
+        """
+        self._hinted.pop(number, None)
+        return self._begun.pop(number, None)
+
+    def left(self, number: int) -> None:
+        """The client has left before its request was placed.
+
+        Args:
+            number: Of the request.
+        """
+        begun = self.hand_over(number)
+        if begun is not None and begun.usage is not None:
+            begun.usage.leave()
+
+    def _enter(self, number: int, headers: list[Header]) -> Key | None:
+        """Check the client's key, and that its holder may ask at this moment; return it."""
+        key = None if self._check_key is None else self._check_key(dict(headers))
+        if key is None:
+            return None
+        types = sum(name == b"content-type" for name, _ in headers)
+        if types > 1 and (key.usage is not None or key.cache_salt is not None):
+            raise _Unusual  # an engine must read the body as the router does
+        if key.usage is not None:
+            if not key.usage.may_enter():
+                raise _Unusual
+            key.usage.enter()
+            self._begun[number] = Begun(key.usage)
+        return key
+
+    def _read(
+        self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
+    ) -> Asked:
+        """What a usual request asks for."""
         if len(body) > INLINE_BODY_BYTES:
-            return None
-        try:
-            key = None if self._check_key is None else self._check_key(dict(headers))
-            if key is not None and not _is_simple(key, headers):
-                return None
-            asked = self._dispatcher.read(
-                endpoint,
-                body,
-                salt=tenant_salt(key, endpoint.value),
-                tenant="" if key is None or key.owner is None else key.name,
-            )
-        except RequestError:
-            return None
-        spec = asked.spec
-        is_usual = (
-            len(spec.prompts) == 1
-            and _is_of_words(spec.prompts[0])
-            and spec.reads_cache
-            and spec.stored_response is None
-            and asked.target is None
-            and not spec.has_report_mode
-            and (spec.model or not asked.model.aliases)
+            raise _Unusual
+        session = dict(headers).get(self._session_header)
+        asked = self._dispatcher.read(
+            endpoint,
+            body,
+            session.decode("latin-1") if session else None,
+            salt=tenant_salt(key, endpoint.value),
+            check_model=None if key is None or key.usage is None else _check_model(key.usage),
+            tenant="" if key is None or key.owner is None else key.name,
         )
-        if not is_usual:
-            return None
+        if not _is_usual(asked):
+            raise _Unusual
         if asked.lora_name is not None and self._names is not None:
-            self._names.want(spec.model or "")
+            self._names.want(asked.spec.model or "")
         return asked
 
     async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
@@ -189,20 +223,36 @@ class Preparation:
     def _place(
         self, number: int, body: bytes, asked: Asked, tokenized: TokenizedPrompt, seconds: float
     ) -> None:
-        spec = asked.spec
+        spec, begun = asked.spec, self._begun.get(number)
         if not tokenized.exact or not tokenized.token_ids:
             self._open(number)
             return
+        told: tuple[Header, ...] = ()
+        if begun is not None and begun.usage is not None:
+            if not begun.usage.may_spend(len(tokenized.token_ids)):
+                self._open(number)
+                return
+            begun.usage.spend(len(tokenized.token_ids))
+            begun.has_spent, told = True, begun.usage.headers()
         name = spec.model or asked.model.name
         sent, keep = self._steer(number, name, asked, tokenized)
         session = (asked.session or "").encode("utf-8", "surrogatepass")
-        more = None
-        if sent is not body or tokenized.cache_salt is not None or session or asked.tenant or keep:
-            changed = None if sent is body else sent
-            more = changed, tokenized.cache_salt, session, asked.tenant, (), (), keep
+        changed = None if sent is body else sent
+        salt = tokenized.cache_salt
+        more = changed, salt, session, asked.tenant, (), told, keep
+        has_more = any(more) or salt is not None
         assert self.plane is not None
         tokens, is_comparable = tokenized.token_ids, spec.choices == 1
-        self.plane.place(number, name, tokens, spec.stream, is_comparable, False, seconds, more)
+        self.plane.place(
+            number,
+            name,
+            tokens,
+            spec.stream,
+            is_comparable,
+            False,
+            seconds,
+            more if has_more else None,
+        )
 
     def _steer(
         self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt
@@ -215,8 +265,8 @@ class Preparation:
         (prompt,) = prepare(model.index, [tokenized])
         keys = prompt.prefix_keys(STEP)
         lengths = model.steering.named(keys)
-        if lengths and len(self._followed) < MAX_FOLLOWED:
-            self._followed[number] = _Hinted(model, lengths)
+        if lengths and len(self._hinted) < MAX_HINTED:
+            self._hinted[number] = _Hinted(model, lengths)
         said = Said.NOTHING if asked.session is None else Said.SESSION
         said = Said.RETENTION if spec.keeps_prompt else said
         hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, said)
@@ -242,8 +292,25 @@ def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -
     )
 
 
-def _is_simple(key: Key, headers: list[Header]) -> bool:
-    """Whether nothing of its holder is counted; with a salt, an engine must read the body as the
-    router does."""
-    types = sum(name == b"content-type" for name, _ in headers)
-    return key.usage is None and (key.cache_salt is None or types <= 1)
+def _is_usual(asked: Asked) -> bool:
+    """Whether the core can decide such a request once its prompt's token ids are known."""
+    spec = asked.spec
+    return (
+        len(spec.prompts) == 1
+        and _is_of_words(spec.prompts[0])
+        and spec.reads_cache
+        and spec.stored_response is None
+        and asked.target is None
+        and not spec.has_report_mode
+        and bool(spec.model or not asked.model.aliases)
+    )
+
+
+def _check_model(usage: KeyUsage) -> Callable[[str], None]:
+    """Leaves a request for a model that the key is not for to whoever refuses and counts it."""
+
+    def check(model: str) -> None:
+        if not usage.allows(model):
+            raise _Unusual
+
+    return check

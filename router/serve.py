@@ -30,7 +30,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.http.proxied_paths import dialect_of
 from router.index import PrefixIndex
-from router.placing import native_decisions, told_with
+from router.placing import native_decisions, prepared_with, told_with
 from router.plane import (
     DIALECTS,
     BehindPlane,
@@ -238,7 +238,10 @@ def _control_server(
     natives = native_decisions(service, service.proxy.addresses, guard.clients_see_hits)
     check_key = functools.partial(guard.check, "client", {})
     preparation = Preparation(
-        service.dispatcher, natives, check_key if guard.needs_key("client") else None
+        service.dispatcher,
+        natives,
+        check_key if guard.needs_key("client") else None,
+        config.policy.session_header,
     )
     plane = _plane(service, app, preparation, path)
     server = _ControlServer(app, service, plane, natives, preparation)
@@ -381,6 +384,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
         prepares_all=needs_key,
+        prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
         checks_hosts=not needs_key,
         trusted_proxies=app.gateway.trusted_proxies.prefixes(),

@@ -7,6 +7,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -288,6 +289,16 @@ class Gateway:
         return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
 
 
+@dataclass(slots=True)
+class Begun:
+    """What was begun for a request where its prompt was read, for whoever serves it in the end."""
+
+    usage: KeyUsage | None = None
+    """Of its key; it has entered."""
+    has_spent: bool = False
+    """Whether its prompt's tokens are counted there."""
+
+
 class _Stage(Enum):
     """How far a request has come.
 
@@ -317,6 +328,7 @@ class Passage:
         "_context",
         "_exchange",
         "_gateway",
+        "_has_spent",
         "_headers",
         "_held_bytes",
         "_is_admitted",
@@ -353,7 +365,9 @@ class Passage:
         self._body: list[bytes] = []
         self._key: Key | None = None
         self._observer: RequestObserver | None = None
-        self._usage: KeyUsage | None = None
+        begun: Begun = exchange.begun or Begun()
+        self._usage = begun.usage
+        self._has_spent = begun.has_spent
         self._waiter: Waiter | None = None
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -409,7 +423,7 @@ class Passage:
         key = self._key = self._enter()
         if key is not None:
             self._salt = tenant_salt(key, self._exchange.path)
-            if key.usage is not None:
+            if key.usage is not None and self._usage is None:
                 key.usage.enter()
                 self._usage = key.usage
             self._check_content_type()
@@ -500,7 +514,7 @@ class Passage:
         if self._waiter is None:
             if trace is not None:
                 trace.decided(decision.tokenization_s, decision.routing_s)
-            if self._usage is not None:
+            if self._usage is not None and not self._has_spent:
                 self._usage.spend(decision.tokens)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return

@@ -80,6 +80,21 @@ class Settled(NamedTuple):
     usage: bytes
     first_usage: bytes
 
+    @property
+    def usage_reader(self) -> UsageReader:
+        """Has read what the engine reported."""
+        reader = UsageReader()
+        reader.take(self.is_json, self.usage, self.first_usage)
+        return reader
+
+    @property
+    def response_tokens(self) -> int:
+        """As `RequestObserver.response_tokens`; none without a response."""
+        if not self.first_byte_s:
+            return 0
+        reported = self.usage_reader.usage().completion_tokens
+        return self.events if reported is None else reported
+
 
 def _in_words(settled: Settled) -> str:
     """Why it is where it is, as far as the data plane says: the hit there."""
@@ -263,9 +278,7 @@ class RequestObservers:
         return request
 
     def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
-        reader = UsageReader()
-        reader.take(settled.is_json, settled.usage, settled.first_usage)
-        actual = self.cached_tokens(reader, settled.replica)
+        actual = self.cached_tokens(settled.usage_reader, settled.replica)
         if actual is not None:
             request.actual_tokens = actual
             served.compare(request.cached_tokens, actual, (), request.prompt_tokens)

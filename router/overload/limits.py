@@ -120,6 +120,21 @@ class KeyUsage:
         now = self._clock()
         return KeyCounts(self._requests.at(now), self._tokens.at(now), self._in_flight)
 
+    def may_enter(self) -> bool:
+        """Whether `enter` lets a request in at this moment."""
+        config, now = self._config, self._clock()
+        most, limit = config.max_in_flight, config.requests_per_minute
+        if most is not None and self._in_flight + self.elsewhere.in_flight >= most:
+            return False
+        used = self._requests.at(now) + self.elsewhere.requests
+        return limit is None or not _is_over(limit, used, 1)
+
+    def may_spend(self, prompt_tokens: int) -> bool:
+        """Whether `spend` takes a prompt at this moment."""
+        limit, now = self._config.tokens_per_minute, self._clock()
+        used = self._tokens.at(now) + self.elsewhere.tokens
+        return limit is None or not _is_over(limit, used, prompt_tokens)
+
     def enter(self) -> None:
         """A request has arrived; call `leave` at its end, unless this raises `KeyLimitReached`."""
         config, now = self._config, self._clock()
@@ -194,12 +209,10 @@ class KeyUsage:
     def _check(
         self, what: str, own: MinuteCount, elsewhere: int, amount: int, limit: int, now: float
     ) -> None:
-        """Refuse what would be over the limit; a prompt over all of it passes after an idle
-        minute."""
+        """Refuse what would be over the limit."""
         used = own.at(now) + elsewhere
-        too_many = used + amount - limit
-        if too_many > 0 and used > 0:
-            must_fall = min(too_many, used)
+        if _is_over(limit, used, amount):
+            must_fall = min(used + amount - limit, used)
             wait_s = own.falls_in_s(must_fall, now)
             if elsewhere:  # where others count, the sum is taken to be spread over the minute
                 wait_s = _WINDOW_S * must_fall / used
@@ -213,6 +226,12 @@ class KeyUsage:
         if tokens:
             self._tokens.add(tokens, now)
             self.total_tokens += tokens
+
+
+def _is_over(limit: int, used: int, amount: int) -> bool:
+    """Whether that much more is too much; a prompt over all of the limit passes after an idle
+    minute."""
+    return used + amount > limit and used > 0
 
 
 class KeyLimits:

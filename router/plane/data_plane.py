@@ -75,8 +75,11 @@ class Prepares(Protocol):
             body: As the client sent it.
         """
 
-    def forget(self, number: int) -> None:
-        """The request is opened, or its client has left."""
+    def hand_over(self, number: int) -> Any:
+        """The request is opened: what was begun for it, if anything was."""
+
+    def left(self, number: int) -> None:
+        """Its client has left before it was placed."""
 
 
 class PlaneListener(NamedTuple):
@@ -228,6 +231,7 @@ class DataPlane:
         try:
             self._told[kind](number, *what)
         except Exception as error:
+            self._prepares.left(number)
             if not is_out_of_memory(error):
                 logger.exception("an event of the data plane (%s) could not be served", kind)
                 self.plane.cut(number)
@@ -264,8 +268,8 @@ class DataPlane:
         if opens is None:
             self._control(exchange, len(body), is_whole)
             return
-        self._prepares.forget(number)
         self._exchanges[number] = exchange
+        exchange.begun = self._prepares.hand_over(number)
         exchange.failed_first = self._failed_first.pop(number, None)
         exchange.on_over = self._forget
         exchange.receive(body, is_whole)
@@ -285,7 +289,7 @@ class DataPlane:
 
     def _left(self, number: int) -> None:
         self._controls.pop(number, None)
-        self._prepares.forget(number)
+        self._prepares.left(number)
         exchange = self._exchanges.get(number)
         if exchange is not None:
             exchange.is_gone = True

@@ -64,6 +64,7 @@ class PlaneExchange:
         "_is_split",
         "_pieces",
         "_plane",
+        "begun",
         "body",
         "body_bytes",
         "client",
@@ -127,6 +128,8 @@ class PlaneExchange:
         self._is_split = False
         self.failed_first: FailedFirst | None = None
         """Where it was sent already."""
+        self.begun: Any = None
+        """What was begun for it where its prompt was read, for who serves it."""
         self.server: Server | None = None
         self.on_over: Callable[[int], object] = _nobody
 

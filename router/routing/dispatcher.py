@@ -214,6 +214,7 @@ class Dispatcher:
         self,
         endpoint: Endpoint,
         body: bytes,
+        session: str | None = None,
         *,
         salt: TenantSalt | None = None,
         check_model: CheckModel | None = None,
@@ -224,6 +225,7 @@ class Dispatcher:
         Args:
             endpoint: The form of the body.
             body: As the client sent it.
+            session: Where a header names it.
             salt: Of the client's key.
             check_model: Whether that key is for the model.
             tenant: Whose request it is.
@@ -232,7 +234,7 @@ class Dispatcher:
         """
         body = body.removeprefix(codecs.BOM_UTF8)
         spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
-        return self._asked(spec, body, None, None, NO_HEADERS, check_model, tenant, None)
+        return self._asked(spec, body, session, None, NO_HEADERS, check_model, tenant, None)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()

@@ -29,7 +29,7 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, connect, request_bytes
 from tests.support.model_files import write_byte_tokenizer
 from tests.support.native import what_the_compiled_index_lacks
-from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
@@ -408,6 +408,123 @@ async def test_keys_are_checked_and_their_salts_are_sent() -> None:
             for headers in ({}, {"authorization": "Bearer wrong"}):
                 refused = await router.post("/v1/completions", body, headers)
                 assert (refused.status, len(stub.requests)) == (401, number)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{key}"}
+
+
+async def until_native_with_key(router: RouterProcess, stub: EngineStub, key: str) -> int:
+    """Ask with a key that has no limits until the core decides; return how often."""
+    body = {"model": stub.model, "prompt": prompt_ids(64, 900), "max_tokens": 2}
+    number = 0
+    while True:
+        assert (await router.post("/v1/completions", body, bearer(key))).status == 200
+        number += 1
+        if is_without_python(await last_request(router, number)):
+            return number
+
+
+@contextlib.asynccontextmanager
+async def with_keys(
+    count: int, **limits: Any
+) -> AsyncIterator[tuple[RouterProcess, list[EngineStub]]]:
+    """A router whose keys `core` and `python` have the same limits, and `free` has none."""
+    keys = [{"name": name, "key": f"key-of-{name}", **limits} for name in ("core", "python")]
+    keys.append({"name": "free", "key": "key-of-free"})
+    config = {**NATIVE, "server": {**NATIVE["server"], "client_api_keys": keys}}
+    async with engines(count, has_events=True) as stubs:
+        with router_process(config) as router:
+            async with router.serving(*stubs):
+                yield router, stubs
+            await router.until_idle()
+
+
+def counted(metrics: Metrics, key: str) -> dict[str, float]:
+    """What is counted for a key, by the name of the metric and the reason."""
+    return {
+        f"{name} {reason}": metrics.sum(name, key=key, **({"reason": reason} if reason else {}))
+        for name in sorted(metrics.names())
+        if name.startswith("kvroute_key_")
+        for reason in ("", "requests", "tokens", "in_flight", "model")
+    }
+
+
+async def test_a_key_is_held_to_its_limits_whoever_decides() -> None:
+    """Every request counts once, and what is left is told to the client, as in Python."""
+    limits = {"requests_per_minute": 6, "tokens_per_minute": 1000, "models": ["model-*"]}
+    async with with_keys(1, **limits) as (router, (stub,)):
+        number = await until_native_with_key(router, stub, "free")
+        told: dict[str, list[Any]] = {"core": [], "python": []}
+        for tokens in (100, 300, 900, 500, 20, 20, 20, 20):
+            for key, found in told.items():
+                model = "another" if tokens == 500 else stub.model
+                body = {"model": model, "prompt": prompt_ids(tokens, 1), "max_tokens": 2}
+                headers = {**bearer(key), **(BY_PYTHON if key == "python" else {})}
+                answer = await router.post("/v1/completions", body, headers)
+                left = {
+                    name: answer.headers[name]
+                    for name in answer.headers
+                    if name.startswith("x-ratelimit-")
+                }
+                found.append((answer.status, left))
+                number += answer.status == 200
+                if answer.status == 200:
+                    is_native = is_without_python(await last_request(router, number))
+                    assert is_native == (key == "core")
+        assert told["core"] == told["python"]
+        statuses = [status for status, _ in told["core"]]
+        assert statuses == [200, 200, 429, 403, 200, 200, 429, 429]
+        assert told["core"][0][1]["x-ratelimit-remaining-requests"] == "5"
+        await router.until_idle()
+        metrics = await router.metrics()
+        assert counted(metrics, "core") == counted(metrics, "python")
+        assert metrics.sum("kvroute_key_requests_total", key="core") == 6
+
+
+async def test_a_key_that_asks_too_much_at_a_time_gets_room_back() -> None:
+    """At the end of a stream, when a client leaves, and when a replica hangs up."""
+    async with with_keys(2, max_in_flight=1) as (router, stubs):
+        await until_native_with_key(router, stubs[0], "free")
+        body = {"model": stubs[0].model, "prompt": [1, 2, 3], "stream": True}
+
+        async def status() -> int:
+            return (await router.post("/v1/completions", body, bearer("core"))).status
+
+        for stub in stubs:
+            stub.behaviour = begun_until(asyncio.Event())
+        for _ in range(2):
+            async with connect(router.port) as client:
+                await client.send("POST", "/v1/completions", body, bearer("core"))
+                assert await client.read_head() == 200
+                assert await status() == 429
+            await router.until_idle()
+        for stub in stubs:
+            stub.behaviour = hang_up
+        assert await status() == 502
+        for stub in stubs:
+            stub.behaviour = answer
+        assert await status() == 200
+
+
+async def test_a_session_that_a_header_names_is_read_in_python_and_kept_by_the_core() -> None:
+    """A policy that goes by sessions must find the same one in both."""
+    config = {**NATIVE, "policy": {"name": "session", "session_header": "x-of-user"}}
+    async with engines(3, has_events=True) as stubs:
+        with router_process(config) as router:
+            async with router.serving(*stubs):
+                number = await until_native(router, stubs[0])
+                for session in range(12):
+                    body = {"model": stubs[0].model, "prompt": [session + 1], "max_tokens": 2}
+                    chosen = set()
+                    for more in ({}, BY_PYTHON):
+                        headers = {"x-of-user": f"session {session}", **more}
+                        found = await router.post("/v1/completions", body, headers)
+                        number += 1
+                        is_native = is_without_python(await last_request(router, number))
+                        assert is_native == (not more)
+                        chosen.add(found.headers["x-kv-replica"])
+                    assert len(chosen) == 1
 
 
 async def test_a_page_that_calls_the_router_by_its_own_name_is_refused(

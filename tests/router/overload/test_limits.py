@@ -106,6 +106,27 @@ def test_what_other_routers_count_is_added() -> None:
     usage.enter()
 
 
+def test_whether_a_request_may_come_in_can_be_asked_without_counting_it() -> None:
+    """Whoever asks first may leave the refusal to others, and each counts once."""
+    usage, clock = usage_of(requests_per_minute=2, tokens_per_minute=10, max_in_flight=2)
+    for _ in range(2):
+        assert usage.may_enter()
+        usage.enter()
+    assert not usage.may_enter()
+    assert usage.may_spend(20), "a prompt over all of the limit passes after an idle minute"
+    usage.spend(8)
+    assert usage.may_spend(2)
+    assert not usage.may_spend(3)
+    usage.leave()
+    assert not usage.may_enter(), "two in this minute"
+    clock.now += 61
+    assert usage.may_enter()
+    usage.enter()
+    assert not usage.may_enter(), "two at a time"
+    assert not any(usage.refusals.values())
+    assert usage.total_requests == 3
+
+
 def test_a_key_is_for_the_models_that_it_names() -> None:
     """A pattern stands for adapters that come and go."""
     usage, _ = usage_of(models=["llama", "sql-*"])
