@@ -284,8 +284,7 @@ def native_decisions(
         shows_hits: Whether clients are told of hits.
     """
     parts = service.parts_in_core
-    is_shared = service.exchange is not None or service.tracing is not None
-    if parts is None or is_shared or _asks_for_more(service.config):
+    if parts is None or service.exchange is not None or _asks_for_more(service.config):
         return None
     return NativeDecisions(service, Parts(*parts), addresses, shows_hits)
 
@@ -301,7 +300,7 @@ def _asks_for_more(config: RouterConfig) -> bool:
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:
     """A client's headers with which its request is read here before the core decides."""
-    return frozenset((config.policy.session_header.encode(),))
+    return frozenset((TRACEPARENT, config.policy.session_header.encode()))
 
 
 def told_with(config: RouterConfig) -> frozenset[bytes]:
@@ -311,7 +310,7 @@ def told_with(config: RouterConfig) -> frozenset[bytes]:
     named = (overload.priority_header, overload.timeout_header, overload.tenant_header)
     return frozenset(
         (
-            *(PRIORITY_HEADER, TRACEPARENT),
+            PRIORITY_HEADER,
             *(name.encode() for name in named if name is not None),
             *((RANK_HEADER,) if config.server.trust_client_rank else ()),
         )

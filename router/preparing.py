@@ -37,6 +37,7 @@ from router.tokenize import (
     TokenPrompt,
     with_hints,
 )
+from router.tracing import PlacedTrace, Tracer, read_context
 from router.upstream import Header
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Preparation:
         names: Names | None,
         check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
         session_header: str,
+        tracer: Tracer | None,
     ) -> None:
         """
         Args:
@@ -90,7 +92,9 @@ class Preparation:
             check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
                 none is needed.
             session_header: The header that names a client's session, in lower case.
+            tracer: Begins the trace of each; None where none is recorded.
         """
+        self._tracer = tracer
         self._session_header = session_header.encode()
         self._dispatcher = dispatcher
         self._names = names
@@ -116,9 +120,13 @@ class Preparation:
             headers: Names in lower case; none where they do not matter.
             body: As the client sent it.
         """
+        endpoint = PREPARED[path]
+        begun = self._begin(endpoint.value, headers)
+        if begun is not None:
+            self._begun[number] = begun
         try:
             key = self._enter(number, headers)
-            asked = self._read(PREPARED[path], key, headers, body)
+            asked = self._read(endpoint, key, headers, body)
         except (RequestError, _Unusual):
             self._open(number)
             return
@@ -167,8 +175,24 @@ class Preparation:
             number: Of the request.
         """
         begun = self.hand_over(number)
-        if begun is not None and begun.usage is not None:
-            begun.usage.leave()
+        if begun is not None:
+            begun.left()
+
+    def begun(self, number: int) -> Begun | None:
+        """What was begun for a request, and goes on.
+
+        Args:
+            number: Of the request.
+        """
+        return self._begun.get(number)
+
+    def _begin(self, path: str, headers: list[Header]) -> Begun | None:
+        """Begin its trace, or read its client's; None where it has none."""
+        context = read_context(headers)
+        if self._tracer is None:
+            return None if context is None else Begun(context=context)
+        trace = self._tracer.begin(context, "POST", path, path)
+        return Begun(context=context, placed=PlacedTrace(trace))
 
     def _enter(self, number: int, headers: list[Header]) -> Key | None:
         """Check the client's key, and that its holder may ask at this moment; return it."""
@@ -182,7 +206,7 @@ class Preparation:
             if not key.usage.may_enter():
                 raise _Unusual
             key.usage.enter()
-            self._begun[number] = Begun(key.usage)
+            self._begun.setdefault(number, Begun()).usage = key.usage
         return key
 
     def _read(
@@ -228,18 +252,23 @@ class Preparation:
             self._open(number)
             return
         told: tuple[Header, ...] = ()
+        added: tuple[Header, ...] = ()
         if begun is not None and begun.usage is not None:
             if not begun.usage.may_spend(len(tokenized.token_ids)):
                 self._open(number)
                 return
             begun.usage.spend(len(tokenized.token_ids))
             begun.has_spent, told = True, begun.usage.headers()
+        if begun is not None and begun.placed is not None:
+            added = begun.placed.placed(seconds)
+        elif begun is not None and begun.context is not None:
+            added = begun.context.headers()
         name = spec.model or asked.model.name
         sent, keep = self._steer(number, name, asked, tokenized)
         session = (asked.session or "").encode("utf-8", "surrogatepass")
         changed = None if sent is body else sent
         salt = tokenized.cache_salt
-        more = changed, salt, session, asked.tenant, (), told, keep
+        more = changed, salt, session, asked.tenant, added, told, keep
         has_more = any(more) or salt is not None
         assert self.plane is not None
         tokens, is_comparable = tokenized.token_ids, spec.choices == 1

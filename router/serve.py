@@ -242,6 +242,7 @@ def _control_server(
         natives,
         check_key if guard.needs_key("client") else None,
         config.policy.session_header,
+        app.gateway.tracer,
     )
     plane = _plane(service, app, preparation, path)
     server = _ControlServer(app, service, plane, natives, preparation)
@@ -383,7 +384,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         reserved_from=min(_reserved_files_from(), 2**31 - 1),
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
-        prepares_all=needs_key,
+        prepares_all=needs_key or service.tracing is not None,
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
         checks_hosts=not needs_key,

@@ -11,6 +11,7 @@ from router.observability.request_log import RoutedRequest
 from router.observability.request_observer import AskedInCore, RequestObservers, Settled
 from router.plane import FailedFirst
 from router.preparing import PREPARED, Preparation
+from router.proxy import Attempt
 
 
 class Settling:
@@ -42,7 +43,7 @@ class Settling:
             number: Of the request.
             what: As `Plane` tells it.
         """
-        self._observers.show(number, *_of_core(what), self._policy)
+        self._observers.show(number, *self._of_core(number, what), self._policy)
 
     def settled(self, number: int, *what: Any) -> None:
         """One is over.
@@ -51,11 +52,14 @@ class Settling:
             number: Of the request.
             what: As `Plane` tells it.
         """
-        settled, path = _of_core(what)
+        settled, path = self._of_core(number, what)
+        begun = self._preparation.begun(number)
         self._preparation.settled(number, settled)
         routed = self._observers.settle(number, settled, path, self._policy)
         if self._logs_access:
             _write_line(settled, path, routed)
+        if begun is not None and begun.placed is not None:
+            begun.placed.served(self._attempt(settled.replica), settled, routed)
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
         """A replica did not serve one.
@@ -64,19 +68,35 @@ class Settling:
             number: Of the request.
             failed: The replica, and how.
         """
-        self._observers.handed_over(number, failed.replica, failed.failure, failed.retry_after_s)
+        found = self._observers.handed_over(
+            number, failed.replica, failed.failure, failed.retry_after_s
+        )
+        begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
+        if begun is not None and begun.placed is not None and attempt is not None:
+            begun.placed.failed(attempt, found.value)
 
+    def _attempt(self, replica_id: str) -> Attempt | None:
+        """At a replica; None where it was removed meanwhile."""
+        replicas = self._observers.replicas
+        if replica_id not in replicas:
+            return None
+        return Attempt(replica_id, replicas.get(replica_id).origin)
 
-def _of_core(what: Sequence[Any]) -> tuple[Settled, str]:
-    """A record of the core, and the path that was asked."""
-    settled = Settled(*what)
-    asked = AskedInCore(*settled.asked)
-    return settled._replace(asked=asked), PREPARED[asked.path].value
+    def _of_core(self, number: int, what: Sequence[Any]) -> tuple[Settled, str]:
+        """A record of the core, and the path that was asked."""
+        settled = Settled(*what)
+        asked = AskedInCore(*settled.asked)
+        settled = settled._replace(asked=asked)
+        begun = self._preparation.begun(number)
+        if begun is not None:
+            is_traced = begun.trace is not None and begun.trace.is_sampled
+            settled = settled._replace(trace_id=begun.trace_id, is_traced=is_traced)
+        return settled, PREPARED[asked.path].value
 
 
 def _write_line(settled: Settled, path: str, routed: RoutedRequest) -> None:
     line = AccessLine({"client": settled.client, "method": "POST", "path": path})
-    line.routed = routed
+    line.routed, line.trace_id = routed, settled.trace_id
     seconds = (settled.asked.tokenization_s or 0.0) + settled.routing_s + settled.seconds
     request_id = settled.request_id.encode("latin-1")
     line.write(routed.status, settled.body_bytes, request_id, seconds)

@@ -42,7 +42,15 @@ from router.routing.decision import RANK_HEADER, Decision
 from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
 from router.routing.stored_responses import ResponseOwner
 from router.tokenize import PRIORITY_HEADER, RequestBodyError, check_int64
-from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
+from router.tracing import (
+    TRACEPARENT,
+    TRACESTATE,
+    PlacedTrace,
+    RequestTrace,
+    TraceContext,
+    Tracer,
+    read_context,
+)
 from router.upstream import Header, Timeouts
 
 logger = logging.getLogger(__name__)
@@ -297,6 +305,28 @@ class Begun:
     """Of its key; it has entered."""
     has_spent: bool = False
     """Whether its prompt's tokens are counted there."""
+    context: TraceContext | None = None
+    """What its client says of its trace."""
+    placed: PlacedTrace | None = None
+    """Its trace, where the router has its own spans."""
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        """The same."""
+        return None if self.placed is None else self.placed.trace
+
+    @property
+    def trace_id(self) -> str | None:
+        """Of its trace, if it has one."""
+        known = self.trace or self.context
+        return None if known is None else known.trace_id
+
+    def left(self) -> None:
+        """The client has left, and nobody serves it."""
+        if self.usage is not None:
+            self.usage.leave()
+        if self.trace is not None:
+            self.trace.end(None)
 
 
 class _Stage(Enum):
@@ -355,8 +385,9 @@ class Passage:
         self._request_id = _request_id(self._headers)
         is_traced = TRACEPARENT in self._headers
         self._context = read_context(exchange.headers) if is_traced else None
-        self._trace: RequestTrace | None = None
-        if gateway.tracer is not None:
+        begun: Begun = exchange.begun or Begun()
+        self._trace = begun.trace
+        if gateway.tracer is not None and self._trace is None:
             route = None if path.endpoint is None else path.endpoint.value
             self._trace = gateway.tracer.begin(self._context, exchange.method, exchange.path, route)
         self._stage = _Stage.NEW
@@ -365,7 +396,6 @@ class Passage:
         self._body: list[bytes] = []
         self._key: Key | None = None
         self._observer: RequestObserver | None = None
-        begun: Begun = exchange.begun or Begun()
         self._usage = begun.usage
         self._has_spent = begun.has_spent
         self._waiter: Waiter | None = None

@@ -79,6 +79,14 @@ class Settled(NamedTuple):
     is_json: bool
     usage: bytes
     first_usage: bytes
+    trace_id: str | None = None
+    is_traced: bool = False
+    """Whether that trace is recorded."""
+
+    @property
+    def exemplar(self) -> str | None:
+        """The id of its trace, where that is recorded."""
+        return self.trace_id if self.is_traced else None
 
     @property
     def usage_reader(self) -> UsageReader:
@@ -183,7 +191,7 @@ class RequestObservers:
 
     def handed_over(
         self, number: int, replica_id: str, failure: str | None, retry_after_s: int | None
-    ) -> None:
+    ) -> Failure:
         """A replica did not serve a request that the data plane had decided. It is decided anew.
 
         Args:
@@ -191,24 +199,24 @@ class RequestObservers:
             replica_id: The replica.
             failure: How it failed; None: it responded that it cannot now.
             retry_after_s: For how long, as it says.
+        Returns:
+            How it failed.
         """
         shown = self._shown.pop(number, None)
         if shown is not None:
             self.log.forget(shown)
+        not_now = Failure.UNAVAILABLE if retry_after_s is None else Failure.BUSY
+        found = not_now if failure is None else failure_of(failure)
         if replica_id not in self.replicas:
-            return
-        if failure is not None:
-            found = failure_of(failure)
-        elif retry_after_s is None:
-            found = Failure.UNAVAILABLE
-        else:
-            found = Failure.BUSY
+            return found
+        if failure is None and retry_after_s is not None:
             self.replicas.report_busy(replica_id, retry_after_s, "")
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
             self.planner.forget(replica_id)
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
+        return found
 
     def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
         """Log a request that the data plane has decided and that is still being served.
@@ -236,6 +244,7 @@ class RequestObservers:
             stream=settled.asked.stream,
             prompt_tokens=prompt_tokens,
             unknown=None,
+            trace_id=settled.trace_id,
         )
         request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
         request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
@@ -264,12 +273,12 @@ class RequestObservers:
         if settled.first_byte_s and is_known:
             request.first_byte_s = settled.first_byte_s
             self.replicas.report_served(settled.replica)
-            served.began(settled.first_byte_s)
+            served.began(settled.first_byte_s, settled.exemplar)
         if settled.failure is not None and is_known:
             self.replicas.report_failure(settled.replica, failure_of(settled.failure).value)
         request.status, request.end = settled.status or None, settled.end
         request.seconds = settled.seconds
-        served.ended(policy, request.status, settled.seconds, None)
+        served.ended(policy, request.status, settled.seconds, settled.exemplar)
         self.metrics.ends.labels(settled.end).inc()
         is_whole = settled.end == End.COMPLETED.value and settled.status == 200
         if is_whole and is_known and asked.is_comparable:

@@ -8,11 +8,12 @@ The files; each imports only what is listed above it:
 """
 
 from router.tracing.context import TRACEPARENT, TRACESTATE, TraceContext, read_context
-from router.tracing.spans import RequestTrace, Tracer
+from router.tracing.spans import PlacedTrace, RequestTrace, Tracer
 
 __all__ = [
     "TRACEPARENT",
     "TRACESTATE",
+    "PlacedTrace",
     "RequestTrace",
     "TraceContext",
     "Tracer",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from router.observability.request_log import RoutedRequest
-from router.observability.request_observer import RequestObserver
+from router.observability.request_observer import RequestObserver, Settled
 from router.proxy import Attempt, End, Failure, ProxyObserver, Unretried
 from router.proxy.usage import UsageReader
 from router.tracing.context import TRACEPARENT, TRACESTATE, TraceContext
@@ -123,15 +123,19 @@ class RequestTrace:
         self._next_id = ""
         self._sink = sink
 
+    @property
+    def state(self) -> tuple[Header, ...]:
+        """What tracing systems have said of it, to pass on."""
+        state = b"" if self.context is None else self.context.state
+        return ((TRACESTATE, state),) if state else ()
+
     def parent(self, span_id: str) -> bytes:
         """The header that names one of its spans as the parent of what follows."""
         return f"00-{self.trace_id}-{span_id}-0{self.is_sampled:d}".encode()
 
     def headers(self) -> tuple[Header, ...]:
         """To send to a replica, where the attempt does not say better."""
-        state = self.context.state if self.context is not None else b""
-        own = (TRACEPARENT, self.parent(self.span_id))
-        return (own, (TRACESTATE, state)) if state else (own,)
+        return (TRACEPARENT, self.parent(self.span_id)), *self.state
 
     def decided(self, tokenization_s: float | None, routing_s: float) -> None:
         """It has just been decided where it goes.
@@ -180,15 +184,87 @@ class RequestTrace:
         elif len(made) < _MAX_ATTEMPTS:
             made.append(TracedAttempt(attempt, self._next_id, time.perf_counter_ns()))
 
-    def end(self, status: int | None) -> None:
+    def end(self, status: int | None, at: int | None = None) -> None:
         """It is over.
 
         Args:
             status: Sent to the client; None if there was none.
+            at: When, by the monotonic clock in nanoseconds; None: now.
         """
         if self.is_sampled:
-            self.status, self.ended = status, time.perf_counter_ns()
+            self.status, self.ended = status, at or time.perf_counter_ns()
             self._sink(self)
+
+
+class PlacedTrace:
+    """The trace of a request that the compiled data plane serves, which tells of attempts when they
+    are over.
+
+    Args:
+        trace: Of the request.
+    """
+
+    __slots__ = ("_span_id", "_tokenised", "trace")
+
+    def __init__(self, trace: RequestTrace) -> None:
+        self.trace = trace
+        self._span_id = _new_id(16)
+        self._tokenised: Step | None = None
+
+    def placed(self, tokenization_s: float) -> tuple[Header, ...]:
+        """Its token ids are known by now: it is about to be sent.
+
+        Args:
+            tokenization_s: How long that took.
+        Returns:
+            To send to the replica.
+        """
+        now = time.perf_counter_ns()
+        self._tokenised = Step("tokenise", now - _ns(tokenization_s), now)
+        return (TRACEPARENT, self.trace.parent(self._span_id)), *self.trace.state
+
+    def failed(self, attempt: Attempt, failure: str) -> None:
+        """A replica did not serve it.
+
+        Args:
+            attempt: Where it was sent.
+            failure: How it failed.
+        """
+        now = time.perf_counter_ns()
+        began = now if self._tokenised is None else self._tokenised.ended
+        made = self._attempt(attempt, began)
+        made.failure, made.ended = failure, now
+
+    def served(self, attempt: Attempt | None, settled: Settled, request: RoutedRequest) -> None:
+        """It is over.
+
+        Args:
+            attempt: Where it was served; None: that is not known any more.
+            settled: What became of it.
+            request: As the log shows it.
+        """
+        if not self.trace.is_sampled:
+            return
+        began = _ns(settled.began_at)
+        ended = began + _ns(settled.seconds)
+        self.trace.steps.append(Step("route", began - _ns(settled.routing_s), began))
+        if attempt is not None:
+            made = self._attempt(attempt, began)
+            made.failure, made.ended = settled.failure, ended
+            made.predicted_tokens = request.cached_tokens
+            if settled.first_byte_s:
+                made.first_byte = began + _ns(settled.first_byte_s)
+        self.trace.request, self.trace.usage = request, settled.usage_reader
+        self.trace.end(request.status, ended)
+
+    def _attempt(self, attempt: Attempt, began: int) -> TracedAttempt:
+        """One more, which has the next id."""
+        if not self.trace.attempts_made and self._tokenised is not None:
+            self.trace.steps.insert(0, self._tokenised)
+        made = TracedAttempt(attempt, self._span_id, began)
+        self.trace.attempts_made.append(made)
+        self._span_id = _new_id(16)
+        return made
 
 
 class _TracingObserver(ProxyObserver):
@@ -294,6 +370,10 @@ class Tracer:
         trace = RequestTrace(trace_id, context, self._is_sampled(trace_id, context), self._sink)
         trace.method, trace.path, trace.route = method, path, route
         return trace
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 def _new_id(digits: int) -> str:

@@ -29,6 +29,7 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, connect, request_bytes
 from tests.support.model_files import write_byte_tokenizer
 from tests.support.native import what_the_compiled_index_lacks
+from tests.support.otlp_collector import OtlpCollector, ReceivedSpan, otlp_collector
 from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
 from tests.support.waiting import eventually
 
@@ -525,6 +526,116 @@ async def test_a_session_that_a_header_names_is_read_in_python_and_kept_by_the_c
                         assert is_native == (not more)
                         chosen.add(found.headers["x-kv-replica"])
                     assert len(chosen) == 1
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+async def test_a_client_s_trace_goes_on_to_the_engine_without_python(
+    router: RouterProcess,
+) -> None:
+    """A router that records none passes it on as it came, and names it in its log; what breaks the
+    standard's grammar goes nowhere."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        number = await until_native(router, stub)
+        body = {"model": stub.model, "prompt": [1, 2], "max_tokens": 2}
+        for parent in (f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00", f"00-{TRACE}-{SPAN}-0"):
+            found = []
+            for more in ({}, BY_PYTHON):
+                headers = {"traceparent": parent, "tracestate": "a=1, b=2", **more}
+                assert (await router.post("/v1/completions", body, headers)).status == 200
+                number += 1
+                request = await last_request(router, number)
+                assert is_without_python(request) == (not more)
+                found.append((request["trace_id"], _received(stub, "/v1/completions")))
+            assert found[0] == found[1]
+            is_valid = len(parent) == 55
+            assert found[0][0] == (TRACE if is_valid else None)
+            assert found[0][1][1].get("traceparent") == (parent if is_valid else None)
+
+
+def _spans(spans: list[ReceivedSpan], varying: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """What spans say, without what differs each time; each after its parent."""
+    names = {span.span_id: span.name for span in spans}
+    return sorted(
+        (
+            *(span.name, span.kind, span.is_error, names.get(span.parent_id, span.parent_id)),
+            {name: value for name, value in span.attributes.items() if name not in varying},
+        )
+        for span in spans
+    )
+
+
+async def test_a_request_has_the_same_spans_whoever_decided_it() -> None:
+    """From one dashboard nobody must see which of the two it was."""
+    with otlp_collector() as collector:
+        environ = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        traced = {**NATIVE, "observability": {"tracing": {"enabled": True}}}
+        async with engines(2, has_events=True) as stubs:
+            with router_process(traced, environ) as router:
+                async with router.serving(*stubs):
+                    number, ids = await until_native(router, stubs[0]), prompt_ids(640, 1)
+                    stubs[0].store(ids)
+                    await router.until_applied(stubs[0])
+                    body = {"model": stubs[0].model, "prompt": [*ids, 7], "stream": True}
+                    found = []
+                    for trace, more in (("1" * 32, {}), ("2" * 32, BY_PYTHON)):
+                        headers = {"traceparent": f"00-{trace}-{SPAN}-01", "tracestate": "a=1"}
+                        headers |= more
+                        assert (await router.post("/v1/completions", body, headers)).status == 200
+                        number += 1
+                        request = await last_request(router, number)
+                        assert is_without_python(request) == (not more)
+                        assert request["trace_id"] == trace
+                        spans = await asyncio.to_thread(collector.trace, trace)
+                        told = stubs[0].requests[-1].headers["traceparent"]
+                        (attempt,) = [span for span in spans if span.name.startswith("attempt")]
+                        assert told == f"00-{trace}-{attempt.span_id}-01"
+                        assert stubs[0].requests[-1].headers["tracestate"] == "a=1"
+                        (root,) = [span for span in spans if span.parent_id == SPAN]
+                        assert all(
+                            root.began <= span.began <= span.ended <= root.ended for span in spans
+                        )
+                        varying = (
+                            "kvroute.request_id",
+                            "gen_ai.response.time_to_first_chunk",
+                        )
+                        found.append(_spans(spans, varying))
+                    assert found[0] == found[1]
+                    await _check_unsampled(router, stubs[0], body, number)
+                    await _check_handed_over(router, collector, stubs)
+
+
+async def _check_unsampled(
+    router: RouterProcess, stub: EngineStub, body: dict[str, Any], number: int
+) -> None:
+    """The engine learns that it is not recorded, under a span of the router's."""
+    headers = {"traceparent": f"00-{'3' * 32}-{SPAN}-00"}
+    assert (await router.post("/v1/completions", body, headers)).status == 200
+    assert is_without_python(await last_request(router, number + 1))
+    told = stub.requests[-1].headers["traceparent"]
+    assert told.startswith(f"00-{'3' * 32}-")
+    assert told.endswith("-00")
+    assert SPAN not in told
+
+
+async def _check_handed_over(
+    router: RouterProcess, collector: OtlpCollector, stubs: list[EngineStub]
+) -> None:
+    """A replica that hangs up has its span, whoever sent the request there."""
+    bad, good = stubs
+    bad.behaviour = hang_up
+    body = {"model": bad.model, "prompt": [*prompt_ids(640, 1), 7], "max_tokens": 2}
+    headers = {"traceparent": f"00-{'4' * 32}-{SPAN}-01"}
+    found = await router.post("/v1/completions", body, headers)
+    assert found.headers["x-kv-replica"] == good.name
+    spans = await asyncio.to_thread(collector.trace, "4" * 32)
+    attempts = {span.name: span for span in spans if span.name.startswith("attempt")}
+    assert attempts.keys() == {f"attempt {bad.name}", f"attempt {good.name}"}
+    failed = attempts[f"attempt {bad.name}"]
+    assert failed.is_error
+    assert failed.attributes["error.type"] in ("closed", "kept_closed")
+    assert bad.requests[-1].headers["traceparent"].split("-")[2] == failed.span_id
 
 
 async def test_a_page_that_calls_the_router_by_its_own_name_is_refused(
