@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from typing_extensions import override
+
 from router._core import DecidedRanking, Decider
 from router.errors import PolicyError
 from router.index import HashedPrompt, PrefixIndex, SourceId
@@ -25,6 +27,7 @@ from router.overload import (
 from router.replicas import Replica
 from router.replicas.load import LoadTracker
 from router.routing.fleets import FleetKeeper, KnownFleet
+from router.routing.recent_prefixes import Recent, RecentStatistics
 from router.scoring import (
     LEAST_TRUST,
     Candidate,
@@ -51,6 +54,39 @@ _OBSTACLES = (
     "removed",
 )
 """As `Obstacle` of core/decide/fleet.hpp counts them."""
+
+
+class RecentInCore(Recent):
+    """The core's memory of what was just sent where: it is there for the requests that the data
+    plane decides as well.
+
+    Args:
+        decider: Keeps it.
+        ttl_s: How long an entry counts.
+        max_entries: Bound on keys over all caches.
+    """
+
+    def __init__(self, decider: Decider, ttl_s: float, max_entries: int) -> None:
+        self.ttl_s, self.max_entries = ttl_s, max_entries
+        self._decider = decider
+        decider.keep_recent(ttl_s, max_entries)
+
+    @override
+    def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
+        self._decider.remember(source.replica, source.dp_rank, keys, now)
+
+    @override
+    def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
+        """The core looks by itself."""
+        return {}
+
+    @override
+    def forget(self, replica: str) -> None:
+        self._decider.forget_recent(replica)
+
+    @override
+    def statistics(self) -> RecentStatistics:
+        return RecentStatistics(*self._decider.recent_counts())
 
 
 class CorePlanner:
@@ -91,6 +127,10 @@ class CorePlanner:
             engine_load_stale_after_s,
             random.getrandbits(64),
         )
+
+    def remember_recent(self, recent: Recent) -> Recent:
+        """The core's memory, with the bounds of *recent*, in its place."""
+        return RecentInCore(self.decider, recent.ttl_s, recent.max_entries)
 
     def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
         """The fleet of a model as the core has it, with what is doubted of its caches now.

@@ -30,7 +30,7 @@ from router.mirror import (
 from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
 from router.routing.core_planner import CorePlanner, make_core_planner
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import Recent
 from router.scoring import (
     IDLE,
     LEAST_TRUST,
@@ -103,7 +103,7 @@ class RoutePlanner:
         self,
         policy: Policy,
         load: LoadTracker,
-        recent: RecentPrefixes | None,
+        recent: Recent | None,
         suspects: Collection[SourceId],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -145,6 +145,13 @@ class RoutePlanner:
             *(random or Random(), mirror, approximate),
         )
         """Ranks where it can."""
+        if self._core is not None and recent is not None:
+            self._recent = self._core.remember_recent(recent)
+
+    @property
+    def recent(self) -> Recent | None:
+        """What remembers which prefixes were just sent where; None: nothing does."""
+        return self._recent
 
     @property
     def core(self) -> CorePlanner | None:

@@ -22,6 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Protocol
+
+from typing_extensions import override
 
 from router.index import SourceId
 
@@ -54,7 +57,6 @@ class _Generation:
 class RecentStatistics:
     """Entries held now, and counts since the start."""
 
-    sources: int
     entries: int
     """Expired ones included, until their generation is dropped."""
     evicted: int
@@ -63,25 +65,14 @@ class RecentStatistics:
     """Prompts of which only the first keys were remembered, for lack of room."""
 
 
-class RecentPrefixes:
+class Recent(Protocol):
     """Remembers prefix keys by cache. The caller passes the time: *now* is seconds on a monotonic
-    clock.
+    clock."""
 
-    Args:
-        ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
-        max_entries: Bound on keys over all caches, some 80 bytes each, and 150 for each prompt.
-    """
-
-    def __init__(self, ttl_s: float = 5.0, max_entries: int = 262_144) -> None:
-        if not ttl_s > 0 or max_entries < 1:
-            raise ValueError(
-                f"recent: ttl_s {ttl_s} must be above 0 and max_entries {max_entries} at least 1"
-            )
-        self._ttl_s = ttl_s
-        self._max_entries = max_entries
-        self._young, self._old = _Generation(), _Generation()
-        self._rotate_at: float | None = None
-        self._evicted = self._truncated = 0
+    ttl_s: float
+    """How long an entry counts."""
+    max_entries: int
+    """Bound on keys over all caches."""
 
     def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
         """Remember that a prompt was just sent to a cache.
@@ -91,10 +82,6 @@ class RecentPrefixes:
             keys: The prompt's keys, from its start.
             now: Seconds.
         """
-        self._rotate(now)
-        fitting = self._fit(keys)
-        if fitting:
-            self._young.remember(source, fitting, now + self._ttl_s)
 
     def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
         """Return how many leading tokens of a prompt were recently sent to each cache.
@@ -108,6 +95,43 @@ class RecentPrefixes:
             step: Tokens from one key to the next.
             now: Seconds, on the clock of `remember`.
         """
+
+    def forget(self, replica: str) -> None:
+        """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was
+        removed."""
+
+    def statistics(self) -> RecentStatistics:
+        """Sizes and counts."""
+
+
+class RecentPrefixes(Recent):
+    """The memory of a planner in Python.
+
+    Args:
+        ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
+        max_entries: Bound on keys over all caches, some 80 bytes each, and 150 for each prompt.
+    """
+
+    def __init__(self, ttl_s: float = 5.0, max_entries: int = 262_144) -> None:
+        if not ttl_s > 0 or max_entries < 1:
+            raise ValueError(
+                f"recent: ttl_s {ttl_s} must be above 0 and max_entries {max_entries} at least 1"
+            )
+        self.ttl_s = ttl_s
+        self.max_entries = max_entries
+        self._young, self._old = _Generation(), _Generation()
+        self._rotate_at: float | None = None
+        self._evicted = self._truncated = 0
+
+    @override
+    def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
+        self._rotate(now)
+        fitting = self._fit(keys)
+        if fitting:
+            self._young.remember(source, fitting, now + self.ttl_s)
+
+    @override
+    def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
         self._rotate(now)
         if not keys:
             return {}
@@ -118,17 +142,15 @@ class RecentPrefixes:
                     found[source] = live * step
         return found
 
+    @override
     def forget(self, replica: str) -> None:
-        """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was
-        removed."""
         self._young.forget(replica)
         self._old.forget(replica)
 
+    @override
     def statistics(self) -> RecentStatistics:
-        """Sizes and counts."""
-        sources = len(self._young.by_cache.keys() | self._old.by_cache.keys())
         entries = self._young.entries + self._old.entries
-        return RecentStatistics(sources, entries, self._evicted, self._truncated)
+        return RecentStatistics(entries, self._evicted, self._truncated)
 
     def _live_keys(self, source: SourceId, keys: Sequence[int], now: float) -> int:
         """How many leading *keys* are live there."""
@@ -153,17 +175,17 @@ class RecentPrefixes:
     def _rotate(self, now: float) -> None:
         """Drop the generation that has expired."""
         if self._rotate_at is None:
-            self._rotate_at = now + self._ttl_s
+            self._rotate_at = now + self.ttl_s
         if now < self._rotate_at:
             return
         # After two times to live without a call, the young generation has expired as well.
-        self._old = self._young if now < self._rotate_at + self._ttl_s else _Generation()
+        self._old = self._young if now < self._rotate_at + self.ttl_s else _Generation()
         self._young = _Generation()
-        self._rotate_at = now + self._ttl_s
+        self._rotate_at = now + self.ttl_s
 
     def _fit(self, keys: Sequence[int]) -> Sequence[int]:
         """The leading *keys* that there is room for; the old generation is dropped to make some."""
-        room = self._max_entries - self._young.entries - self._old.entries
+        room = self.max_entries - self._young.entries - self._old.entries
         if len(keys) <= room:
             return keys
         evicted = self._old.entries

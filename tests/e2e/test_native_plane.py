@@ -528,6 +528,28 @@ async def test_a_session_that_a_header_names_is_read_in_python_and_kept_by_the_c
                     assert len(chosen) == 1
 
 
+async def test_what_was_just_sent_is_remembered_whoever_decided() -> None:
+    """Before any event tells of it, a prompt that comes again goes where it went."""
+    policy = {"name": "prefix", "recent_ttl_s": 60}
+    async with engines(4, has_events=True) as stubs:
+        with router_process({**NATIVE, "policy": policy}) as router:
+            async with router.serving(*stubs):
+                number = await until_native(router, stubs[0])
+                for seed in range(16):
+                    body = {"model": stubs[0].model, "prompt": prompt_ids(200, seed)}
+                    ways = [{}, BY_PYTHON] * 2
+                    Random(seed).shuffle(ways)
+                    chosen = []
+                    for headers in ways:
+                        found = await router.post("/v1/completions", body, headers)
+                        number += 1
+                        is_native = is_without_python(await last_request(router, number))
+                        assert is_native == (not headers)
+                        chosen.append(found.headers["x-kv-replica"])
+                    assert len(set(chosen)) == 1, (seed, ways, chosen)
+                assert (await router.metrics()).sum("kvroute_recent_prefix_keys") >= 16 * 3
+
+
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

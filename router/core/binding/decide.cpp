@@ -562,6 +562,23 @@ public:
         Guarded guarded(deciding_->books->mutex);
         deciding_->decider.shares_lots = true;
     }
+    void keep_recent(double ttl_s, std::size_t max_entries) {
+        Guarded guarded(deciding_->books->mutex);
+        deciding_->decider.recent = std::make_unique<RecentPrefixes>(ttl_s, max_entries);
+    }
+    // Each of these only where `keep_recent` was called.
+    void remember(const std::string& replica, int dp_rank, const std::vector<u64>& keys, double now) {
+        Guarded guarded(deciding_->books->mutex);
+        recent().remember(deciding_->books->cache_ids.of(replica, dp_rank), keys, now);
+    }
+    void forget_recent(const std::string& replica) {
+        Guarded guarded(deciding_->books->mutex);
+        for (const CacheId cache : deciding_->books->cache_ids.of(replica)) recent().forget(cache);
+    }
+    std::tuple<std::size_t, u64, u64> recent_counts() {
+        Guarded guarded(deciding_->books->mutex);
+        return {recent().entries(), recent().evicted(), recent().truncated()};
+    }
     void give_lots(std::vector<double> ties, std::vector<double> lots) {
         Guarded guarded(deciding_->books->mutex);
         deciding_->decider.ties.give(std::move(ties));
@@ -598,6 +615,11 @@ public:
     }
 
 private:
+    RecentPrefixes& recent() {
+        if (!deciding_->decider.recent) throw nb::value_error("nothing recent is kept");
+        return *deciding_->decider.recent;
+    }
+
     std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from) {
         std::unique_ptr<Scratch> scratch = taken();
         const bool is_long = std::any_of(
@@ -720,6 +742,10 @@ void kvroute::binding::bind_decide(nb::module_& module) {
         .def(nb::init<BooksPointer, const std::string&, nb::handle, double, u64>())
         .def("share_lots", &DeciderHandle::share_lots)
         .def("give_lots", &DeciderHandle::give_lots)
+        .def("keep_recent", &DeciderHandle::keep_recent)
+        .def("remember", &DeciderHandle::remember)
+        .def("forget_recent", &DeciderHandle::forget_recent)
+        .def("recent_counts", &DeciderHandle::recent_counts)
         .def("rank", nb::overload_cast<const FleetHandle&, const std::string&, nb::bytes,
                                        const std::string&, i64, std::shared_ptr<SharedIndex>,
                                        const nb::list&,

@@ -123,7 +123,7 @@ public:
     // Between equal replicas, and between equal ranks and holders.
     Lots ties, lots;
     bool shares_lots = false;
-    // Where no mirror says what is in prefill.
+    // In place of what a mirror says is in prefill.
     std::unique_ptr<RecentPrefixes> recent;
 
     bool needs_outlook() const { return policy_.needs_outlook(); }

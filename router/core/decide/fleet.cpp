@@ -1,6 +1,7 @@
 #include "decide/fleet.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "decide/draws.hpp"
@@ -108,6 +109,15 @@ u32 Fleet::number_of(std::string_view id) const {
 
 CacheId CacheIds::of(const std::string& replica, int dp_rank) {
     return ids_.try_emplace({replica, dp_rank}, static_cast<CacheId>(ids_.size())).first->second;
+}
+
+std::vector<CacheId> CacheIds::of(const std::string& replica) const {
+    std::vector<CacheId> found;
+    const auto first = ids_.lower_bound({replica, std::numeric_limits<int>::min()});
+    for (auto each = first; each != ids_.end() && each->first.first == replica; ++each) {
+        found.push_back(each->second);
+    }
+    return found;
 }
 
 }  // namespace kvroute::decide

@@ -174,6 +174,8 @@ private:
 class CacheIds {
 public:
     CacheId of(const std::string& replica, int dp_rank);
+    // Those of all its ranks that have been asked for.
+    std::vector<CacheId> of(const std::string& replica) const;
 
 private:
     std::map<std::pair<std::string, int>, CacheId> ids_;

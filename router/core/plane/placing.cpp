@@ -264,6 +264,11 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     sent.keep = keep;
     auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_, replica, uncached,
                                             asked.prompt_tokens, dp_rank, sent, question.now);
+    if (decider_->recent) {
+        const KeySpace& space = served.index->index.space();
+        decider_->recent->remember(cache->id, prompt->prefix_keys(space, decide::kKeyStep),
+                                   question.now);
+    }
     books.unlock();  // whatever fails from here on ends the booking, which takes them
     mirror_books.unlock();
 

