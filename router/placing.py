@@ -284,7 +284,7 @@ def native_decisions(
         shows_hits: Whether clients are told of hits.
     """
     parts = service.parts_in_core
-    if parts is None or service.exchange is not None or _asks_for_more(service.config):
+    if parts is None or _asks_for_more(service.config):
         return None
     return NativeDecisions(service, Parts(*parts), addresses, shows_hits)
 

@@ -30,6 +30,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.http.proxied_paths import dialect_of
 from router.index import PrefixIndex
+from router.mirror import WORTH_TELLING
 from router.placing import native_decisions, prepared_with, told_with
 from router.plane import (
     DIALECTS,
@@ -349,6 +350,7 @@ def _plane(
             settling.settled,
             settling.handed_over,
             lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
+            service.tell_others_soon,
         ),
         preparation,
     )
@@ -387,6 +389,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         prepares_all=needs_key or service.tracing is not None,
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
+        long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
         checks_hosts=not needs_key,
         trusted_proxies=app.gateway.trusted_proxies.prefixes(),
         prepared=tuple(

@@ -347,6 +347,11 @@ class RouterService:
         planner.share(exchange.catch_up, exchange.soon, lots)
         return exchange
 
+    def tell_others_soon(self) -> None:
+        """Something has begun that routers which share their load should know of."""
+        if self.exchange is not None:
+            self.exchange.soon()
+
     def _is_judged(self, model: str, source: SourceId) -> bool:
         disagrees = self.tokenizer_check.disagreements.get((model, source.replica), 0)
         return not disagrees and self.feed.state(source) is SourceState.LIVE

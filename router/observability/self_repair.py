@@ -17,7 +17,7 @@ seed, a salt, a tokenizer, an unknown group) and is shown, not rebuilt again and
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -240,6 +240,9 @@ class Company(Protocol):
     def company(self, replica_id: str) -> tuple[int, int, float]:
         """Under way, begun in all, and when the last ended: seconds by the same clock, or -inf."""
 
+    def begun(self) -> Mapping[str, int]:
+        """Begun in all at each replica."""
+
     def forget(self, replica_id: str) -> None:
         """Forget a replica that was removed."""
 
@@ -318,7 +321,9 @@ class QuietMoments:
 
     def begun(self) -> dict[str, int]:
         """Requests that began at each replica."""
-        return {name: requests.begun for name, requests in self._replicas.items() if requests.begun}
+        found = Counter({name: requests.begun for name, requests in self._replicas.items()})
+        found.update({} if self._company is None else self._company.begun())
+        return {name: count for name, count in found.items() if count}
 
     def disturbed(self, replica_id: str, now: float) -> None:
         """Another router has a request there, or had one a moment ago.

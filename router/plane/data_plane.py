@@ -50,6 +50,7 @@ class PlaneOptions:
     prepares_all: bool = False
     prepared_with: frozenset[bytes] = frozenset()
     told_with: frozenset[bytes] = frozenset()
+    long_prompt_tokens: int = 0
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()
 
@@ -96,6 +97,8 @@ class PlaneListener(NamedTuple):
     """Of a replica that did not serve such a request; it is opened next, or served elsewhere."""
     on_second_attempt: Callable[[str], object]
     """What became of an attempt beside one that is late."""
+    on_long_prompt: Callable[[], object]
+    """One with much to compute was sent."""
 
 
 class DataPlane:
@@ -149,6 +152,7 @@ class DataPlane:
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
             "second_attempt": self._second_attempt,
+            "long_prompt": self._long_prompt,
         }
 
     @property
@@ -312,6 +316,9 @@ class DataPlane:
 
     def _second_attempt(self, _number: int, outcome: str) -> None:
         self._listener.on_second_attempt(outcome)
+
+    def _long_prompt(self, _number: int) -> None:
+        self._listener.on_long_prompt()
 
     def _refused(self, _number: int, reason: str) -> None:
         self._listener.on_refusal(reason)

@@ -19,6 +19,7 @@ import trustme
 from tests.support.engine_stub import (
     EngineStub,
     Exchange,
+    after,
     answer,
     begun_until,
     engines,
@@ -31,6 +32,7 @@ from tests.support.model_files import write_byte_tokenizer
 from tests.support.native import what_the_compiled_index_lacks
 from tests.support.otlp_collector import OtlpCollector, ReceivedSpan, otlp_collector
 from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
+from tests.support.valkey_server import ValkeyServer
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
@@ -548,6 +550,65 @@ async def test_what_was_just_sent_is_remembered_whoever_decided() -> None:
                         chosen.append(found.headers["x-kv-replica"])
                     assert len(set(chosen)) == 1, (seed, ways, chosen)
                 assert (await router.metrics()).sum("kvroute_recent_prefix_keys") >= 16 * 3
+
+
+async def test_routers_that_share_their_load_decide_without_python() -> None:
+    """A prompt that one of them is having computed is sent there by the other as well, and what is
+    under way at one counts at the other."""
+    with contextlib.closing(ValkeyServer()) as server, contextlib.ExitStack() as stack:
+        async with engines(3, has_events=True) as stubs:
+            config = {
+                **NATIVE,
+                "replicas": [{"url": stub.url, "id": stub.name} for stub in stubs],
+                "board": {"url": server.url, "secret": "shared-by-both"},
+            }
+            one, other = (stack.enter_context(router_process(config)) for _ in range(2))
+            numbers = {router: await until_all_native(router, stubs) for router in (one, other)}
+            for seed in range(4):
+                await _share_a_burst(one, other, stubs, seed)
+                for router, count in ((one, 1), (other, 2)):
+                    numbers[router] += count
+                    await last_request(router, numbers[router])
+                    found = (await router.get("/requests")).json["requests"][:count]
+                    assert all(map(is_without_python, found))
+
+
+async def _share_a_burst(
+    one: RouterProcess, other: RouterProcess, stubs: list[EngineStub], seed: int
+) -> None:
+    release = asyncio.Event()
+    for stub in stubs:
+        stub.behaviour = after(release)
+    await _knows_of(other, stubs, 0)
+    ids, else_ids = prompt_ids(1000, seed), prompt_ids(1000, 90 + seed)
+    first = asyncio.ensure_future(asked(one, stubs[0], ids))
+    await eventually(lambda: sum(stub.active for stub in stubs) == 1, "it is sent")
+    (busy,) = [stub for stub in stubs if stub.active]
+    await _knows_of(other, [busy], 1)
+    second = asyncio.ensure_future(asked(other, stubs[0], ids))
+    await eventually(lambda: busy.active == 2, "it goes to the same replica")
+    third = asyncio.ensure_future(asked(other, stubs[0], else_ids))
+    await eventually(lambda: sum(stub.active for stub in stubs) == 3, "it is sent")
+    assert busy.active == 2, "what is not the same goes elsewhere"
+    release.set()
+    await asyncio.gather(first, second, third)
+
+
+async def _knows_of(router: RouterProcess, stubs: list[EngineStub], requests: int) -> None:
+    """Until it has heard that each has so many of the other's before their first token."""
+    for stub in stubs:
+        while (await router.replica(stub.name))["others"]["prefilling_requests"] != requests:
+            await asyncio.sleep(0.001)
+
+
+async def until_all_native(router: RouterProcess, stubs: list[EngineStub]) -> int:
+    """Until the router knows all replicas, and decides without Python; return how many requests
+    that took."""
+    await router.until(
+        lambda now: now.sum("kvroute_replica_healthy") == len(stubs), "all are healthy"
+    )
+    await router.until(lambda now: now.sum("kvroute_board_writers") == 1, "it hears the other")
+    return await until_native(router, stubs[0])
 
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -111,6 +111,7 @@ NOBODY_LISTENS = PlaneListener(
     on_settled=lambda *what: None,
     on_handed_over=lambda number, failed: None,
     on_second_attempt=lambda outcome: None,
+    on_long_prompt=lambda: None,
 )
 
 
@@ -225,8 +226,11 @@ class ProxyServer:
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
         raise AssertionError("nothing is decided by the data plane here")
 
-    def forget(self, number: int) -> None:
-        """None was prepared."""
+    def hand_over(self, number: int) -> None:
+        """Nothing is begun before."""
+
+    def left(self, number: int) -> None:
+        """Nothing is kept of it."""
 
     def tell_to_stop(self) -> None:
         assert self.loop is not None

@@ -141,6 +141,7 @@ struct AsTuple {
     nb::object operator()(const SecondAttempt& second) const {
         return nb::make_tuple("second_attempt", id, second.outcome);
     }
+    nb::object operator()(const LongPromptSent&) const { return nb::make_tuple("long_prompt", id); }
     nb::object operator()(const Refused& refused) const {
         return nb::make_tuple("refused", id, refused.reason);
     }
@@ -175,6 +176,7 @@ nb::list events_of(Plane& plane) {
 // What is decided here, and what is read elsewhere first.
 void take_prepared(nb::dict from, Options& options) {
     options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
+    options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.insert(text_of(each));
     for (nb::handle each : from["told_with"]) options.told_with.insert(text_of(each));
@@ -411,6 +413,12 @@ void kvroute::binding::bind_plane(nb::module_& module) {
             const OfReplica found = self.quiet().at(replica);
             return std::make_tuple(found.under_way, found.begun, found.ended_at);
         })
+        .def("begun",
+             [](Placing& self) {
+                 nb::dict made;
+                 for (const auto& [replica, count] : self.quiet().begun()) made[replica.c_str()] = count;
+                 return made;
+             })
         .def("forget", [](Placing& self, const std::string& replica) { self.quiet().forget(replica); });
     nb::class_<Plane>(module, "Plane")
         .def("__init__",

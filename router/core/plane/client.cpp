@@ -514,6 +514,10 @@ bool Client::is_placed(Ask ask) {
     request_id_ = std::move(placed->request_id);
     booking_ = std::move(placed->booking);
     prediction_ = std::move(placed->prediction);
+    const u64 long_tokens = thread_.options().long_prompt_tokens;
+    if (long_tokens && prediction_.uncached_tokens >= long_tokens) {
+        thread_.post(0, LongPromptSent{});
+    }
     routing_s_ = clock_now() - began;
     first_byte_s_ = 0;
     thread_.usual().add_request();

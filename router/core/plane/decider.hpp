@@ -28,7 +28,7 @@ struct Prediction {
     std::string model, replica;
     int dp_rank = -1;  // none was asked for
     u64 prompt_tokens = 0;
-    u64 gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
+    u64 gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0, uncached_tokens = 0;
     bool is_suspect = false, has_adapter = false;
 };
 

@@ -280,6 +280,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
                          static_cast<u64>(cached.gpu),
                          static_cast<u64>(cached.all),
                          booking->expected_tokens(),
+                         static_cast<u64>(uncached),
                          state.is_suspect,
                          served.adapter.has_value()};
     placed.booking = std::move(booking);

@@ -55,6 +55,14 @@ public:
         return found == replicas_.end() ? OfReplica() : *found->second;
     }
 
+    // Requests that began at each replica.
+    std::unordered_map<std::string, u64> begun() const {
+        std::lock_guard locked(mutex_);
+        std::unordered_map<std::string, u64> found;
+        for (const auto& [replica, at] : replicas_) found.emplace(replica, at->begun);
+        return found;
+    }
+
     void forget(const std::string& replica) {
         std::lock_guard locked(mutex_);
         replicas_.erase(replica);

@@ -220,6 +220,9 @@ struct SecondAttempt {
     const char* outcome = "";
 };
 
+// Others should hear soon that such a request was sent: see `Options::long_prompt_tokens`.
+struct LongPromptSent {};
+
 // Such a request has not ended for a while, or has had its first byte since that was told.
 struct Running {
     Settled so_far;
@@ -228,7 +231,7 @@ struct Running {
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt>
+                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent>
         what;
 };
 
@@ -254,6 +257,7 @@ struct Options {
     bool prepares_all = false;  // also those that could be read here; with their fields
     // A client's fields with which a request is prepared, and those with which it is told at once.
     std::unordered_set<std::string> prepared_with, told_with;
+    u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
     Networks trusted_proxies;   // whose word counts for where a request comes from
 };

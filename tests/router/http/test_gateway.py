@@ -45,8 +45,11 @@ class _Nothing:
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
         raise AssertionError
 
-    def forget(self, number: int) -> None:
-        """None was prepared."""
+    def hand_over(self, number: int) -> None:
+        """Nothing is begun before."""
+
+    def left(self, number: int) -> None:
+        """Nothing is kept of it."""
 
 
 @pytest_asyncio.fixture

@@ -256,8 +256,21 @@ class Company:
     def company(self, replica_id: str) -> tuple[int, int, float]:
         return self.counts.get(replica_id, (0, 0, -math.inf))
 
+    def begun(self) -> dict[str, int]:
+        return {name: count for name, (_, count, _) in self.counts.items()}
+
     def forget(self, replica_id: str) -> None:
         del self.counts[replica_id]
+
+
+def test_other_routers_hear_of_what_the_data_plane_began_as_well() -> None:
+    """It disturbs their evidence like what was begun here."""
+    quiet, company = QuietMoments(TIMES.quiet_s), Company()
+    quiet.began("r0", 1.0)
+    assert quiet.begun() == {"r0": 1}
+    quiet.count_also(company)
+    company.counts = {"r0": (1, 3, -math.inf), "r1": (0, 2, 1.0), "r2": (0, 0, -math.inf)}
+    assert quiet.begun() == {"r0": 4, "r1": 2}
 
 
 def test_what_the_data_plane_sends_is_company() -> None:
