@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,6 +93,9 @@ class NativeDecisions(ReplicaListener):
         self._seen: Any = None
         self._seen_at = -math.inf
         service.registry.subscribe(self)
+        self._room = None if service.entrance is None else service.entrance.room
+        if self._room is not None:
+            self._room.on_turned = self._has_changed.set
 
     def want(self, adapter: str) -> None:
         """Have the core know an adapter, since a request has named it."""
@@ -150,6 +153,8 @@ class NativeDecisions(ReplicaListener):
     def _refresh(self, plane: DataPlane) -> None:
         admission, observers = self._service.admission, self._service.observers
         may = not (admission.is_full or observers.taps or admission.is_shutting_down)
+        # Where somebody waits, whoever comes has to wait as well, though there were room.
+        may = may and (self._room is None or self._room.is_empty)
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)
@@ -284,18 +289,9 @@ def native_decisions(
         shows_hits: Whether clients are told of hits.
     """
     parts = service.parts_in_core
-    if parts is None or _asks_for_more(service.config):
+    if parts is None or service.config.versioned_models:
         return None
     return NativeDecisions(service, Parts(*parts), addresses, shows_hits)
-
-
-def _asks_for_more(config: RouterConfig) -> bool:
-    """Whether requests are told apart, or put in line."""
-    asked: Sequence[Callable[[], object] | object] = (
-        config.overload.is_queueing,
-        config.versioned_models,
-    )
-    return any(asked)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:

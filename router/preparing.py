@@ -84,6 +84,7 @@ class Preparation:
         check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
         session_header: str,
         tracer: Tracer | None,
+        has_line: bool,
     ) -> None:
         """
         Args:
@@ -93,7 +94,9 @@ class Preparation:
                 none is needed.
             session_header: The header that names a client's session, in lower case.
             tracer: Begins the trace of each; None where none is recorded.
+            has_line: Whether requests wait where there is no room.
         """
+        self._has_line = has_line
         self._tracer = tracer
         self._session_header = session_header.encode()
         self._dispatcher = dispatcher
@@ -207,6 +210,8 @@ class Preparation:
                 raise _Unusual
             key.usage.enter()
             self._begun.setdefault(number, Begun()).usage = key.usage
+        if self._has_line:
+            self._begun.setdefault(number, Begun()).key = key
         return key
 
     def _read(

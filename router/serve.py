@@ -244,6 +244,7 @@ def _control_server(
         check_key if guard.needs_key("client") else None,
         config.policy.session_header,
         app.gateway.tracer,
+        service.entrance is not None,
     )
     plane = _plane(service, app, preparation, path)
     server = _ControlServer(app, service, plane, natives, preparation)
@@ -338,6 +339,7 @@ def _plane(
         preparation,
         service.config.policy.name,
         service.config.observability.access_log,
+        service.entrance,
     )
     return DataPlane(
         app.direct,

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.http.access_log import AccessLine
+from router.http.gateway import of_key
 from router.observability.request_log import RoutedRequest
 from router.observability.request_observer import AskedInCore, RequestObservers, Settled
+from router.overload import Entrance, Waiter
 from router.plane import FailedFirst
 from router.preparing import PREPARED, Preparation
 from router.proxy import Attempt
@@ -23,6 +25,7 @@ class Settling:
         preparation: Preparation,
         policy: str,
         logs_access: bool,
+        entrance: Entrance | None,
     ) -> None:
         """
         Args:
@@ -30,7 +33,11 @@ class Settling:
             preparation: Knows what was begun for them.
             policy: The name of the policy that chose.
             logs_access: Whether each gets a line in the log.
+            entrance: Where others wait for room; None: nowhere.
         """
+        self._entrance = entrance
+        self._passed: dict[int, Waiter] = {}
+        """Requests that the line knows of, as those that did not wait."""
         self._observers = observers
         self._preparation = preparation
         self._policy = policy
@@ -43,7 +50,9 @@ class Settling:
             number: Of the request.
             what: As `Plane` tells it.
         """
-        self._observers.show(number, *self._of_core(number, what), self._policy)
+        settled, path = self._of_core(number, what)
+        self._observers.show(number, settled, path, self._policy)
+        self._pass_by(number, settled)
 
     def settled(self, number: int, *what: Any) -> None:
         """One is over.
@@ -54,6 +63,7 @@ class Settling:
         """
         settled, path = self._of_core(number, what)
         begun = self._preparation.begun(number)
+        self._leave_line(number, settled)
         self._preparation.settled(number, settled)
         routed = self._observers.settle(number, settled, path, self._policy)
         if self._logs_access:
@@ -74,6 +84,27 @@ class Settling:
         begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
         if begun is not None and begun.placed is not None and attempt is not None:
             begun.placed.failed(attempt, found.value)
+        passed = self._passed.pop(number, None)
+        if passed is not None and self._entrance is not None:
+            self._entrance.room.over(passed)  # it may have to wait for its next attempt
+
+    def _pass_by(self, number: int, settled: Settled) -> None:
+        """Let the line know of a request that did not have to wait, once."""
+        if self._entrance is None or number in self._passed:
+            return
+        begun = self._preparation.begun(number)
+        holder = of_key(None if begun is None else begun.key)
+        waiter = self._entrance.waiter(settled.model, {}, *holder)
+        prompt_tokens, _, cached_tokens, _ = settled.tokens
+        waiter.tokens = prompt_tokens - cached_tokens
+        self._passed[number] = waiter
+        self._entrance.room.passed(waiter)
+
+    def _leave_line(self, number: int, settled: Settled) -> None:
+        if self._entrance is not None:
+            self._pass_by(number, settled)
+            tokens = settled.response_tokens if settled.first_byte_s else None
+            self._entrance.room.over(self._passed.pop(number), tokens)
 
     def _attempt(self, replica_id: str) -> Attempt | None:
         """At a replica; None where it was removed meanwhile."""

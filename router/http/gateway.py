@@ -309,6 +309,8 @@ class Begun:
     """What its client says of its trace."""
     placed: PlacedTrace | None = None
     """Its trace, where the router has its own spans."""
+    key: Key | None = None
+    """Its client's, where one is needed."""
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -587,9 +589,8 @@ class Passage:
         may_wait = decision.ranking or decision.may_wait
         if self._waiter is not None or not may_wait or self._exchange.is_gone:
             return True
-        key, dispatcher = self._key, self._gateway.dispatcher
-        of_key = () if key is None else (key.name, key.priority, key.share)
-        waiter = entrance.waiter(decision.model_name, self._headers, *of_key)
+        dispatcher, holder = self._gateway.dispatcher, of_key(self._key)
+        waiter = entrance.waiter(decision.model_name, self._headers, *holder)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         waiter.start = lambda: self._take(lambda: self._send(dispatcher.again(decision)))
@@ -699,6 +700,11 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
     if key is None or key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def of_key(key: Key | None) -> tuple[Any, ...]:
+    """What a key says of the place of its requests in a line: holder, class and share."""
+    return () if key is None else (key.name, key.priority, key.share)
 
 
 def _rank(headers: dict[bytes, bytes]) -> int | None:

@@ -74,6 +74,8 @@ class WaitingRoom:
         self._listener = listener or RoomListener()
         self.clock = clock
         self._random = (random or Random()).random
+        self.on_turned: Callable[[], object] = lambda: None
+        """Called when somebody waits, and nobody did, or the other way round."""
         self._lines: OrderedDict[str, Line] = OrderedDict()
         """By model; the one that was served last stands last."""
         self._waiting = 0
@@ -93,10 +95,7 @@ class WaitingRoom:
             QueueTimeout: Its deadline would pass before its turn.
         """
         now, model = self.clock(), waiter.model
-        line = self._lines.get(model)
-        if line is None:
-            line = self._lines[model] = Line(self._limits)
-        waiter.line = line
+        line = waiter.line = self._line(model)
         if is_room and not line.waiting:
             line.pass_by(waiter, now)
             self._listener.started(model, waiter.priority, 0.0)
@@ -113,6 +112,18 @@ class WaitingRoom:
         self._let_in()
         self._look_later()
         return False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits."""
+        return not self._waiting
+
+    def passed(self, waiter: Waiter) -> None:
+        """A request has started elsewhere, since nobody waited and there was room. Call `over` at
+        its end."""
+        line = waiter.line = self._line(waiter.model)
+        line.pass_by(waiter, self.clock())
+        self._listener.started(waiter.model, waiter.priority, 0.0)
 
     def over(self, waiter: Waiter, response_tokens: int | None = None) -> None:
         """A request has ended, whether it had its turn or still waited.
@@ -163,6 +174,12 @@ class WaitingRoom:
 
     # --- steps ------------------------------------------------------------------------------------
 
+    def _line(self, model: str) -> Line:
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = Line(self._limits)
+        return line
+
     def _let_in(self) -> None:
         """Start as many as there is room for; the models take turns."""
         if self._is_letting_in:
@@ -208,7 +225,9 @@ class WaitingRoom:
         return min(max(math.ceil(wait_s * spread), 1), MAX_RETRY_AFTER_S)
 
     def _count(self) -> None:
-        self._waiting = sum(line.waiting for line in self._lines.values())
+        before, self._waiting = self._waiting, sum(line.waiting for line in self._lines.values())
+        if bool(before) is not bool(self._waiting):
+            self.on_turned()
 
     def _look_later(self) -> None:
         if self._timer is None and self._waiting:

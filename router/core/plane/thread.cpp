@@ -50,9 +50,9 @@ std::pair<std::string, int> shown(const sockaddr_storage& from) {
 Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 Outbox::~Outbox() { ::close(signal_); }
 
-void Outbox::post(Event event) {
+void Outbox::post(Event event, bool is_awaited) {
     const auto* const settled = std::get_if<Settled>(&event.what);
-    const bool is_awaited = settled == nullptr || settled->asked.is_awaited;
+    is_awaited |= settled == nullptr || settled->asked.is_awaited;
     {
         std::lock_guard locked(mutex_);
         events_.push_back(std::move(event));

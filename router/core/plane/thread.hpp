@@ -22,7 +22,8 @@ class Outbox {
 public:
     Outbox();
     ~Outbox();
-    void post(Event event);
+    // `is_awaited`: somebody waits for the ends of requests.
+    void post(Event event, bool is_awaited);
     void nudge();
     std::vector<Event> take();
     int descriptor() const { return signal_; }
@@ -84,7 +85,9 @@ public:
     const Hosts& hosts() const { return common_.hosts; }
     double now() const { return now_; }
     void post(ExchangeId id, decltype(Event::what) what) {
-        common_.outbox.post({id, std::move(what)});
+        // Where nothing is decided here, requests may wait for the end of another one.
+        const bool is_awaited = decider_.load(std::memory_order_relaxed) == nullptr;
+        common_.outbox.post({id, std::move(what)}, is_awaited);
     }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
