@@ -452,7 +452,8 @@ class Plane:
         Args:
             is_awaited: Its end is told at once.
             more: The body to send or None, the salt or None, session, tenant, fields for the engine
-                and of the response, and lengths to keep.
+                and of the response, lengths to keep, and whether the client names the model
+                otherwise.
         """
     def open(self, id: int) -> None: ...
     def hold_back(self) -> None:

@@ -195,8 +195,9 @@ class NativeDecisions(ReplicaListener):
 
     def _names(self) -> Iterator[tuple[str, Model, str | None]]:
         """What requests may name, with the model and the adapter that it stands for."""
+        versioned = self._models.versions.names()
         for model in self._models:
-            yield from ((name, model, None) for name in model.names)
+            yield from ((name, model, None) for name in model.names if name not in versioned)
         for name in list(self._wanted):
             try:
                 model, adapter = self._models.resolve(name)
@@ -289,14 +290,16 @@ def native_decisions(
         shows_hits: Whether clients are told of hits.
     """
     parts = service.parts_in_core
-    if parts is None or service.config.versioned_models:
+    if parts is None:
         return None
     return NativeDecisions(service, Parts(*parts), addresses, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:
     """A client's headers with which its request is read here before the core decides."""
-    return frozenset((TRACEPARENT, config.policy.session_header.encode()))
+    choosing = (each.header for each in config.versioned_models)
+    names = (config.policy.session_header, *choosing)
+    return frozenset((TRACEPARENT, *(name.encode() for name in names)))
 
 
 def told_with(config: RouterConfig) -> frozenset[bytes]:

@@ -130,6 +130,8 @@ class Preparation:
         try:
             key = self._enter(number, headers)
             asked = self._read(endpoint, key, headers, body)
+            if asked.target is not None:
+                self._begun.setdefault(number, Begun()).version = asked.named or "", asked.target
         except (RequestError, _Unusual):
             self._open(number)
             return
@@ -220,11 +222,13 @@ class Preparation:
         """What a usual request asks for."""
         if len(body) > INLINE_BODY_BYTES:
             raise _Unusual
-        session = dict(headers).get(self._session_header)
+        given = dict(headers)
+        session = given.get(self._session_header)
         asked = self._dispatcher.read(
             endpoint,
             body,
             session.decode("latin-1") if session else None,
+            headers=given,
             salt=tenant_salt(key, endpoint.value),
             check_model=None if key is None or key.usage is None else _check_model(key.usage),
             tenant="" if key is None or key.owner is None else key.name,
@@ -273,7 +277,7 @@ class Preparation:
         session = (asked.session or "").encode("utf-8", "surrogatepass")
         changed = None if sent is body else sent
         salt = tokenized.cache_salt
-        more = changed, salt, session, asked.tenant, added, told, keep
+        more = changed, salt, session, asked.tenant, added, told, keep, asked.target is not None
         has_more = any(more) or salt is not None
         assert self.plane is not None
         tokens, is_comparable = tokenized.token_ids, spec.choices == 1
@@ -334,7 +338,6 @@ def _is_usual(asked: Asked) -> bool:
         and _is_of_words(spec.prompts[0])
         and spec.reads_cache
         and spec.stored_response is None
-        and asked.target is None
         and not spec.has_report_mode
         and bool(spec.model or not asked.model.aliases)
     )

@@ -66,6 +66,8 @@ class Settling:
         self._leave_line(number, settled)
         self._preparation.settled(number, settled)
         routed = self._observers.settle(number, settled, path, self._policy)
+        if begun is not None and begun.version is not None:
+            self._observers.metrics.versions.labels(*begun.version).inc()
         if self._logs_access:
             _write_line(settled, path, routed)
         if begun is not None and begun.placed is not None:

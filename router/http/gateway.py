@@ -144,6 +144,7 @@ class Gateway:
         usage: KeyUsage | None = None,
         owner: ResponseOwner | None = None,
         tenant: str = "",
+        version: str | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine where something has to be waited
         for.
@@ -156,6 +157,7 @@ class Gateway:
             usage: What that key may use, if it is limited.
             owner: Who holds it, where there are several.
             tenant: Whose request it is, where there may be several.
+            version: Of the model, that was chosen already.
         Raises:
             RequestError: It is refused.
         """
@@ -179,6 +181,7 @@ class Gateway:
             check_model=check_model,
             owner=owner,
             tenant=tenant,
+            version=version,
         )
 
     async def _decide_for_key(
@@ -311,6 +314,8 @@ class Begun:
     """Its trace, where the router has its own spans."""
     key: Key | None = None
     """Its client's, where one is needed."""
+    version: tuple[str, str] | None = None
+    """How its client names the model, and the version that was chosen."""
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -376,6 +381,7 @@ class Passage:
         "_timer",
         "_trace",
         "_usage",
+        "_version",
         "_waiter",
     )
 
@@ -400,6 +406,7 @@ class Passage:
         self._observer: RequestObserver | None = None
         self._usage = begun.usage
         self._has_spent = begun.has_spent
+        self._version = None if begun.version is None else begun.version[1]
         self._waiter: Waiter | None = None
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -530,7 +537,8 @@ class Passage:
         usage, headers = self._usage, self._headers
         owner = None if self._key is None else self._key.owner
         tenant = self._gateway.tenant(self._key, headers)
-        return self._gateway.decide(self._path, headers, body, self._salt, usage, owner, tenant)
+        known = self._path, headers, body, self._salt, usage, owner, tenant
+        return self._gateway.decide(*known, self._version)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:

@@ -123,6 +123,7 @@ class Dispatcher:
         owner: ResponseOwner | None = None,
         tenant: str = "",
         is_eligible: IsEligible | None = None,
+        version: str | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -140,6 +141,7 @@ class Dispatcher:
             owner: The holder of the client's key, where there are several.
             tenant: Whose request it is, where there may be several.
             is_eligible: Which replicas may be chosen; None: all that serve the model.
+            version: Of the model, that was chosen already.
         Raises:
             BadRequest: The body breaks a rule.
             UnknownResponse: The response that it continues is not *owner*'s.
@@ -156,7 +158,8 @@ class Dispatcher:
         secret = None if salt is None else salt.secret
         spec, body = await self._parse(endpoint, body, encoding, secret)
         body = _owned(spec, body, owner)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant, is_eligible)
+        named = session, dp_rank, headers, check_model, tenant, is_eligible
+        asked = self._asked(spec, body, *named, version)
         return await self._decide_later(asked)
 
     def dispatch_now(
@@ -173,6 +176,7 @@ class Dispatcher:
         owner: ResponseOwner | None = None,
         tenant: str = "",
         is_eligible: IsEligible | None = None,
+        version: str | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -189,6 +193,7 @@ class Dispatcher:
             owner: Its holder.
             tenant: Whose request it is.
             is_eligible: Which replicas may be chosen.
+            version: That was chosen.
         Raises:
             RequestError: As `dispatch`.
         """
@@ -202,12 +207,14 @@ class Dispatcher:
                 owner=owner,
                 tenant=tenant,
                 is_eligible=is_eligible,
+                version=version,
             )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
         body = _owned(spec, body, owner)
-        asked = self._asked(spec, body, session, dp_rank, headers, check_model, tenant, is_eligible)
+        named = session, dp_rank, headers, check_model, tenant, is_eligible
+        asked = self._asked(spec, body, *named, version)
         return self._decide_now(asked)
 
     def read(
@@ -216,6 +223,7 @@ class Dispatcher:
         body: bytes,
         session: str | None = None,
         *,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
         salt: TenantSalt | None = None,
         check_model: CheckModel | None = None,
         tenant: str = "",
@@ -226,6 +234,7 @@ class Dispatcher:
             endpoint: The form of the body.
             body: As the client sent it.
             session: Where a header names it.
+            headers: The request's, as far as they matter.
             salt: Of the client's key.
             check_model: Whether that key is for the model.
             tenant: Whose request it is.
@@ -234,7 +243,7 @@ class Dispatcher:
         """
         body = body.removeprefix(codecs.BOM_UTF8)
         spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
-        return self._asked(spec, body, session, None, NO_HEADERS, check_model, tenant, None)
+        return self._asked(spec, body, session, None, headers, check_model, tenant, None)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
@@ -300,11 +309,13 @@ class Dispatcher:
         check_model: CheckModel | None,
         tenant: str,
         is_eligible: IsEligible | None,
+        version: str | None = None,
     ) -> Asked:
         session, named = session or spec.session, spec.model
         if named and check_model is not None:
             check_model(named)
-        target = self._models.versions.choose(named, headers, session, self._is_served)
+        versions = self._models.versions
+        target = version or versions.choose(named, headers, session, self._is_served)
         if target is not None:
             spec = replace(spec, model=target)
         model, lora_name = self._resolve(spec.model)

@@ -662,6 +662,73 @@ async def _fill(router: RouterProcess, stub: EngineStub, seed: int) -> int:
     return len(under_way)
 
 
+VERSIONED = {
+    **NATIVE,
+    "models": [{"name": "second", "aliases": ["second-alias"]}],
+    "versioned_models": [
+        {
+            "name": "both",
+            "versions": [
+                {"model": "first", "weight": 1},
+                {"model": "second", "weight": 1, "label": "canary"},
+            ],
+        }
+    ],
+}
+
+
+async def test_a_version_of_a_model_is_the_same_one_whoever_decides() -> None:
+    """By its label, by its session, or by chance; what engine and client are told is equal."""
+    async with (
+        EngineStub("first", has_events=True) as first,
+        EngineStub("second", has_events=True) as second,
+        EngineStub("second-alias", has_events=True) as other,
+    ):
+        stubs = {stub.name: stub for stub in (first, second, other)}
+        with router_process(VERSIONED) as router:
+            async with router.serving(*stubs.values()):
+                number = await until_native(router, first)
+                for seed, stub in enumerate((second, other)):
+                    ids = prompt_ids(640, seed)
+                    stub.store(ids)
+                    await router.until_applied(stub)
+                    number = await until_decided(router, "second", ids, number)
+                chosen = set()
+                for case in range(24):
+                    label = ("canary", "first")[case % 3 > 0]
+                    headers = {} if case % 2 else {"x-model-version": label}
+                    body = {"model": "both", "prompt": [*ids, case], "user": f"user {case}"}
+                    found = []
+                    for more in ({}, BY_PYTHON):
+                        answer = await router.post("/v1/completions", body, {**headers, **more})
+                        number += 1
+                        request = await last_request(router, number)
+                        assert is_without_python(request) == (not more)
+                        told = _received(stubs[request["replica"]], "/v1/completions")
+                        found.append((_told(answer), _logged(request), request["model"], told))
+                    assert found[0] == found[1]
+                    chosen.add(found[0][0]["x-kv-model"])
+                assert chosen == {"first", "second-alias"}
+                await _check_chance(router, number)
+
+
+async def _check_chance(router: RouterProcess, number: int) -> None:
+    """Requests without a session are shared out by weight, and each is counted once."""
+    name = "kvroute_versioned_requests_total"
+    before = await router.metrics()
+    for case in range(40):
+        body = {"model": "both", "prompt": [case + 1], "max_tokens": 1}
+        assert (await router.post("/v1/completions", body)).status == 200
+        assert is_without_python(await last_request(router, number + 1 + case))
+    after_all = await router.metrics()
+    counts = [
+        after_all.sum(name, model=model) - before.sum(name, model=model)
+        for model in ("first", "second")
+    ]
+    assert sum(counts) == 40
+    assert min(counts) > 5
+
+
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

@@ -245,7 +245,7 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
 }
 
 // A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
-// lengths to keep.
+// lengths to keep, and whether the engine has to be told the model's name.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
            bool is_comparable, bool is_awaited, double tokenization_s, nb::handle more) {
     Ask ask;
@@ -264,6 +264,7 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
         ask.added = fields_of(nb::object(more[4]));
         ask.reported = fields_of(nb::object(more[5]));
         ask.keep = nb::cast<std::vector<u64>>(nb::object(more[6]));
+        ask.is_renamed = nb::cast<bool>(nb::object(more[7]));
     }
     plane.send({id, std::move(ask)});
 }

@@ -286,6 +286,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
     placed.name = served.names[state.replica];
+    if (placed.name.empty() && question.ask.is_renamed) placed.name = question.ask.model;
     if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);
     if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
     placed.forward.work_tokens = static_cast<u64>(uncached + std::max<i64>(state.queued_tokens, 0));

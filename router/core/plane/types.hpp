@@ -95,6 +95,7 @@ struct Ask {
     std::optional<double> tokenization_s;
     bool is_comparable = true;  // the engine's report counts what was predicted
     bool is_awaited = false;    // somebody waits for its end
+    bool is_renamed = false;    // `model` is not how the client names it: the engine has to be told
 };
 // The same for as long as it is under way.
 struct Asked {
