@@ -1,9 +1,11 @@
-"""What a decision costs in the compiled core and in Python, and how much memory the mirror takes.
+"""What a decision costs by each policy and by plug-ins, and how much memory the mirror takes.
 
-A decision is the index's look-up, and what the router does from there to the ranking: candidates
-are made of replicas, hits, loads and what the mirror says, and the policy orders them. Replicas are
-busy: each has requests in prefill and in decode, and evicts. `--hit` bounds how much of the prompt
-they hold: the look-up alone is measured in `index_match`. The core and Python decide in turn.
+A decision is the index's look-up, and what the router does from there to the ranking: the core
+finds hits, loads and what the mirror says of each replica, and orders them, or a plug-in does.
+Replicas are busy: each has requests in prefill and in decode, and evicts. `--hit` bounds how much
+of the prompt they hold: the look-up alone is measured in `index_match`. The plug-ins choose the
+longest hit: one gets an object for each replica, one the columns, and one the columns with what
+each cache is doing. All decide in turn.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import cast
 
 from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
@@ -28,9 +29,18 @@ from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import LEAST_DELAY, PolicySettings, RouteRequest, make_policy
+from router.scoring import (
+    LEAST_DELAY,
+    Candidate,
+    Order,
+    Policy,
+    PolicySettings,
+    Ranked,
+    RouteRequest,
+    Standings,
+    make_policy,
+)
 from router.scoring.policies import BUILT_IN
-from tests.oracle.load import ReferenceLoad
 
 PROMPT_TOKENS = 4096
 _BLOCK = 16
@@ -52,20 +62,47 @@ def main() -> None:
     _report_memory()
     for replicas in options.replicas:
         decisions = max(options.decisions // replicas, 20)
-        for policy in BUILT_IN:
-            deciders = [_decider(policy, replicas, options.hit, each) for each in (False, True)]
-            costs = [
-                [_microseconds(decide, decisions) for decide in deciders]
-                for _ in range(options.repeats)
-            ]
-            in_python, in_core = (min(each) for each in zip(*costs, strict=True))
-            report(
-                "policy_cost",
-                policy=policy,
-                replicas=replicas,
-                decision_us=round(in_core, 2),
-                in_python_us=round(in_python, 2),
-            )
+        deciders = {
+            name: _decider(name, policy, replicas, options.hit)
+            for name, policy in _policies().items()
+        }
+        costs: dict[str, list[float]] = {name: [] for name in deciders}
+        for _ in range(options.repeats):
+            for name, decide in deciders.items():
+                costs[name].append(_microseconds(decide, decisions))
+        for name, found in costs.items():
+            cost = round(min(found), 2)
+            report("policy_cost", policy=name, replicas=replicas, decision_us=cost)
+
+
+class _Longest:
+    """The longest hit, as a plug-in that gets candidates."""
+
+    def rank(self, _request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
+        """Order them."""
+        ordered = sorted(candidates, key=lambda each: -each.gpu_cached_tokens)
+        return [Ranked(each, place, "by its hit") for place, each in enumerate(ordered)]
+
+
+class _LongestOfColumns(_Longest):
+    """The same by columns."""
+
+    def __init__(self, needs_outlook: bool) -> None:
+        self.needs_outlook = needs_outlook
+
+    def order(self, _request: RouteRequest, standings: Standings) -> Order:
+        """Order them."""
+        costs = [-float(tokens) for tokens in standings.gpu_cached_tokens]
+        return Order(costs, lambda number: number, lambda _each, _cost, _place: "by its hit")
+
+
+def _policies() -> dict[str, Policy]:
+    built_in = {name: make_policy(name, PolicySettings(random=Random(1))) for name in BUILT_IN}
+    return built_in | {
+        "plug-in, candidates": _Longest(),
+        "plug-in, columns": _LongestOfColumns(False),
+        "plug-in, columns with outlooks": _LongestOfColumns(True),
+    }
 
 
 def _microseconds(decide: Callable[[], object], decisions: int) -> float:
@@ -77,19 +114,12 @@ def _microseconds(decide: Callable[[], object], decisions: int) -> float:
     return (time.process_time() - started) / decisions * 1e6
 
 
-def _decider(policy: str, count: int, most_hit: int, in_core: bool) -> Callable[[], object]:
+def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callable[[], object]:
     random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
-    load = LoadTracker() if in_core else cast(LoadTracker, ReferenceLoad())
-    mirror = Mirror()
-    is_new = policy == LEAST_DELAY
-    planner = RoutePlanner(
-        make_policy(policy, PolicySettings(random=Random(1))),
-        load,
-        None if is_new else RecentPrefixes(),
-        (),
-        mirror=mirror if is_new else None,
-    )
+    load, mirror = LoadTracker(), Mirror()
+    recent = None if name_of == LEAST_DELAY else RecentPrefixes()
+    planner = RoutePlanner(policy, load, recent, (), mirror=mirror)
     prompt = _tokens(random)
     flights = []
     for number_of, name in enumerate(names):

@@ -514,6 +514,18 @@ class TokenIdsRequest:
 class Policy:
     """A built-in policy alone."""
 
+    def delays(
+        self,
+        prompt_tokens: int,
+        candidate: Candidate,
+        prefill_tokens_per_s: float,
+        mean_congestion: float,
+    ) -> tuple[float, float, float, float, float]:
+        """The parts of the delay there: ahead of the prompt, its own, the machine's, that of those
+        behind it, and that of what it evicts."""
+    def uncached(self, prompt_tokens: int, candidate: Candidate) -> float:
+        """Tokens that count as neither cached there nor to be loaded."""
+
     def __init__(self, name: str, weights: Weights) -> None: ...
     def order(
         self,
@@ -610,6 +622,10 @@ class DecidedRanking:
     def numbers(self) -> list[int]: ...
     def cost(self, number: int) -> float: ...
     def candidate(self, number: int) -> tuple[Any, ...]: ...
+    def columns(self) -> tuple[Any, ...]:
+        """Of `router.scoring.Standings`, but the last."""
+    def lower(self, number: int) -> tuple[Any, ...]:
+        """A `router.scoring.Lower`."""
     def excluded(self) -> list[tuple[tuple[Any, ...], int]]: ...
 
 class Decider:
@@ -622,7 +638,9 @@ class Decider:
         weights: Weights,
         engine_load_stale_after_s: float,
         seed: int,
-    ) -> None: ...
+        plug_in_needs_outlook: bool = False,
+    ) -> None:
+        """An empty name: a plug-in decides, by the columns of what is found."""
     def share_lots(self) -> None: ...
     def keep_recent(self, ttl_s: float, max_entries: int) -> None:
         """From now on what was just sent where counts as coming, in place of what is given."""
@@ -651,4 +669,5 @@ class Decider:
         | None,
         choice: tuple[bool, int | None, bool],
         now: float,
+        costs_of_ranks: Callable[[Any, list[tuple[Any, ...]]], Sequence[float]] | None,
     ) -> DecidedRanking: ...

@@ -31,11 +31,11 @@ from router.replicas import (
     ServedModels,
 )
 from router.replicas.load import LoadTracker
-from router.routing.core_planner import CorePlanner
 from router.routing.decision import RANK_HEADER
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.models import Model
+from router.routing.ranker import Ranker
 from router.tokenize import PRIORITY_HEADER, HintForm, PromptLimits
 from router.tracing import TRACEPARENT
 
@@ -54,7 +54,7 @@ _ANY_LENGTH = PromptLimits().max_prompt_tokens
 class Parts(NamedTuple):
     """What decides, in the core."""
 
-    planner: CorePlanner
+    ranker: Ranker
     mirror: Mirror
     load: LoadTracker
 
@@ -79,7 +79,7 @@ class NativeDecisions(ReplicaListener):
         self._addresses = addresses
         core = import_module("router._core")
         self._placing: Placing = core.Placing(
-            *(parts.load.books, parts.mirror.core, parts.planner.decider),
+            *(parts.load.books, parts.mirror.core, parts.ranker.decider),
             service.config.events.self_repair_quiet_s,
         )
         service.observers.repair.quiet.count_also(self._placing)
@@ -216,7 +216,7 @@ class NativeDecisions(ReplicaListener):
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Any]
     ) -> tuple[tuple[Any, ...], KnownFleet, HintForm | None] | None:
         """What the core is told of a name; None where Python has to look at its requests."""
-        index, planner = model.index, self._parts.planner
+        index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
         if not replicas or index.searches or self._is_closely_watched(replicas):
             return None
@@ -231,7 +231,7 @@ class NativeDecisions(ReplicaListener):
             (*way, _name_at(replica, name, model))
             for way, replica in zip(known, replicas, strict=True)
         ]
-        fleet = planner.fleet_of(model.name if adapter is None else name, replicas, index)
+        fleet = ranker.fleet_of(model.name if adapter is None else name, replicas, index)
         longest = longest_certain(replicas, name) or _ANY_LENGTH
         (form,) = forms
         fields = (
@@ -289,10 +289,10 @@ def native_decisions(
         addresses: Of replicas' hosts.
         shows_hits: Whether clients are told of hits.
     """
-    parts = service.parts_in_core
-    if parts is None:
+    parts = Parts(*service.parts_in_core)
+    if parts.ranker.asks_a_plug_in:
         return None
-    return NativeDecisions(service, Parts(*parts), addresses, shows_hits)
+    return NativeDecisions(service, parts, addresses, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -87,7 +86,7 @@ from router.tokenize import LargeWork
 from router.upstream import ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 if TYPE_CHECKING:
-    from router.routing.core_planner import CorePlanner
+    from router.routing.ranker import Ranker
     from router.tracing.otel import OtelTracing
 
 logger = logging.getLogger(__name__)
@@ -132,7 +131,6 @@ class RouterService:
         self._recent: Recent = RecentPrefixes(
             config.policy.recent_ttl_s, config.policy.recent_max_entries
         )
-        self._lots = Random()
         self._mirror = _mirror(config)
         self._load = LoadTracker()
         self._large_work = LargeWork()
@@ -221,7 +219,7 @@ class RouterService:
         """What decides, and what sends."""
         config = self.config
         planner = RoutePlanner(
-            make_policy(config.policy.name, _policy_settings(config, self._lots)),
+            make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
             self._load,
             None if config.policy.name == LEAST_DELAY else self._recent,
             self.feed.suspects,
@@ -245,12 +243,9 @@ class RouterService:
         return planner
 
     @property
-    def parts_in_core(self) -> tuple[CorePlanner, Mirror, LoadTracker] | None:
-        """What decides in the core: its planner, mirror and load; None where Python has to."""
-        core, mirror, load = self._planner.core, self._mirror, self._load
-        if core is None:
-            return None
-        return core, mirror, load
+    def parts_in_core(self) -> tuple[Ranker, Mirror, LoadTracker]:
+        """What decides in the core."""
+        return self._planner.ranker, self._mirror, self._load
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its
@@ -343,8 +338,8 @@ class RouterService:
         )
         exchange = BoardExchange(board, self.sharing.collect, self.sharing.take)
         # Only where chance decides between equals, not where it decides everything.
-        lots = self._lots if self.config.policy.name in ("prefix", LEAST_DELAY) else None
-        planner.share(exchange.catch_up, exchange.soon, lots)
+        has_lots = self.config.policy.name in ("prefix", LEAST_DELAY)
+        planner.share(exchange.catch_up, exchange.soon, has_lots)
         return exchange
 
     def tell_others_soon(self) -> None:
@@ -696,10 +691,6 @@ def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing |
         config.observability.tracing, os.environ, metrics.traces
     )
     return made
-
-
-def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
-    return PolicySettings(config.weights, config.policy.options, lots)
 
 
 def _mirror(config: RouterConfig) -> Mirror:

@@ -17,7 +17,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.replicas.registry import ReplicaListener, ReplicaRegistry
-from router.replicas.replica import Replica, States, sort_out
+from router.replicas.replica import Replica
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.replicas.watcher import Fetch, UpstreamFetch
 
@@ -31,7 +31,5 @@ __all__ = [
     "ReplicaState",
     "ReplicaView",
     "ServedModels",
-    "States",
     "UpstreamFetch",
-    "sort_out",
 ]

@@ -13,10 +13,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-from typing_extensions import override
 
 from router._core import Books, Flight, TokenIdsRequest
 
@@ -121,11 +120,6 @@ class LoadTracker:
     def look_at(self, replica_id: str) -> ReplicaLoad:
         """What is known to be in flight there, that of others included."""
         return ReplicaLoad(*self.books.look_at(replica_id))
-
-    @property
-    def loads(self) -> Mapping[Place, ReplicaLoad]:
-        """What `look_at` returns, by replica id: for whoever looks at many."""
-        return _Loads(self)
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
         """What is known to be in flight at each rank of a replica. Requests whose rank the engine
@@ -237,29 +231,6 @@ class InFlight:
         traceback: TracebackType | None,
     ) -> None:
         self.ended()
-
-
-class _Loads(Mapping[Place, ReplicaLoad]):
-    """What `look_at` returns, by replica id alone."""
-
-    def __init__(self, tracker: LoadTracker) -> None:
-        self._tracker = tracker
-
-    @override
-    def get(self, place: Place, default: Any = None) -> Any:
-        return self._tracker.look_at(place) if isinstance(place, str) else default
-
-    def __getitem__(self, place: Place) -> ReplicaLoad:
-        found: ReplicaLoad | None = self.get(place)
-        if found is None:
-            raise KeyError(place)
-        return found
-
-    def __iter__(self) -> Iterator[Place]:
-        return (replica for replica, dp_rank, _ in self._tracker.places() if dp_rank is None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _fields_of(load: ReplicaLoad) -> tuple[int, int, int, int, int]:

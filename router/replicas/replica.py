@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-
-import msgspec
 
 from router.config import PriorityOrder, ReplicaConfig, key_bytes
 from router.index import SourceId
@@ -15,9 +13,8 @@ from router.overload import AT_LIMIT, GateOptions, ReplicaGate
 from router.replicas.discovery import ServerInfo, configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import NO_LOAD, ReplicaLoad
+from router.replicas.load import ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
-from router.scoring import State
 from router.upstream import Header
 
 
@@ -79,13 +76,7 @@ class Replica:
     def look_at_gate(self) -> None:
         """Something has happened there, or its gate is watching. With most replicas, nothing has to
         be looked at for each request."""
-        self._speed = self.config.speed * self.gate.speed
         self._is_open = self._max_requests is None and not self.gate.is_watching
-        self._note_usual()
-
-    def _note_usual(self) -> None:
-        """Whether nothing but its health keeps it from requests, and it is one cache."""
-        self._is_usual = self._is_open and not self._draining and not self.has_ranks
 
     @property
     def draining(self) -> bool:
@@ -95,7 +86,6 @@ class Replica:
     @draining.setter
     def draining(self, draining: bool) -> None:
         self._draining = draining
-        self._note_usual()
         self._tell()
 
     def reconfigure(self, config: ReplicaConfig) -> None:
@@ -118,7 +108,6 @@ class Replica:
         self.cache = SourceId(self.id, sources[0].dp_rank if sources else 0)
         """Its only cache, or the first of several."""
         self.has_ranks = len(sources) > 1
-        self._note_usual()
         self._tell()
 
     @property
@@ -196,42 +185,6 @@ class Replica:
     def _tell(self) -> None:
         for listener in self.listeners:
             listener(self)
-
-    def state_of_rank(
-        self,
-        dp_rank: int,
-        load: ReplicaLoad,
-        now: float,
-        engine_load_stale_after_s: float,
-        suspect: bool,
-    ) -> State:
-        """One of several ranks as scoring sees it, whatever the prompt.
-
-        Args:
-            dp_rank: The rank.
-            load: What this router has in flight there.
-            now: On the registry's clock.
-            engine_load_stale_after_s: The engine's own load is left out when it is older. It is
-                shared out equally where its metrics do not tell ranks apart.
-            suspect: Whether what is said of its cache is doubtful, since events were lost.
-        """
-        foreign = waiting = 0
-        engine_load = self.engine_load
-        if engine_load is not None and now - self.engine_load_at <= engine_load_stale_after_s:
-            foreign, waiting = self._foreign_and_waiting(engine_load, dp_rank)
-        return (
-            *(self.id, dp_rank, self._speed, suspect, load.prefill_tokens),
-            *(load.prefilling_requests, load.decoding_requests, load.context_tokens),
-            *(foreign, waiting),
-        )
-
-    def _foreign_and_waiting(self, engine_load: EngineLoad, dp_rank: int) -> tuple[int, int]:
-        """Requests of others, and those that wait, at a rank."""
-        rank = engine_load.of_rank(dp_rank)
-        if rank is not None:
-            return self.foreign_requests_by_rank[dp_rank], rank.waiting
-        ranks = len(self.sources)
-        return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
     def obstacle(self, load: ReplicaLoad, is_new: bool = True, tenant: str = "") -> str | None:
         """Why it cannot take a request; None if it can.
@@ -312,63 +265,6 @@ class Replica:
             backs_off_s=self.gate.backs_off_s,
             slow_start=self.gate.speed,
         )
-
-
-class States(msgspec.Struct, frozen=True):
-    """Replicas as scoring sees them; item i of the first two lists is about the same one."""
-
-    replicas: list[Replica]
-    states: list[State]
-    """Of the whole replica, whatever the prompt."""
-    with_ranks: list[int]
-    """The places of those that have several."""
-
-
-def sort_out(
-    replicas: Iterable[Replica],
-    loads: Mapping[Any, ReplicaLoad],
-    now: float,
-    engine_load_stale_after_s: float,
-    suspects: Collection[SourceId],
-    tenant: str = "",
-) -> tuple[States, States]:
-    """Who can take a request now, and who cannot. In one loop: it runs for every request.
-
-    Args:
-        replicas: Those that might.
-        loads: What this router has in flight, by replica.
-        now: On the registry's clock.
-        engine_load_stale_after_s: An engine's own load is left out when it is older.
-        suspects: Caches of which what is said is doubtful, since events were lost.
-        tenant: Whose request it is.
-    """
-    able, unable = States([], [], []), States([], [], [])
-    load_at, healthy = loads.get, Health.HEALTHY
-    for replica in replicas:
-        load, foreign, waiting = load_at(replica.id, NO_LOAD), 0, 0
-        engine_load = replica.engine_load
-        if engine_load and now - replica.engine_load_at <= engine_load_stale_after_s:
-            foreign, waiting = replica.foreign_requests, engine_load.waiting
-        state = (
-            replica.id,
-            None,
-            replica._speed,
-            replica.cache in suspects if suspects else False,
-            load.prefill_tokens,
-            load.prefilling_requests,
-            load.decoding_requests,
-            load.context_tokens,
-            foreign,
-            waiting,
-        )
-        known = able
-        if not (replica._is_usual and replica.record.health is healthy):
-            known = unable if replica.obstacle(load, tenant=tenant) else able
-            if replica.has_ranks:
-                known.with_ranks.append(len(known.replicas))
-        known.replicas.append(replica)
-        known.states.append(state)
-    return able, unable
 
 
 def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:

@@ -28,7 +28,7 @@ The files; each imports only what is listed above it:
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
     fleets.py              tells the compiled core which replicas there are, and how they are
-    core_planner.py        ranks in the core, where that has the policy and the index
+    ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's: where it may be sent, chosen anew at each attempt

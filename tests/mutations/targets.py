@@ -14,6 +14,12 @@ _CORE = (
     "tests/router/index/test_core_equals_oracle.py",
 )
 """The quickest first: one that fails ends the trial."""
+_DECIDE = (
+    "tests/router/scoring",
+    "tests/router/replicas/test_load.py",
+    "tests/router/routing",
+    "tests/router/core/decide",
+)
 _MIRROR = ("tests/router/mirror", "tests/router/core/decide")
 _GROUPS = ("tests/offload/groups", "tests/offload/test_cache_manager.py")
 
@@ -42,9 +48,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/routing/decision.py": ("tests/router/routing", "tests/router/observability"),
     "router/routing/dispatcher.py": ("tests/router/routing",),
     "router/replicas/load.py": ("tests/router/replicas/test_load.py", "tests/router/routing"),
+    "router/routing/ranker.py": ("tests/router/routing", "tests/router/core/decide"),
+    "router/routing/fleets.py": ("tests/router/routing", "tests/router/core/decide"),
     "router/scoring/policies.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
-    "router/scoring/ranking.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
-    "router/scoring/delay.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
+    "router/scoring/plug_ins.py": ("tests/router/scoring", "tests/router/routing"),
+    "router/scoring/reasons.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
+    **{
+        f"router/core/decide/{name}.cpp": _DECIDE
+        for name in ("decide", "hits", "least_delay", "load", "policies", "standings")
+    },
     # What caches are doing and will evict next.
     **{
         f"router/core/mirror/{name}.cpp": _MIRROR
@@ -95,7 +107,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_router.py",
         "tests/e2e/test_security.py",
     ),
-    "router/proxy/proxy.py": ("tests/router/proxy",),
     "router/proxy/attempts.py": ("tests/router/proxy",),
     "router/proxy/messages.py": ("tests/router/proxy",),
     "router/proxy/usage.py": ("tests/router/proxy",),
@@ -104,7 +115,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/upstream/client.py": ("tests/router/upstream", "tests/router/proxy"),
     "router/upstream/turns.py": ("tests/router/upstream",),
     # What outlives a process, or comes from another.
-    "router/board/memory.py": ("tests/router/board",),
     "router/board/slots.py": ("tests/router/board",),
     "router/board/valkey.py": ("tests/router/board",),
     "router/snapshots/beginning.py": ("tests/router/snapshots",),

@@ -20,6 +20,7 @@
 #include "binding/index.hpp"
 #include "binding/module.hpp"
 #include "binding/support.hpp"
+#include "decide/least_delay.hpp"
 
 namespace nb = nanobind;
 using namespace kvroute;
@@ -193,7 +194,8 @@ Policy::Kind kind_of(const std::string& name) {
     static const std::map<std::string, Policy::Kind> kinds{
         {"least_delay", Policy::Kind::least_delay},   {"prefix", Policy::Kind::prefix},
         {"least_loaded", Policy::Kind::least_loaded}, {"round_robin", Policy::Kind::round_robin},
-        {"random", Policy::Kind::random},             {"session", Policy::Kind::session}};
+        {"random", Policy::Kind::random},             {"session", Policy::Kind::session},
+        {"", Policy::Kind::plug_in}};
     const auto found = kinds.find(name);
     if (found == kinds.end()) throw nb::value_error("no such policy");
     return found->second;
@@ -256,6 +258,24 @@ Fleet fleet_of_candidates(const nb::list& candidates) {
         replicas.emplace_back().id = read<std::string>(each, "replica_id");
     }
     return Fleet(0, std::move(replicas));
+}
+
+// One candidate from Python.
+Candidates alone(nb::handle candidate) {
+    Candidates found;
+    append_candidate(candidate, 0, found);
+    return found;
+}
+
+// The parts of the delay of a prompt there.
+std::tuple<double, double, double, double, double> delays_of(const Policy& policy,
+                                                             i64 prompt_tokens,
+                                                             nb::handle candidate,
+                                                             double prefill_tokens_per_s,
+                                                             double mean_congestion) {
+    const Wanted asked{{}, {}, prompt_tokens, prefill_tokens_per_s, {}};
+    const Delays found = delays_at(0, asked, alone(candidate), policy.weights(), mean_congestion);
+    return {found.ahead, found.own, found.work, found.behind, found.evicted};
 }
 
 // A policy alone, with candidates from Python: their costs, their order, the best, the mean
@@ -480,6 +500,77 @@ void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, i64 pro
     }
 }
 
+nb::object or_none(const std::optional<double>& value) {
+    return value ? nb::cast(*value) : nb::none();
+}
+
+nb::object rank_or_none(int dp_rank) {
+    return dp_rank == kAnyRank ? nb::none() : nb::cast(dp_rank);
+}
+
+// `router.scoring.Lower`: what each tier has, the price, and from whom a part is pulled.
+nb::tuple lower_tuple(const Candidates& of, std::size_t number, const Fleet& fleet) {
+    const Lower& lower = of.lower.at(number);
+    nb::list by_tier;
+    for (const TierShare& share : of.shares_of(lower)) {
+        by_tier.append(nb::make_tuple(text(share.tier), share.tokens));
+    }
+    return nb::make_tuple(
+        nb::tuple(by_tier), or_none(lower.price),
+        lower.pull_from == kNobody ? nb::none() : text(fleet[lower.pull_from].id));
+}
+
+// `router.scoring.State`.
+nb::tuple state_tuple(const State& state, const Fleet& fleet) {
+    const nb::object doubt =
+        state.estimate_trust != 0.0 ? nb::cast(state.estimate_trust) : nb::cast(state.is_suspect);
+    return nb::make_tuple(text(fleet[state.replica].id), rank_or_none(state.dp_rank), state.speed,
+                          doubt, state.queued_tokens, state.prefilling, state.decoding,
+                          state.context_tokens, state.foreign, state.waiting);
+}
+
+// The columns of `router.scoring.Standings`.
+nb::tuple columns_of(const Candidates& of, const Fleet& fleet) {
+    nb::list states, gpu, cached, junction, recent, progress, outlooks;
+    for (std::size_t number = 0; number < of.size(); ++number) {
+        states.append(state_tuple(of.states[number], fleet));
+        gpu.append(of.cached[number].gpu);
+        cached.append(of.cached[number].all);
+        junction.append(of.cached[number].junction);
+        recent.append(of.cached[number].recent);
+        const Outlook& outlook = of.outlooks[number];
+        progress.append(outlook.progress_tokens);
+        outlooks.append(nb::make_tuple(or_none(outlook.eviction_age_s), outlook.reuse_probability,
+                                       outlook.uncached_tokens_per_s, outlook.arrivals_per_s,
+                                       outlook.refill));
+    }
+    return nb::make_tuple(states, gpu, cached, junction, recent, progress, outlooks);
+}
+
+// A plug-in's, in Python. While it is asked nobody holds the books: its objects may write to them
+// when they go.
+class AskedRankCosts : public RankCosts {
+public:
+    AskedRankCosts(nb::object ask, std::optional<Guarded>& guarded, std::mutex& mutex)
+        : ask_(std::move(ask)), guarded_(guarded), mutex_(mutex) {}
+
+    void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) override {
+        guarded_.reset();
+        nb::list lower;
+        for (std::size_t number = 0; number < ranks.size(); ++number) {
+            lower.append(lower_tuple(ranks, number, fleet));
+        }
+        out = nb::cast<std::vector<double>>(ask_(columns_of(ranks, fleet), lower));
+        if (out.size() != ranks.size()) throw nb::value_error("a cost for each rank");
+        guarded_.emplace(mutex_);
+    }
+
+private:
+    nb::object ask_;
+    std::optional<Guarded>& guarded_;
+    std::mutex& mutex_;
+};
+
 struct Deciding;
 
 // One decision's ranking. It keeps the memory that it was found in, which is used again afterwards.
@@ -496,6 +587,10 @@ public:
 
     double cost(std::size_t number) const { return get().order.costs.at(number); }
     nb::tuple candidate(std::size_t number) const { return tuple_of(get().able, number); }
+    nb::tuple columns() const { return columns_of(get().able, *get().fleet); }
+    nb::tuple lower(std::size_t number) const {
+        return lower_tuple(get().able, number, *get().fleet);
+    }
     nb::list excluded() const {
         nb::list found;
         for (std::size_t number = 0; number < get().unable.size(); ++number) {
@@ -511,26 +606,17 @@ private:
         const State& state = of.states.at(number);
         const CachedTokens& cached = of.cached[number];
         const Outlook& outlook = of.outlooks[number];
-        const Lower& lower = of.lower[number];
-        nb::list by_tier;
-        for (const TierShare& share : of.shares_of(lower)) {
-            by_tier.append(nb::make_tuple(text(share.tier), share.tokens));
-        }
         const Fleet& fleet = *get().fleet;
+        const nb::tuple lower = lower_tuple(of, number, fleet);
         return nb::make_tuple(
-            text(fleet[state.replica].id), cached.gpu, cached.all, nb::tuple(by_tier),
-            or_none(lower.price),
-            lower.pull_from == kNobody ? nb::none() : text(fleet[lower.pull_from].id),
+            text(fleet[state.replica].id), cached.gpu, cached.all, lower[0], lower[1], lower[2],
             cached.junction, cached.recent, outlook.progress_tokens,
             or_none(outlook.eviction_age_s), outlook.reuse_probability,
             outlook.uncached_tokens_per_s, outlook.arrivals_per_s, outlook.refill, state.is_suspect,
             state.estimate_trust == 0.0 ? nb::none() : nb::cast(state.estimate_trust),
             nb::make_tuple(state.queued_tokens, state.prefilling, state.decoding,
                            state.context_tokens, state.foreign, state.waiting),
-            state.speed, state.dp_rank == kAnyRank ? nb::none() : nb::cast(state.dp_rank));
-    }
-    static nb::object or_none(const std::optional<double>& value) {
-        return value ? nb::cast(*value) : nb::none();
+            state.speed, rank_or_none(state.dp_rank));
     }
 
     std::shared_ptr<Deciding> deciding_;
@@ -551,10 +637,11 @@ RankingHandle::~RankingHandle() {
 class DeciderHandle {
 public:
     DeciderHandle(BooksPointer books, const std::string& policy, nb::handle weights,
-                  double engine_load_stale_after_s, u64 seed)
+                  double engine_load_stale_after_s, u64 seed, bool plug_in_needs_outlook)
         : deciding_(std::make_shared<Deciding>(
-              std::move(books), Decider({kind_of(policy), weights_of(weights),
-                                         engine_load_stale_after_s, seed, false}))) {}
+              std::move(books),
+              Decider({kind_of(policy), weights_of(weights), engine_load_stale_after_s, seed, false,
+                       plug_in_needs_outlook}))) {}
 
     std::shared_ptr<Decider> decider() const { return {deciding_, &deciding_->decider}; }
 
@@ -589,7 +676,8 @@ public:
         const FleetHandle& fleet, const std::string& model, nb::bytes session,
         const std::string& tenant, i64 prompt_tokens, std::shared_ptr<SharedIndex> index,
         const nb::list& prompts, const std::vector<std::vector<ComputedTuple>>& computed,
-        const std::optional<GivenTuple>& from, std::tuple<bool, Rank, bool> choice, double now) {
+        const std::optional<GivenTuple>& from, std::tuple<bool, Rank, bool> choice, double now,
+        nb::object costs_of_ranks) {
         Question question;
         question.fleet = fleet.fleet;
         question.replicas = fleet.fleet->numbers();
@@ -611,7 +699,7 @@ public:
             by_prompt.push_back(computed_of(index->index.space(), each));
         }
         question.computed = by_prompt;
-        return rank(question, from);
+        return rank(question, from, costs_of_ranks);
     }
 
 private:
@@ -620,7 +708,8 @@ private:
         return *deciding_->decider.recent;
     }
 
-    std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from) {
+    std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from,
+                                        const nb::object& costs_of_ranks) {
         std::unique_ptr<Scratch> scratch = taken();
         const bool is_long = std::any_of(
             question.prompts.begin(), question.prompts.end(),
@@ -641,7 +730,10 @@ private:
         }
         question.outlooks = given.get();
         {
-            Guarded guarded(deciding_->books->mutex);
+            std::optional<Guarded> guarded;
+            AskedRankCosts asked(costs_of_ranks, guarded, deciding_->books->mutex);
+            if (!costs_of_ranks.is_none()) question.rank_costs = &asked;
+            guarded.emplace(deciding_->books->mutex);
             deciding_->decider.rank(question, *scratch);
         }
         return std::make_unique<RankingHandle>(deciding_, std::move(scratch));
@@ -723,7 +815,11 @@ void kvroute::binding::bind_decide(nb::module_& module) {
              [](Policy* self, const std::string& name, nb::handle weights) {
                  new (self) Policy(kind_of(name), weights_of(weights));
              })
-        .def("order", &order_of);
+        .def("order", &order_of)
+        .def("delays", &delays_of)
+        .def("uncached", [](const Policy& self, i64 prompt_tokens, nb::handle candidate) {
+            return uncached_at(prompt_tokens, alone(candidate), 0, self.weights()).tokens;
+        });
     bind_recent_prefixes(module);
     bind_fleet(module);
     nb::class_<RankingHandle>(module, "DecidedRanking")
@@ -737,9 +833,12 @@ void kvroute::binding::bind_decide(nb::module_& module) {
         .def("numbers", &RankingHandle::numbers)
         .def("cost", &RankingHandle::cost)
         .def("candidate", &RankingHandle::candidate)
+        .def("columns", &RankingHandle::columns)
+        .def("lower", &RankingHandle::lower)
         .def("excluded", &RankingHandle::excluded);
     nb::class_<DeciderHandle>(module, "Decider")
-        .def(nb::init<BooksPointer, const std::string&, nb::handle, double, u64>())
+        .def(nb::init<BooksPointer, const std::string&, nb::handle, double, u64, bool>(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = false)
         .def("share_lots", &DeciderHandle::share_lots)
         .def("give_lots", &DeciderHandle::give_lots)
         .def("keep_recent", &DeciderHandle::keep_recent)
@@ -751,7 +850,8 @@ void kvroute::binding::bind_decide(nb::module_& module) {
                                        const nb::list&,
                                        const std::vector<std::vector<ComputedTuple>>&,
                                        const std::optional<GivenTuple>&,
-                                       std::tuple<bool, Rank, bool>, double>(&DeciderHandle::rank),
+                                       std::tuple<bool, Rank, bool>, double, nb::object>(
+                         &DeciderHandle::rank),
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-             nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
+             nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none());
 }

@@ -42,7 +42,10 @@ const std::vector<u32>& Ranking::numbers() {
 
 Decider::Decider(Settings settings)
     : ties(settings.seed), lots(settings.seed + 1), shares_lots(settings.shares_lots),
-      settings_(std::move(settings)), policy_(settings_.policy, settings_.weights) {}
+      settings_(std::move(settings)),
+      policy_(settings_.policy == Policy::Kind::plug_in
+                  ? Policy(settings_.plug_in_needs_outlook, settings_.weights)
+                  : Policy(settings_.policy, settings_.weights)) {}
 
 void Decider::match(const Question& question, Scratch& scratch) const {
     scratch.hits.begin(*question.fleet);
@@ -85,7 +88,7 @@ const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
     sort_out(question, scratch);
     fill(asked, question, scratch, true);
     if (scratch.peer_prefix) put_pulls(question, scratch);
-    if (ranking.able.size()) {
+    if (ranking.able.size() && !policy_.is_plug_in()) {
         policy_.order(asked, ranking.able, *question.fleet, ties.next(), ranking.order);
         ranking.first = ranking.order.first(ranking.able, *question.fleet);
     }

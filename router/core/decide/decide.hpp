@@ -48,6 +48,14 @@ struct PeerPrefix {
     u32 source = kNobody;  // the replica
 };
 
+// Where a plug-in chooses among the data-parallel ranks of a replica.
+class RankCosts {
+public:
+    virtual ~RankCosts() = default;
+    // A cost for each of `ranks`. May let go of the mutex of the books meanwhile.
+    virtual void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) = 0;
+};
+
 struct Question {
     std::shared_ptr<const Fleet> fleet;
     std::span<const u32> replicas;  // those that serve the model, whatever their state
@@ -57,6 +65,7 @@ struct Question {
     std::span<Prompt* const> prompts;  // hashed for the index; none: they are not looked at
     std::span<const std::vector<Computed>> computed;  // of each prompt, where the index needs any
     Outlooks* outlooks = nullptr;  // null: nobody follows the caches
+    RankCosts* rank_costs = nullptr;  // null: the policy chooses, or else the wait
     RankChoice choice;
     double now = 0.0;  // on the monotonic clock of conditions and outlooks
 };
@@ -66,7 +75,7 @@ struct Ranking {
     Candidates able;    // those that can take the request, in no order
     Candidates unable;  // those that cannot
     std::vector<Obstacle> obstacles;  // of each of these
-    Order order;        // of those that can
+    Order order;        // of those that can; a plug-in's is not known here
     u32 first = kNobody;  // the best of these
     double prefill_tokens_per_s = 0.0;  // as it was counted with
 
@@ -116,6 +125,7 @@ public:
         double engine_load_stale_after_s = 10.0;
         u64 seed = 0;
         bool shares_lots = false;  // all who get the same prompt draw the same
+        bool plug_in_needs_outlook = false;
     };
 
     explicit Decider(Settings settings);

@@ -94,32 +94,32 @@ double mean_congestion(const Candidates& candidates, double prefill_tokens_per_s
     return congestion(arrivals / count, uncached / count, prefill_tokens_per_s * speeds / count);
 }
 
-void find_delays(i64 prompt_tokens, const Candidates& candidates, double prefill_tokens_per_s,
-                 const Weights& weights, double mean, std::vector<double>& out) {
-    out.resize(candidates.size());
-    for (u32 number = 0; number < candidates.size(); ++number) {
-        const State& state = candidates.states[number];
-        const Outlook& outlook = candidates.outlooks[number];
-        const Work work = work_at(candidates, number, prompt_tokens, weights);
-        const double ahead = ahead_at(state, outlook, weights) / state.speed;
-        const double own = work.own / state.speed;
-        double behind = 0.0;
-        if (outlook.arrivals_per_s != 0.0) {
-            const double k = congestion(outlook.arrivals_per_s, outlook.uncached_tokens_per_s,
-                                        prefill_tokens_per_s * state.speed);
-            behind = own * (2.0 * k * ahead + std::sqrt(k * mean) * own);
-        }
-        const double lost = outlook.refill * (work.evicts / state.speed);
-        const double evicted = outlook.reuse_probability * (lost + mean * lost * lost);
-        out[number] = ahead + own + kWork * own + behind + evicted;
+Delays delays_at(u32 number, const Wanted& asked, const Candidates& candidates,
+                 const Weights& weights, double mean) {
+    const State& state = candidates.states[number];
+    const Outlook& outlook = candidates.outlooks[number];
+    const Work work = work_at(candidates, number, asked.prompt_tokens, weights);
+    const double ahead = ahead_at(state, outlook, weights) / state.speed;
+    const double own = work.own / state.speed;
+    double behind = 0.0;
+    if (outlook.arrivals_per_s != 0.0) {
+        const double k = congestion(outlook.arrivals_per_s, outlook.uncached_tokens_per_s,
+                                    asked.prefill_tokens_per_s * state.speed);
+        behind = own * (2.0 * k * ahead + std::sqrt(k * mean) * own);
     }
+    const double lost = outlook.refill * (work.evicts / state.speed);
+    const double evicted = outlook.reuse_probability * (lost + mean * lost * lost);
+    return {ahead, own, kWork * own, behind, evicted};
 }
 
 void order_by_delay(const Wanted& asked, const Candidates& candidates, const Weights& weights,
                     const Draws& draws, Order& out) {
     out.mean_congestion = mean_congestion(candidates, asked.prefill_tokens_per_s);
-    find_delays(asked.prompt_tokens, candidates, asked.prefill_tokens_per_s, weights,
-                out.mean_congestion, out.costs);
+    out.costs.resize(candidates.size());
+    for (u32 number = 0; number < candidates.size(); ++number) {
+        out.costs[number] =
+            delays_at(number, asked, candidates, weights, out.mean_congestion).sum();
+    }
     const u64* key = home_key(asked.keys, candidates);
     if (key == nullptr) {
         out.tie = {Tie::By::requests, draws, 0};

@@ -21,16 +21,17 @@ double busyness(const State& state, const Weights& weights) {
     return busy;
 }
 
-// What a prompt has to compute there, and to load.
-double uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number,
-                   const Weights& weights) {
+}  // namespace
+
+Uncached uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number,
+                     const Weights& weights) {
     const State& state = candidates.states[number];
     const CachedTokens& cached = candidates.cached[number];
     const auto tokens = static_cast<double>(prompt_tokens);
     const double recent = static_cast<double>(cached.recent) * weights.recent_trust;
     if (!state.is_doubtful() && cached.all <= cached.gpu) {
         const double certain = std::max(recent, static_cast<double>(cached.gpu));
-        return certain < tokens ? tokens - certain : 0.0;
+        return {certain < tokens ? tokens - certain : 0.0, 0.0};
     }
     const double trust =
         state.is_doubtful() ? state.share_that_counts(weights.suspect_trust) : 1.0;
@@ -38,8 +39,10 @@ double uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number,
     const double lower =
         std::min(std::max(static_cast<double>(cached.all) * trust - gpu, 0.0), tokens - gpu);
     const double price = cached.all > cached.gpu ? weights.of_lower(candidates, number) : 0.0;
-    return tokens - gpu - lower + lower * price;
+    return {tokens - gpu - lower, lower * price};
 }
+
+namespace {
 
 // The number that a candidate draws: exponentially distributed, at the rate of its speed.
 double session_draw(std::string_view session, const std::string& name, double speed,
@@ -81,9 +84,8 @@ void find_waits(i64 prompt_tokens, const Candidates& candidates, const Weights& 
     out.resize(candidates.size());
     for (u32 number = 0; number < candidates.size(); ++number) {
         const State& state = candidates.states[number];
-        out[number] = (uncached_at(prompt_tokens, candidates, number, weights) +
-                       busyness(state, weights)) /
-                      state.speed;
+        const Uncached uncached = uncached_at(prompt_tokens, candidates, number, weights);
+        out[number] = (uncached.tokens + uncached.load + busyness(state, weights)) / state.speed;
     }
 }
 
@@ -162,6 +164,7 @@ void Policy::order(const Wanted& asked, const Candidates& candidates, const Flee
             return;
         case Kind::round_robin: in_turn(asked, candidates, fleet, out); return;
         case Kind::random: at_random(candidates, draws, out); return;
+        case Kind::plug_in:
         case Kind::session:
         case Kind::least_loaded: break;
     }

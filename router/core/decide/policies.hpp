@@ -1,5 +1,6 @@
 // The built-in policies: hits and load in, a cost for each candidate out, and who comes first among
-// equals. They equal those of router/scoring, which explains them and writes their reasons.
+// equals. tests/oracle/scoring has them in Python, and says why; router/scoring writes their
+// reasons.
 #pragma once
 
 #include <string>
@@ -80,14 +81,21 @@ private:
 
 class Policy {
 public:
-    enum class Kind : u8 { least_delay, prefix, least_loaded, round_robin, random, session };
+    // `plug_in`: somebody else orders the candidates.
+    enum class Kind : u8 { least_delay, prefix, least_loaded, round_robin, random, session, plug_in };
 
-    Policy(Kind kind, Weights weights) : kind_(kind), weights_(std::move(weights)) {}
+    Policy(Kind kind, Weights weights)
+        : kind_(kind), needs_outlook_(kind == Kind::least_delay), weights_(std::move(weights)) {}
+    // A plug-in.
+    Policy(bool needs_outlook, Weights weights)
+        : kind_(Kind::plug_in), needs_outlook_(needs_outlook), weights_(std::move(weights)) {}
 
     Kind kind() const { return kind_; }
     const Weights& weights() const { return weights_; }
-    // Whether it reads what caches are doing. If so, it also chooses among the ranks of a replica.
-    bool needs_outlook() const { return kind_ == Kind::least_delay; }
+    bool is_plug_in() const { return kind_ == Kind::plug_in; }
+    // Whether it reads what caches are doing. If so, it also chooses among the ranks of a replica,
+    // where it is no plug-in.
+    bool needs_outlook() const { return needs_outlook_; }
 
     // Orders candidates; there is one at least. With the books locked, for the sake of turns.
     void order(const Wanted& asked, const Candidates& candidates, const Fleet& fleet,
@@ -98,10 +106,20 @@ private:
     void at_random(const Candidates& candidates, const Draws& draws, Order& out);
 
     Kind kind_;
+    bool needs_outlook_;
     Weights weights_;
     Turns turns_;
     std::vector<u32> numbers_;  // of the order at hand: its memory is used again
 };
+
+// What a prompt has to compute at a candidate, and what loading the rest of it costs.
+struct Uncached {
+    double tokens = 0;
+    double load = 0;  // in prefill tokens
+};
+
+Uncached uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number,
+                     const Weights& weights);
 
 // The wait of a prompt at each candidate, in prefill tokens: what `prefix` orders by, and what
 // chooses among ranks where the policy does not.

@@ -192,11 +192,13 @@ void Decider::put_best_rank(const Wanted& asked, const Question& question, Scrat
 }
 
 // The one that the policy prefers if it looks at what each cache is doing; else the one where the
-// request would wait least: turns and sessions are about replicas.
+// request would wait least: turns and sessions are about replicas, and so are objects of a plug-in.
 u32 Decider::best_rank(const Wanted& asked, const Question& question, Scratch& scratch) {
     const Candidates& ranks = scratch.ranks_;
     Order& order = scratch.rank_order_;
-    if (needs_outlook()) {
+    if (question.rank_costs != nullptr) {
+        question.rank_costs->find(ranks, *question.fleet, order.costs);
+    } else if (needs_outlook() && !policy_.is_plug_in()) {
         policy_.order(asked, ranks, *question.fleet, ties.next(), order);
     } else {
         find_waits(asked.prompt_tokens, ranks, settings_.weights, order.costs);

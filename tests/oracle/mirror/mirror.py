@@ -83,7 +83,7 @@ class _Cache:
     outlook: Outlook | None = None
     """The last one that was given; None: something has happened since."""
     outlook_until: float = 0.0
-    layout: Layout = UNKNOWN  # type: ignore[has-type]
+    layout: Layout = UNKNOWN
     looks: int = 0
 
 

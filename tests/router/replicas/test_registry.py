@@ -35,12 +35,13 @@ from router.replicas import (
     ReplicaState,
     ServedModels,
     UpstreamFetch,
-    sort_out,
 )
 from router.replicas.discovery import parse_models, parse_server_info, parse_sources, reachable
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.registry import MAX_REPLICAS
+from router.routing.planner import RoutePlanner
+from router.scoring import Candidate, CandidateLoad, RouteRequest, make_policy
 from router.upstream import UpstreamClient
 from tests.support.waiting import DEADLINE_S
 
@@ -1031,13 +1032,27 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
         load = here.load.load_of("r")
-        (state,) = sort_out([replica], {"r": load}, now + 5, 5, ())[1].states
-        assert state == ("r", None, 2.0, False, 300, 3, 0, 0, 4, 2)
+        seen = as_decisions_see_it(here, replica, now + 5)
+        assert (seen.replica_id, seen.dp_rank, seen.speed, seen.suspect) == ("r", None, 2.0, False)
+        assert seen.load == CandidateLoad(
+            queued_prefill_tokens=300,
+            prefilling_requests=3,
+            foreign_requests=4,
+            waiting_requests=2,
+        )
         assert replica.obstacle(load) == "at its limit of requests", "healthy, but three of three"
         ours.pop().ended()
         assert replica.obstacle(here.load.load_of("r")) is None
         for flight in ours:
             flight.ended()
+
+
+def as_decisions_see_it(here: Setting, replica: Replica, now: float) -> Candidate:
+    """Where an engine's own load counts for 5 seconds."""
+    planner = RoutePlanner(make_policy("prefix"), here.load, None, (), 5, lambda: now)
+    ranking, excluded = planner.rank_by_load(RouteRequest(model="m", prompt_tokens=0), [replica])
+    (found,) = [each.candidate for each in ranking] or excluded
+    return found
 
 
 async def test_an_old_engine_load_is_not_believed() -> None:
@@ -1046,9 +1061,8 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.engine_load)
-        (state,) = sort_out([replica], {}, replica.engine_load_at + 5.1, 5, ())[0].states
-        *_, foreign, waiting = state
-        assert (foreign, waiting) == (0, 0)
+        seen = as_decisions_see_it(here, replica, replica.engine_load_at + 5.1)
+        assert (seen.load.foreign_requests, seen.load.waiting_requests) == (0, 0)
         engine.respond("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
         assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -24,7 +24,6 @@ from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker
 from router.routing.planner import (
     ANY_RANK,
-    LEAST_PULL,
     MAX_MATCHED_PROMPTS,
     RECENT_STEP,
     UNREAD_RANK,
@@ -37,28 +36,18 @@ from router.routing.planner import (
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import LEAST_DELAY, Candidate, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
-from tests.oracle.load import ReferenceLoad
 
 IDS = list(range(1, 257))
 OTHER_IDS = list(range(5000, 5016))
 R0 = SourceId("r0")
 
 
-@pytest.fixture(autouse=True, params=["readable", "in core"])
-def _planned_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs with the planner in Python, and with the compiled one where there is one."""
-    in_core = request.param == "in core"
-    monkeypatch.setattr(Planning, "in_core", in_core)
-
-
 class Planning:
     """A planner with its real parts; only the clock stands still, and losses are set by hand."""
 
-    in_core = False
-
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = PrefixIndex()
-        self.load = LoadTracker() if self.in_core else cast(LoadTracker, ReferenceLoad())
+        self.load = LoadTracker()
         self.flights: list[InFlight] = []
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
@@ -503,6 +492,7 @@ def test_the_cache_of_a_candidate_is_that_of_its_rank() -> None:
 # --- what another replica's memory holds ----------------------------------------------------------
 
 LONG = list(range(1, 4001))
+LEAST_PULL = 512
 PEERS = PeerTierConfig(port=7777)
 
 

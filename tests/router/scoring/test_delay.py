@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
-from router.scoring import Candidate, CandidateLoad, RouteRequest, Weights
-from router.scoring.delay import (
-    MOST_BUSY,
-    LeastDelayPolicy,
-    congestion,
-    delays_of,
-    mean_congestion,
+from router._core import Policy as CorePolicy
+from router.scoring import (
+    LEAST_DELAY,
+    Candidate,
+    CandidateLoad,
+    Policy,
+    PolicySettings,
+    RouteRequest,
+    Weights,
+    make_policy,
 )
+from tests.oracle.scoring.delay import MOST_BUSY, Delays
 
 SPEED = 8000.0
 BUSY = {"arrivals_per_s": 2.0, "uncached_tokens_per_s": 4000.0}
+
+
+def least_delay(weights: Weights | None = None) -> Policy:
+    return make_policy(LEAST_DELAY, PolicySettings(weights or Weights(), random=Random(1)))
+
+
+def delays_of(
+    prompt_tokens: int, at: Candidate, speed: float, weights: Weights, mean: float | None = None
+) -> Delays:
+    """The parts of the delay of a prompt at a candidate."""
+    mean = congestion(at, speed) if mean is None else mean
+    return Delays(*CorePolicy(LEAST_DELAY, weights).delays(prompt_tokens, at, speed, mean))
+
+
+def congestion(at: Candidate, speed: float) -> float:
+    return mean_congestion([at], speed)
+
+
+def mean_congestion(candidates: Sequence[Candidate], speed: float) -> float:
+    """The `m` of the cost."""
+    draws = [0.5] * len(candidates)
+    policy = CorePolicy(LEAST_DELAY, Weights())
+    return policy.order("m", b"", 1, speed, (), list(candidates), draws)[3]
 
 
 def candidate(name: str, cached: int = 0, **fields: Any) -> Candidate:
@@ -28,7 +56,7 @@ def candidate(name: str, cached: int = 0, **fields: Any) -> Candidate:
 
 
 def best(*candidates: Candidate) -> str:
-    policy = LeastDelayPolicy(Weights(), Random(1))
+    policy = least_delay()
     request = RouteRequest(model="m", prompt_tokens=4000, prefill_tokens_per_s=SPEED)
     return policy.rank(request, candidates)[0].candidate.replica_id
 
@@ -207,13 +235,12 @@ def test_the_mean_is_that_of_a_replica_that_gets_the_mean_of_everything() -> Non
     expected = candidate("d", arrivals_per_s=4 / 3, uncached_tokens_per_s=8000 / 3, speed=4 / 3)
     found = mean_congestion([busy, idle, fast], SPEED)
     assert found == pytest.approx(congestion(expected, SPEED))
-    assert mean_congestion([], SPEED) == 0
 
 
 def test_the_reason_says_where_the_hit_is_and_how_far_it_is_trusted() -> None:
     """An operator must see why a large hit counts little."""
     policy, request = (
-        LeastDelayPolicy(Weights(), Random(1)),
+        least_delay(),
         RouteRequest(model="m", prompt_tokens=900),
     )
     offloaded = Candidate(
@@ -231,7 +258,7 @@ def test_the_reason_says_where_the_hit_is_and_how_far_it_is_trusted() -> None:
 
 def test_a_home_wins_over_a_little_load_and_never_over_a_hit() -> None:
     """Whatever is drawn: what is cached, be it little, need not be computed again."""
-    policy, names = LeastDelayPolicy(Weights(), Random(1)), [f"r{number}" for number in range(8)]
+    policy, names = least_delay(), [f"r{number}" for number in range(8)]
     request = RouteRequest(model="m", prompt_tokens=70, keys=[7])
     for name in names:
         fleet = [candidate(each, 32 if each == name else 0) for each in names]
@@ -245,7 +272,7 @@ def test_a_home_wins_over_a_little_load_and_never_over_a_hit() -> None:
 
 def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
     """Foreign ones included, at no cost here."""
-    policy = LeastDelayPolicy(Weights(foreign_request=0.0), Random(1))
+    policy = least_delay(Weights(foreign_request=0.0))
     request = RouteRequest(model="m", prompt_tokens=4000)
     crowd = [candidate(f"r{n}", load={"foreign_requests": 8 - n}) for n in range(8)]
     ranked = policy.rank(request, crowd)
@@ -261,7 +288,7 @@ def test_the_reason_names_every_part_of_the_delay() -> None:
         reuse_probability=0.3,
         **BUSY,
     )
-    policy = LeastDelayPolicy(Weights(), Random(1))
+    policy = least_delay()
     (ranked,) = policy.rank(
         RouteRequest(model="m", prompt_tokens=4000, prefill_tokens_per_s=SPEED), [full]
     )

@@ -1,11 +1,12 @@
-"""A whole decision of the core is that of the planner in Python, whatever the fleet is like."""
+"""A whole decision of the core is that of the planner in Python, whatever the fleet is like, and so
+is one where a plug-in orders what the core found."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,10 +25,19 @@ from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker, ReplicaLoad
 from router.routing.planner import RankChoice, RoutePlanner, prepare
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, PolicySettings, Ranked, RouteRequest, make_policy
+from router.scoring import (
+    Candidate,
+    Policy,
+    PolicySettings,
+    Ranked,
+    RouteRequest,
+    make_policy,
+)
 from router.tokenize import TokenizedPrompt
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.loading import LoadPrices
+from tests.oracle.planner import ReferencePlanner
+from tests.oracle.scoring.policies import make_reference
 
 BLOCK = 16
 PROMPT = list(range(1, 2200))
@@ -239,7 +249,8 @@ questions = st.fixed_dictionaries(
 
 
 class Setting:
-    """The same fleet before both planners."""
+    """The same fleet before all planners: the readable one, the core's, and the core's where the
+    readable form of the policy is a plug-in."""
 
     def __init__(self, fleet: list[dict[str, Any]], policy: str, follows: bool) -> None:
         self.now = NOW
@@ -255,10 +266,14 @@ class Setting:
         }
         self._has_recent = policy != "least_delay" and not follows
         self.flights: list[InFlight] = []
-        self.readable = self._planner(policy, cast(LoadTracker, ReferenceLoad()))
-        self.in_core = self._planner(policy, LoadTracker())
-        core: Any = self.in_core._core
-        core.decider.give_lots([0.5], [0.5])
+        settings = PolicySettings(random=Half())
+        reference, plug_in = (make_reference(policy, settings) for _ in range(2))
+        self.readable = self._planner(ReferencePlanner, reference, ReferenceLoad())
+        self.in_core = self._planner(RoutePlanner, make_policy(policy, settings), LoadTracker())
+        self.plugged_in = self._planner(RoutePlanner, plug_in, LoadTracker())
+        for planner in (self.in_core, self.plugged_in):
+            planner.ranker.decider.give_lots([0.5], [0.5])
+        self.all = self.readable, self.in_core, self.plugged_in
 
     def _replica(self, told: dict[str, Any]) -> Replica:
         record = HealthRecord(1, 1)
@@ -309,9 +324,9 @@ class Setting:
         )
         self.index.apply(source, EventBatch(0.0, [event]))
 
-    def _planner(self, policy: str, load: LoadTracker) -> RoutePlanner:
-        planner = RoutePlanner(
-            make_policy(policy, PolicySettings(random=Half())),
+    def _planner(self, make: Any, policy: Policy, load: LoadTracker | ReferenceLoad) -> Any:
+        planner = make(
+            policy,
             load,
             RecentPrefixes(5.0) if self._has_recent else None,
             self.suspects,
@@ -333,7 +348,7 @@ class Setting:
         return prepare(self.index, [TokenizedPrompt(array("I", ids)) for ids in prompts])
 
     def take_others(self, loads: Mapping[Any, ReplicaLoad]) -> None:
-        for planner in (self.readable, self.in_core):
+        for planner in self.all:
             planner._load.take_others(loads)
 
     def pass_gates(self, steps: Mapping[str, Sequence[str]]) -> None:
@@ -377,10 +392,10 @@ class Setting:
         steps[what]()
 
     def _send(self, replica: Replica, tokens: int) -> None:
-        for planner in (self.readable, self.in_core):
+        for planner in self.all:
             self.flights.append(planner._load.started(replica.id, tokens, 900, 0))
 
-    def ask(self, planner: RoutePlanner, question: dict[str, Any]) -> tuple[Any, Any]:
+    def ask(self, planner: Any, question: dict[str, Any]) -> tuple[Any, Any]:
         request = RouteRequest(
             model="m", prompt_tokens=question["length"], session=question["session"]
         )
@@ -437,8 +452,9 @@ def test_ranking_and_obstacles_are_those_of_the_readable_form(
             setting.change(what, number)
         setting.pass_gates({told["id"]: told["gate"]["steps"] for told in fleet})
         expected, left_out = setting.ask(setting.readable, question)
-        found, excluded = setting.ask(setting.in_core, question)
-        agree(found, expected)
-        assert [plain(each) for each in excluded] == [plain(each) for each in left_out]
-        if expected:
-            assert found[0].candidate.replica_id == expected[0].candidate.replica_id
+        for planner in (setting.in_core, setting.plugged_in):
+            found, excluded = setting.ask(planner, question)
+            agree(found, expected)
+            assert [plain(each) for each in excluded] == [plain(each) for each in left_out]
+            if expected:
+                assert found[0].candidate.replica_id == expected[0].candidate.replica_id

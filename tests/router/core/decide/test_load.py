@@ -76,7 +76,6 @@ class _Side:
             "all": [tracker.look_at(name) for name in "abcd"],
             "others": [tracker.others_at(name) for name in "abcd"],
             "ranks": [tracker.loads_of_ranks(name, [0, 1, 3]) for name in "abcd"],
-            "each": [tracker.loads.get(name, ReplicaLoad()) for name in "abcd"],
             "places": sorted(tracker.places(), key=repr),
             "statistics": tracker.statistics(),
             "visits": [visit.heard for visit in self.visits],
@@ -120,5 +119,5 @@ def test_replicas_that_come_and_go_leave_nothing_behind() -> None:
     for number in range(2000):
         with tracker.started(f"r{number}", 1, 1):
             pass
-    assert tracker.loads.get("r5", None) == ReplicaLoad()
-    assert list(tracker.loads) == []
+    assert tracker.look_at("r5") == ReplicaLoad()
+    assert list(tracker.places()) == []

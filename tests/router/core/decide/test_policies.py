@@ -1,4 +1,4 @@
-"""The core's policies order and cost as those of `router.scoring` do, which say why."""
+"""The core's policies order and cost as those in Python do, and say the same of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from router.scoring import (
     Weights,
     make_policy,
 )
+from tests.oracle.scoring.policies import make_reference
 
 core = import_module("router._core")
 
@@ -108,9 +109,15 @@ def test_costs_and_order_are_those_of_the_readable_form(
     drawn: list[float],
 ) -> None:
     """Two routers of one fleet may run different forms, and people read only one of them."""
-    random: Any = _Given(drawn)
-    policy = make_policy(name, PolicySettings(weights=weights, random=random))
-    expected = policy.rank(request, candidates)
+    random: list[Any] = [_Given(drawn), _Given(drawn)]
+    reference = make_reference(name, PolicySettings(weights=weights, random=random[0]))
+    expected = reference.rank(request, candidates)
+    found = make_policy(name, PolicySettings(weights=weights, random=random[1])).rank(
+        request, candidates
+    )
+    assert [each.cost for each in found] == approx([each.cost for each in expected])
+    if [each.candidate for each in found] == [each.candidate for each in expected]:
+        assert [each.reason for each in found] == [each.reason for each in expected]
     costs, numbers, first, _ = ordered(name, weights, request, candidates, drawn)
     assert [costs[number] for number in numbers] == approx([each.cost for each in expected])
     for number, each in zip(numbers, expected, strict=True):
@@ -146,7 +153,7 @@ def ordered(
 @given(candidates=candidates(), models=st.lists(st.sampled_from("abc"), max_size=12))
 def test_turns_are_taken_per_model_by_name(candidates: list[Candidate], models: list[str]) -> None:
     """With one turn for all models, two that alternate would each always meet the same replica."""
-    readable, policy = make_policy("round_robin"), core.Policy("round_robin", Weights())
+    readable, policy = make_reference("round_robin"), core.Policy("round_robin", Weights())
     for model in models:
         request = RouteRequest(model=model, prompt_tokens=1)
         expected = [each.candidate for each in readable.rank(request, candidates)]
@@ -171,7 +178,7 @@ def test_any_order_is_drawn(count: int, drawn: list[float]) -> None:
 @given(models=st.integers(1, 3))
 def test_models_without_end_do_not_fill_the_memory_of_turns(models: int) -> None:
     """A client may name any: beyond a bound all begin anew, in both forms."""
-    readable, policy = make_policy("round_robin"), core.Policy("round_robin", Weights())
+    readable, policy = make_reference("round_robin"), core.Policy("round_robin", Weights())
     two = [Candidate(replica_id=name) for name in "ab"]
     for model in [*map(str, range(models)), "0"]:
         expected = readable.rank(RouteRequest(model=model, prompt_tokens=1), two)

@@ -1,51 +1,30 @@
-"""From all replicas of a model to a ranking of those that can take the request now."""
+"""Lets a policy of somebody else order what can take a request, and holds it to its rules."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from router.errors import PolicyError
 from router.scoring.standings import Order, OrdersStandings, Ranking, Standings
 from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
 
 
-def rank(
-    policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]
-) -> tuple[tuple[Ranked, ...], tuple[Candidate, ...]]:
-    """Leave out those that cannot take the request, and let the policy order the rest.
+class PlugIn:
+    """One such policy.
 
     Args:
-        policy: Built-in or a plug-in.
-        request: What the policy may know of it.
-        candidates: All replicas that serve the model, whatever their state.
-    Returns:
-        Who could serve the request, best first; and who cannot, each with its `obstacle`.
-    Raises:
-        PolicyError: The policy lost, repeated or invented a candidate, or its costs are not finite
-            and ascending.
-    """
-    able: list[Candidate] = []
-    excluded: list[Candidate] = []
-    for candidate in candidates:
-        (able if candidate.obstacle is None else excluded).append(candidate)
-    return _rank_candidates(policy, request, able), tuple(excluded)
-
-
-class Ranker:
-    """Lets a policy order what can take a request.
-
-    Args:
-        policy: Built-in or a plug-in. One that ranks candidates gets them; one that orders
-            standings goes without.
+        policy: One that ranks candidates gets them; one that orders standings goes without.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._orders = policy if isinstance(policy, OrdersStandings) else None
         self.needs_outlook = self._orders is None or self._orders.needs_outlook
-        """Whether the policy may look at what each cache is doing."""
+        """Whether it may look at what each cache is doing."""
+        self.chooses_ranks = self._orders is not None and self._orders.needs_outlook
+        """Whether it chooses among the ranks of a replica. Where it does not look at what each
+        cache is doing, or ranks candidates, they are chosen by the wait there."""
 
     def rank(self, request: RouteRequest, standings: Standings) -> Sequence[Ranked]:
         """Rank *standings*, best first.
@@ -61,12 +40,13 @@ class Ranker:
             return ()
         if self._orders is None:
             candidates = [standings.candidate(number) for number in range(len(standings))]
-            return _rank_candidates(self._policy, request, candidates)
+            ranked = self._policy.rank(request, candidates)
+            check(self._policy, candidates, ranked)
+            return tuple(ranked)
         return Ranking(self._order(self._orders, request, standings), standings)
 
-    def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float] | None:
-        """What the ranks of one replica cost, to a policy that looks at what each cache is doing;
-        None if it does not, or ranks candidates: turns and sessions are about replicas.
+    def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float]:
+        """What the ranks of one replica cost, where it `chooses_ranks`.
 
         Args:
             request: What the policy may know of it.
@@ -74,8 +54,7 @@ class Ranker:
         Raises:
             PolicyError: As `rank`.
         """
-        if self._orders is None or not self._orders.needs_outlook:
-            return None
+        assert self._orders is not None
         return self._order(self._orders, request, standings).costs
 
     def _order(self, policy: OrdersStandings, request: RouteRequest, standings: Standings) -> Order:
@@ -89,23 +68,17 @@ class Ranker:
         return order
 
 
-def _rank_candidates(
-    policy: Policy, request: RouteRequest, able: Sequence[Candidate]
-) -> tuple[Ranked, ...]:
-    ranked = policy.rank(request, able)
-    _check(policy, able, ranked)
-    return tuple(ranked)
+def check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
+    """Hold a policy to the rules of `Policy`.
 
-
-def empty_reason(excluded: Iterable[Candidate]) -> str:
-    """Why nothing could be ranked: how many are excluded for which reason."""
-    counts = Counter(candidate.obstacle for candidate in excluded)
-    reasons = ", ".join(f"{count} {obstacle}" for obstacle, count in counts.most_common())
-    return reasons or "no replica serves it"
-
-
-def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
-    """Hold a policy, possibly a plug-in, to the rules of `Policy`."""
+    Args:
+        policy: Any.
+        able: What it was given.
+        ranked: What it returned.
+    Raises:
+        PolicyError: It lost, repeated or invented a candidate, or its costs are not finite and
+            ascending.
+    """
     name = type(policy).__name__
     given = {candidate.replica_id for candidate in able}
     returned = {entry.candidate.replica_id for entry in ranked}

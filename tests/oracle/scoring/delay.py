@@ -12,16 +12,14 @@ from zlib import crc32
 
 from typing_extensions import override
 
-from router.scoring.standings import (
-    Order,
+from router.scoring import Candidate, Order, RouteRequest, Standings, Weights, Why
+from router.scoring.types import KEY_TOKENS
+from tests.oracle.scoring.standings import (
     RanksByOrder,
-    Standings,
-    Why,
     fewest_requests,
     share_that_counts,
     speed_of,
 )
-from router.scoring.types import KEY_TOKENS, Candidate, RouteRequest, Weights
 
 MOST_BUSY = 0.9
 """Queues have no length in the mean when a server is always busy: at most this share counts."""
@@ -85,7 +83,6 @@ class LeastDelayPolicy(RanksByOrder):
     """
 
     needs_outlook = True
-    name_in_core = "least_delay"
 
     def __init__(self, weights: Weights, random: Random) -> None:
         self.weights = weights
@@ -105,7 +102,7 @@ class LeastDelayPolicy(RanksByOrder):
         return Order(costs, tie, self.why(request, mean))
 
     def why(self, request: RouteRequest, mean_congestion: float) -> Why:
-        """See `OrdersInCore`."""
+        """Why candidates are in their places."""
         tokens, speed = request.prompt_tokens, request.prefill_tokens_per_s
         return partial(_reason, tokens, speed, self.weights, mean_congestion)
 

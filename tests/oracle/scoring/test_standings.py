@@ -1,4 +1,4 @@
-"""A decision without an object for each candidate is the same decision."""
+"""The policies in Python as they are meant, one candidate at a time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.errors import PolicyError
 from router.scoring import (
     Candidate,
     CandidateLoad,
-    Order,
-    OrdersStandings,
+    PlugIn,
     PolicySettings,
-    Ranked,
-    Ranker,
     RouteRequest,
     Standings,
     Weights,
-    make_policy,
 )
-from router.scoring.delay import delays_of, mean_congestion
-from router.scoring.policies import BUILT_IN, draw
+from tests.oracle.scoring.delay import delays_of, mean_congestion
+from tests.oracle.scoring.policies import REFERENCES, draw, make_reference
+from tests.oracle.scoring.standings import ChangingStandings
+from tests.router.scoring.candidates import candidate_lists, tokens
 
 WEIGHTS = Weights(recent_trust=0.75)
 SEED = 11
@@ -121,47 +118,6 @@ PLAIN: dict[str, Callable[[RouteRequest, Sequence[Candidate], Random], Ordered]]
     "session": _session,
 }
 
-# --- few values, so that many candidates are equal ------------------------------------------------
-
-counts = st.sampled_from([0, 0, 0, 1, 3])
-tokens = st.sampled_from([0, 0, 64, 1000, 4096, 100_000])
-loads = st.builds(
-    CandidateLoad,
-    queued_prefill_tokens=tokens,
-    prefilling_requests=counts,
-    decoding_requests=counts,
-    decode_context_tokens=tokens,
-    foreign_requests=counts,
-    waiting_requests=counts,
-)
-
-
-@st.composite
-def candidate_lists(draw_from: st.DrawFn) -> list[Candidate]:
-    found = []
-    for number in range(draw_from(st.integers(1, 8))):
-        gpu, lower = draw_from(tokens), draw_from(tokens)
-        by_tier = draw_from(st.sampled_from([(), (("CPU", lower),), (("FS", lower),)]))
-        found.append(
-            Candidate(
-                replica_id=f"r{9 - number}",
-                gpu_cached_tokens=gpu,
-                cached_tokens=gpu + lower,
-                by_tier=by_tier if lower else (),
-                recent_tokens=draw_from(tokens),
-                progress_tokens=draw_from(st.sampled_from([0.0, 50.5, 900.0])),
-                reuse_probability=draw_from(st.sampled_from([0.0, 0.25])),
-                uncached_tokens_per_s=draw_from(st.sampled_from([0.0, 4000.0])),
-                arrivals_per_s=draw_from(st.sampled_from([0.0, 2.0])),
-                suspect=draw_from(st.booleans()),
-                load=draw_from(loads),
-                speed=draw_from(st.sampled_from([1.0, 1.0, 2.0, 0.3])),
-                dp_rank=draw_from(st.sampled_from([None, 1])),
-            )
-        )
-    return found
-
-
 requests = st.builds(
     RouteRequest,
     model=st.just("m"),
@@ -171,99 +127,28 @@ requests = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", REFERENCES)
 @given(request=requests, candidates=candidate_lists())
 def test_every_policy_orders_standings_as_its_candidates(
     name: str, request: RouteRequest, candidates: list[Candidate]
 ) -> None:
     """Candidates, costs to the last bit, and what decides between equals."""
-    policy = make_policy(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
+    policy = make_reference(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
     plain = PLAIN[name](request, candidates, Random(SEED))
-    ranking = Ranker(policy).rank(request, Standings.of(candidates))
+    ranking = PlugIn(policy).rank(request, Standings.of(candidates))
     assert [(entry.candidate, entry.cost) for entry in ranking] == plain
     assert ranking[0].candidate == plain[0][0], "as read before the rest was made"
-    again = make_policy(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
+    again = make_reference(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
     ranked = again.rank(request, candidates)
     assert [(entry.candidate, entry.cost) for entry in ranked] == plain
     assert [entry.reason for entry in ranked] == [entry.reason for entry in ranking]
-
-
-# --- plug-ins -------------------------------------------------------------------------------------
-
-
-class Longest:
-    """A plug-in that ranks candidates."""
-
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        ordered = sorted(candidates, key=lambda each: -each.gpu_cached_tokens)
-        return [Ranked(each, place, "by its hit") for place, each in enumerate(ordered)]
-
-
-class LongestOfStandings(Longest):
-    """The same without objects."""
-
-    needs_outlook = False
-
-    def order(self, request: RouteRequest, standings: Standings) -> Order:
-        costs = [-float(tokens) for tokens in standings.gpu_cached_tokens]
-        return Order(costs, lambda number: number, lambda _each, _cost, _place: "by its hit")
-
-
-@given(candidates=candidate_lists())
-def test_a_plug_in_chooses_the_same_with_and_without_objects(candidates: list[Candidate]) -> None:
-    """The second way is there to make it faster, not different."""
-    request, found = RouteRequest(model="m", prompt_tokens=1000), []
-    for policy in (Longest(), LongestOfStandings()):
-        ranking = Ranker(policy).rank(request, Standings.of(candidates))
-        found.append([(entry.candidate, entry.reason) for entry in ranking])
-    assert found[0] == found[1]
-
-
-def test_only_a_policy_that_looks_at_outlooks_gets_them() -> None:
-    """They take as long as all the rest. A plug-in that ranks candidates may look at anything."""
-    assert {name for name in BUILT_IN if Ranker(make_policy(name)).needs_outlook} == {"least_delay"}
-    assert Ranker(Longest()).needs_outlook
-    assert not Ranker(LongestOfStandings()).needs_outlook
-    assert isinstance(LongestOfStandings(), OrdersStandings)
-
-
-@pytest.mark.parametrize(
-    "costs", [[1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, 2.0, 3.0]]
-)
-def test_a_plug_in_that_orders_wrongly_is_caught(costs: list[float]) -> None:
-    """A lost candidate would show only when a request has nowhere left to be retried."""
-
-    class Wrong(Longest):
-        needs_outlook = False
-
-        def order(self, request: RouteRequest, standings: Standings) -> Order:
-            return Order(costs, lambda number: number, lambda _each, _cost, _place: "")
-
-    both = [Candidate(replica_id="a"), Candidate(replica_id="b")]
-    with pytest.raises(PolicyError, match=r"Wrong: \d costs with the sum .* for 2 candidates"):
-        Ranker(Wrong()).rank(RouteRequest(model="m", prompt_tokens=1), Standings.of(both))
-
-
-def test_a_ranking_is_a_sequence_of_places() -> None:
-    """Retries, explanations and the log read it as they always did."""
-    candidates = [Candidate(replica_id=f"r{n}", gpu_cached_tokens=n) for n in range(4)]
-    ranking = Ranker(make_policy("prefix")).rank(
-        RouteRequest(model="m", prompt_tokens=10), Standings.of(candidates)
-    )
-    assert [entry.candidate.replica_id for entry in ranking] == ["r3", "r2", "r1", "r0"]
-    assert ranking[-1].candidate == candidates[0]
-    assert [entry.candidate for entry in ranking[1:3]] == [candidates[2], candidates[1]]
-    assert len(ranking) == 4
-    assert ranking[0] is ranking[0]
-    with pytest.raises(IndexError):
-        ranking[4]
 
 
 def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
     """Thousands of replicas may be without events, or have data-parallel ranks: the estimate or the
     best rank of each is put in its place."""
     count = 3000
-    standings = Standings.of([Candidate(replica_id=f"r{i}") for i in range(count)])
+    standings = ChangingStandings.of([Candidate(replica_id=f"r{i}") for i in range(count)])
     tiers = (("cpu", 32),)
     for i in range(0, count, 2):
         other = Candidate(replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers)

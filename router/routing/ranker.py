@@ -1,15 +1,18 @@
-"""Ranks replicas in the compiled core, where a built-in policy decides and the index is compiled.
+"""Ranks replicas in the compiled core, by a policy of its own or by a plug-in.
 
-The core matches, sorts out, and orders; a mirror that follows the caches in Python is asked
-beforehand. Candidates and their reasons are made from what the core found when somebody asks.
+The core matches, sorts out, and orders; a mirror that follows the caches is asked beforehand.
+Candidates and their reasons are made from what the core found when somebody asks. A plug-in gets
+what the core found as columns, and orders it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from router._core import DecidedRanking, Decider
@@ -29,16 +32,19 @@ from router.replicas.load import LoadTracker
 from router.routing.fleets import FleetKeeper, KnownFleet
 from router.routing.recent_prefixes import Recent, RecentStatistics
 from router.scoring import (
-    LEAST_TRUST,
+    BuiltInPolicy,
     Candidate,
     CandidateLoad,
-    OrdersInCore,
+    Lower,
+    PlugIn,
     Policy,
     Ranked,
     Ranking,
     RouteRequest,
+    Standings,
     Weights,
     Why,
+    session_bytes,
 )
 
 _OBSTACLES = (
@@ -89,12 +95,12 @@ class RecentInCore(Recent):
         return RecentStatistics(*self._decider.recent_counts())
 
 
-class CorePlanner:
+class Ranker:
     """Ranks replicas by one policy."""
 
     def __init__(
         self,
-        policy: OrdersInCore,
+        policy: Policy,
         load: LoadTracker,
         weights: Weights,
         suspects: Collection[SourceId],
@@ -105,32 +111,41 @@ class CorePlanner:
     ) -> None:
         """
         Args:
-            policy: A built-in one.
+            policy: A built-in one, which has weights of its own, or a plug-in.
             load: What is in flight.
-            weights: Those of the policy.
+            weights: Where a plug-in leaves the choice among ranks to the wait there.
             suspects: As for `RoutePlanner`, like all others.
             engine_load_stale_after_s: When an engine's load no longer counts.
             random: Seeds the core's.
             mirror: Follows the caches.
             approximate: Estimates some.
         """
-        self._policy = policy
-        self._needs_outlook = getattr(policy, "needs_outlook", False)
+        self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
+        self._needs_outlook = self._policy.needs_outlook
         self._suspects = suspects
         self._mirror = mirror
         self._approximate = approximate
         self._fleets = FleetKeeper(load.books)
+        name, weights = (
+            (policy.name, policy.weights) if isinstance(policy, BuiltInPolicy) else ("", weights)
+        )
         self.decider = Decider(
             load.books,
-            policy.name_in_core,
+            name,
             weights,
             engine_load_stale_after_s,
             random.getrandbits(64),
+            self._needs_outlook,
         )
 
     def remember_recent(self, recent: Recent) -> Recent:
         """The core's memory, with the bounds of *recent*, in its place."""
         return RecentInCore(self.decider, recent.ttl_s, recent.max_entries)
+
+    @property
+    def asks_a_plug_in(self) -> bool:
+        """Whether the core cannot decide alone."""
+        return isinstance(self._policy, PlugIn)
 
     def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
         """The fleet of a model as the core has it, with what is doubted of its caches now.
@@ -167,14 +182,15 @@ class CorePlanner:
             now: Seconds.
             coming: What each cache is computing of each prompt.
         Raises:
-            PolicyError: A cost is not finite.
+            PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
         """
         fleet = self._fleets.fleet_of(request.model, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
+        asked = self._with_outlook(request, prompts) if self.asks_a_plug_in else request
         found = self.decider.rank(
             fleet.core,
             request.model,
-            b"" if not request.session else request.session.encode("utf-8", "surrogatepass"),
+            session_bytes(request),
             tenant,
             request.prompt_tokens,
             fleet.shared,
@@ -183,24 +199,42 @@ class CorePlanner:
             self._given(request, prompts, fleet, now, coming),
             choice,
             now,
+            self._asks_for_ranks(asked),
         )
         excluded = [_candidate(fields, obstacle) for fields, obstacle in found.excluded()]
-        if not len(found):
-            return (), excluded
-        if found.has_failed():
-            name = type(self._policy).__name__
-            raise PolicyError(f"policy {name}: some cost is not finite, and each must be")
-        return self._ranking(request, found), excluded
+        return self._ordered(found, asked) if len(found) else (), excluded
 
-    def _ranking(self, request: RouteRequest, found: DecidedRanking) -> Ranking:
-        if self._needs_outlook:
-            request = RouteRequest(
-                model=request.model,
-                prompt_tokens=request.prompt_tokens,
-                prefill_tokens_per_s=found.prefill_tokens_per_s(),
-            )
-        why = self._policy.why(request, found.mean_congestion())
+    def _ordered(self, found: DecidedRanking, request: RouteRequest) -> Sequence[Ranked]:
+        """What the core found, best first; there is some."""
+        policy = self._policy
+        if isinstance(policy, PlugIn):
+            return policy.rank(request, _standings(found.columns(), found.lower))
+        if found.has_failed():
+            raise PolicyError(f"policy {policy.name}: some cost is not finite, and each must be")
+        request = replace(request, prefill_tokens_per_s=found.prefill_tokens_per_s())
+        why = policy.why(request, found.mean_congestion())
         return Ranking(_Order(found, why), _FoundInCore(found))
+
+    def _asks_for_ranks(
+        self, request: RouteRequest
+    ) -> Callable[[Any, list[tuple[Any, ...]]], Sequence[float]] | None:
+        """What the core asks for the costs of a replica's ranks; None: it knows itself."""
+        policy = self._policy
+        if isinstance(policy, PlugIn) and policy.chooses_ranks:
+            return partial(_costs_of_ranks, policy, request)
+        return None
+
+    def _with_outlook(self, request: RouteRequest, prompts: Sequence[HashedPrompt]) -> RouteRequest:
+        """With what a plug-in may know of a request besides."""
+        if self._mirror is None or not self._needs_outlook:
+            return request
+        return RouteRequest(
+            model=request.model,
+            prompt_tokens=request.prompt_tokens,
+            session=request.session,
+            prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
+            keys=prompts[0].prefix_keys(STEP) if len(prompts) == 1 else (),
+        )
 
     def _given(
         self,
@@ -247,8 +281,7 @@ class CorePlanner:
         fleet: KnownFleet,
         now: float,
     ) -> list[tuple[int, int, float, float | None, float]]:
-        """Of caches whose events do not tell, or have not told for long; as `_estimate` of the
-        planner has them."""
+        """Of caches whose events do not tell, or have not told for long."""
         approximate, suspects = self._approximate, self._suspects
         if approximate is None or not (suspects or approximate.silent):
             return []
@@ -265,39 +298,8 @@ class CorePlanner:
             reuse = 0.0
             if age is not None and self._mirror is not None:
                 reuse = self._mirror.reuse_probability(request.model, age)
-            found.append((number, hit.tokens, max(hit.trust, LEAST_TRUST), age, reuse))
+            found.append((number, hit.tokens, hit.trust, age, reuse))
         return found
-
-
-def make_core_planner(
-    policy: Policy,
-    load: LoadTracker,
-    weights: Weights,
-    suspects: Collection[SourceId],
-    engine_load_stale_after_s: float,
-    random: Random,
-    mirror: Mirror | None,
-    approximate: ApproximateCaches | None,
-) -> CorePlanner | None:
-    """The core in place of a planner with these parts; None where it has no such policy.
-
-    Args:
-        policy: Any. A subclass of a built-in one has rules of its own, and so has a plug-in.
-        load: What is in flight.
-        weights: Of the planner.
-        suspects: As for `RoutePlanner`, like all others.
-        engine_load_stale_after_s: When an engine's load no longer counts.
-        random: Seeds the core's.
-        mirror: Follows the caches.
-        approximate: Estimates some.
-    """
-    if not isinstance(load, LoadTracker) or not isinstance(policy, OrdersInCore):
-        return None
-    if "name_in_core" not in vars(type(policy)) or policy.weights not in (None, weights):
-        return None
-    return CorePlanner(
-        *(policy, load, weights, suspects, engine_load_stale_after_s, random, mirror, approximate)
-    )
 
 
 class _Order:
@@ -323,6 +325,22 @@ class _FoundInCore:
 
     def candidate(self, number: int) -> Candidate:
         return _candidate(self._found.candidate(number))
+
+
+def _costs_of_ranks(
+    policy: PlugIn, request: RouteRequest, columns: Any, lower: list[tuple[Any, ...]]
+) -> Sequence[float]:
+    """Of the ranks of a replica, as the core asks for them."""
+    return policy.costs_of_ranks(request, _standings(columns, lower.__getitem__))
+
+
+def _standings(columns: Any, lower: Callable[[int], tuple[Any, ...]]) -> Standings:
+    """From what the core says of all."""
+    states, gpu, cached, junction, recent, progress, outlooks = columns
+    return Standings(
+        *(states, gpu, cached, junction, recent, progress, outlooks),
+        lambda number: Lower(*lower(number)),
+    )
 
 
 def _candidate(fields: tuple[Any, ...], obstacle: int = 0) -> Candidate:

@@ -1,0 +1,152 @@
+"""Standings of which any may be put in place of others, and policies that order them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from typing_extensions import override
+
+from router.scoring import (
+    Candidate,
+    Lower,
+    Order,
+    Outlook,
+    Ranked,
+    RouteRequest,
+    Standings,
+    State,
+)
+from router.scoring.standings import lower_of_candidate, outlook_of, state_of
+
+IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
+"""Of a cache that nothing is sent to and that evicts nothing."""
+
+LEAST_TRUST = 0.001
+"""Of an estimate; none at all would read as certainty."""
+
+
+def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
+    """Of a hit that is doubtful.
+
+    Args:
+        doubt: As in `State`, and not False.
+        suspect_trust: Of a suspect one.
+    """
+    return suspect_trust if doubt is True else doubt
+
+
+speed_of: Callable[[State], float] = itemgetter(2)
+
+
+class ChangingStandings(Standings):
+    """As a plug-in gets them, but that they are made step by step."""
+
+    __slots__ = ("_others",)
+
+    def __init__(self, *columns: Any) -> None:
+        super().__init__(*columns)
+        self._others: dict[int, Lower] = {}
+        """Of those that were put in place of others."""
+
+    def put(self, number: int, candidate: Candidate) -> None:
+        """Let another candidate stand for *number*.
+
+        Args:
+            number: Which one goes.
+            candidate: Which one comes.
+        """
+        self.states[number] = state_of(candidate)
+        self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
+        self.cached_tokens[number] = candidate.cached_tokens
+        self.junction_tokens[number] = candidate.junction_tokens
+        self.recent_tokens[number] = candidate.recent_tokens
+        self.progress_tokens[number] = candidate.progress_tokens
+        self.outlooks[number] = outlook_of(candidate)
+        self._others[number] = lower_of_candidate(candidate)
+
+    def put_estimate(self, number: int, tokens: int, trust: float) -> None:
+        """Let an estimate stand for the hit of candidate *number*.
+
+        Args:
+            number: Its number.
+            tokens: That it may have cached.
+            trust: See `Candidate.approximate_trust`; not 0.
+        """
+        state = self.states[number]
+        self.states[number] = (*state[:3], trust, *state[4:])
+        self.gpu_cached_tokens[number] = self.cached_tokens[number] = tokens
+        self.junction_tokens[number] = 0
+        self._others[number] = Lower()
+
+    def put_pull(self, number: int, tokens: int, lower: Lower) -> None:
+        """Let candidate *number* pull what it lacks of a prefix from another replica's memory.
+
+        Args:
+            number: Its number.
+            tokens: Of the prefix; more than it has cached.
+            lower: What it has below its GPU then, with what it pulls.
+        """
+        self._others[number] = lower
+        self.cached_tokens[number] = tokens
+
+    def put_eviction(self, number: int, age_s: float, reuse: float) -> None:
+        """Let an estimate stand for what candidate *number* would evict next.
+
+        Args:
+            number: Its number.
+            age_s: See `Candidate.eviction_age_s`.
+            reuse: See `Candidate.reuse_probability`.
+        """
+        _, _, uncached, arrivals, refill = self.outlooks[number]
+        self.outlooks[number] = age_s, reuse, uncached, arrivals, refill
+
+    @override
+    def lower_of(self, number: int) -> Lower:
+        other = self._others.get(number)
+        return self._lower_of(number) if other is None else other
+
+
+def fewest_requests(
+    standings: Standings, random: Callable[[], float]
+) -> Callable[[int], tuple[int, float]]:
+    """Among equals, the candidate with the fewest requests, then any.
+
+    Args:
+        standings: Of the candidates.
+        random: Draws a number for each of them.
+    """
+    draws, requests = [random() for _ in standings.states], standings.requests
+    return lambda number: (requests(number), draws[number])
+
+
+class RanksByOrder:
+    """`Policy.rank` of a policy that orders standings."""
+
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """See `OrdersStandings`.
+
+        Args:
+            request: What is known of it.
+            standings: At least one.
+        """
+        raise NotImplementedError
+
+    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
+        """Order candidates.
+
+        Args:
+            request: What is known of it.
+            candidates: May be empty.
+        """
+        if not candidates:
+            return []
+        order = self.order(request, Standings.of(candidates))
+        numbers = order.numbers()
+        chosen = [(candidates[number], order.costs[number]) for number in numbers]
+        return [
+            Ranked(candidate, cost, partial(order.why, candidate, cost, place))
+            for place, (candidate, cost) in enumerate(chosen)
+        ]
