@@ -118,7 +118,7 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
     random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
     load, mirror = LoadTracker(), Mirror()
-    recent = None if name_of == LEAST_DELAY else RecentPrefixes()
+    recent = None if name_of == LEAST_DELAY else RecentPrefixes(load.books)
     planner = RoutePlanner(policy, load, recent, (), mirror=mirror)
     prompt = _tokens(random)
     flights = []

@@ -65,7 +65,7 @@ from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner
-from router.routing.recent_prefixes import Recent, RecentPrefixes
+from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
@@ -128,11 +128,12 @@ class RouterService:
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.tracing = _make_tracing(config, self.metrics)
         self.request_log = RequestLog()
-        self._recent: Recent = RecentPrefixes(
-            config.policy.recent_ttl_s, config.policy.recent_max_entries
-        )
         self._mirror = _mirror(config)
         self._load = LoadTracker()
+        policy = config.policy
+        self._recent = RecentPrefixes(
+            self._load.books, policy.recent_ttl_s, policy.recent_max_entries
+        )
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
@@ -228,7 +229,6 @@ class RouterService:
             mirror=self._mirror,
             approximate=self.approximate,
         )
-        self._recent = planner.recent or self._recent
         self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
             self.models,

@@ -30,7 +30,7 @@ from router.overload import KeyCounts, KeyLimits
 from router.replicas import Health, ReplicaRegistry
 from router.replicas.load import LoadTracker, ReplicaLoad, sum_of
 from router.routing.models import ModelSet
-from router.routing.recent_prefixes import Recent
+from router.routing.recent_prefixes import RecentPrefixes
 
 MAX_COMPARED = 16
 """Prompts that another one with the same beginning is compared with, at one cache."""
@@ -46,7 +46,7 @@ class Sharing:
         self,
         load: LoadTracker,
         mirror: Mirror,
-        recent: Recent,
+        recent: RecentPrefixes,
         registry: ReplicaRegistry,
         quiet: QuietMoments,
         models: ModelSet,

@@ -76,7 +76,7 @@ class SimulatedRouter:
         self._planner = RoutePlanner(
             chosen,
             self.load,
-            None if has_mirror else RecentPrefixes(),
+            None if has_mirror else RecentPrefixes(self.load.books),
             (),
             clock=clock,
             random=Random(seed),

@@ -26,7 +26,7 @@ from router.overload import Breaker, KeyLimits, WaitingRoom
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
-from router.routing.recent_prefixes import Recent
+from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.snapshots import Peers, Sender, SnapshotKeeper
@@ -54,7 +54,7 @@ class CollectedParts:
     tokenizer_check: TokenizerCheck
     connections: Mapping[str, int]
     """Of the data plane to replicas; none before it has begun."""
-    recent: Recent
+    recent: RecentPrefixes
     mirror: Mirror
     approximate: ApproximateCaches | None
     responses: StoredResponses

@@ -26,7 +26,7 @@ from router.mirror import (
 from router.replicas import Replica
 from router.replicas.load import LoadTracker
 from router.routing.ranker import Ranker
-from router.routing.recent_prefixes import Recent
+from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights
 from router.tokenize import TokenizedPrompt
 
@@ -59,7 +59,7 @@ class RoutePlanner:
         self,
         policy: Policy,
         load: LoadTracker,
-        recent: Recent | None,
+        recent: RecentPrefixes | None,
         suspects: Collection[SourceId],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -96,12 +96,7 @@ class RoutePlanner:
         )
         """Has the core decide."""
         if recent is not None:
-            self._recent = self.ranker.remember_recent(recent)
-
-    @property
-    def recent(self) -> Recent | None:
-        """What remembers which prefixes were just sent where; None: nothing does."""
-        return self._recent
+            self.ranker.decider.use_recent(recent.core)
 
     def share(
         self, catch_up: Callable[[], None], tell: Callable[[], None], lots: bool = False
@@ -143,10 +138,7 @@ class RoutePlanner:
         """
         if self._catch_up is not None:
             self._catch_up()
-        now, tokens = self._clock(), request.prompt_tokens if len(prompts) == 1 else 0
-        coming = [
-            self._coming(prompt, prompt.prefix_keys(RECENT_STEP), tokens, now) for prompt in prompts
-        ]
+        now, coming = self._clock(), self._coming(prompts, request.prompt_tokens)
         return self.ranker.rank(
             request, index, prompts, list(replicas), choice, tenant, now, coming
         )
@@ -299,13 +291,14 @@ class RoutePlanner:
             self._mirror.forget_model(model)
 
     def _coming(
-        self, prompt: HashedPrompt, keys: Sequence[int], tokens: int, now: float
-    ) -> Mapping[SourceId, Coming]:
-        """What each cache will have, though no event says so yet."""
-        if self._recent is not None:
-            recent = self._recent.match(keys, RECENT_STEP, now)
-            return {source: Coming(count, count) for source, count in recent.items()}
-        return {} if self._mirror is None else self._mirror.in_prefill(prompt, tokens)
+        self, prompts: Sequence[HashedPrompt], prompt_tokens: int
+    ) -> list[Mapping[SourceId, Coming]]:
+        """What each cache is computing of each prompt, where the core does not look at what was
+        just sent there."""
+        if self._recent is not None or self._mirror is None:
+            return []
+        tokens = prompt_tokens if len(prompts) == 1 else 0
+        return [self._mirror.in_prefill(prompt, tokens) for prompt in prompts]
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:

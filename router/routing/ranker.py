@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 from msgspec.structs import replace
-from typing_extensions import override
 
 from router._core import DecidedRanking, Decider
 from router.errors import PolicyError
@@ -30,7 +29,6 @@ from router.overload import (
 from router.replicas import Replica
 from router.replicas.load import LoadTracker
 from router.routing.fleets import FleetKeeper, KnownFleet
-from router.routing.recent_prefixes import Recent, RecentStatistics
 from router.scoring import (
     BuiltInPolicy,
     Candidate,
@@ -60,39 +58,6 @@ _OBSTACLES = (
     "removed",
 )
 """As `Obstacle` of core/decide/fleet.hpp counts them."""
-
-
-class RecentInCore(Recent):
-    """The core's memory of what was just sent where: it is there for the requests that the data
-    plane decides as well.
-
-    Args:
-        decider: Keeps it.
-        ttl_s: How long an entry counts.
-        max_entries: Bound on keys over all caches.
-    """
-
-    def __init__(self, decider: Decider, ttl_s: float, max_entries: int) -> None:
-        self.ttl_s, self.max_entries = ttl_s, max_entries
-        self._decider = decider
-        decider.keep_recent(ttl_s, max_entries)
-
-    @override
-    def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
-        self._decider.remember(source.replica, source.dp_rank, keys, now)
-
-    @override
-    def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
-        """The core looks by itself."""
-        return {}
-
-    @override
-    def forget(self, replica: str) -> None:
-        self._decider.forget_recent(replica)
-
-    @override
-    def statistics(self) -> RecentStatistics:
-        return RecentStatistics(*self._decider.recent_counts())
 
 
 class Ranker:
@@ -137,10 +102,6 @@ class Ranker:
             random.getrandbits(64),
             self._needs_outlook,
         )
-
-    def remember_recent(self, recent: Recent) -> Recent:
-        """The core's memory, with the bounds of *recent*, in its place."""
-        return RecentInCore(self.decider, recent.ttl_s, recent.max_entries)
 
     @property
     def asks_a_plug_in(self) -> bool:

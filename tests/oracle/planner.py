@@ -17,7 +17,6 @@ from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token
 from router.mirror import Coming
 from router.replicas import Replica
 from router.routing.planner import ANY_RANK, RECENT_STEP, UNREAD_RANK, RankChoice
-from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     PEER,
     Candidate,
@@ -30,6 +29,7 @@ from router.scoring import (
     Weights,
 )
 from tests.oracle.load import ReferenceLoad
+from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits
 from tests.oracle.scoring.standings import IDLE, LEAST_TRUST, ChangingStandings
 from tests.oracle.states import States, sort_out, state_of_rank
@@ -66,7 +66,7 @@ class ReferencePlanner:
         self,
         policy: Reference,
         load: ReferenceLoad,
-        recent: RecentPrefixes | None,
+        recent: ReferenceRecent | None,
         suspects: Collection[SourceId],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,

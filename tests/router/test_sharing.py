@@ -36,7 +36,8 @@ class Party:
         self.is_up = True
         self.checks = 0
         health = HealthConfig(interval_s=0.05, timeout_s=0.05, scrape_metrics=False)
-        self.load, self.mirror, self.recent = LoadTracker(), Mirror(), RecentPrefixes()
+        self.load, self.mirror = LoadTracker(), Mirror()
+        self.recent = RecentPrefixes(self.load.books)
         self.registry = ReplicaRegistry(self._fetch, health, self.load)
         self.registry.add(read_replica({"id": "r0", "url": "http://r0", "models": ["m"]}))
         self.quiet = QuietMoments(1.0)
@@ -136,7 +137,7 @@ async def test_what_is_computed_for_others_counts_as_sent_there(
     prompt = here.prompt()
     assert here.mirror.in_prefill(prompt) == {R0: Coming(960, 960)}
     keys = prompt.prefix_keys(STEP)
-    assert here.recent.match(keys, STEP, time.monotonic()) == {R0: 960}
+    assert here.recent.match(R0, keys, STEP, time.monotonic()) == 960
     partly = here.prompt([*IDS[:200], *range(5000, 5800)])
     assert here.mirror.in_prefill(partly) == {R0: Coming(192, 192)}
     visit.ended()

@@ -160,6 +160,11 @@ void bind_load(nb::module_& module) {
                  Guarded guarded(books.mutex);
                  return books.cache_ids.of(replica, dp_rank);
              })
+        .def("cache_ids_of",
+             [](Books& books, const std::string& replica) {
+                 Guarded guarded(books.mutex);
+                 return books.cache_ids.of(replica);
+             })
         .def("load_of",
              [](Books& books, const std::string& replica) {
                  return read_load(books, replica, [](ReplicaLoad& load) { return load.own(); });
@@ -571,6 +576,42 @@ private:
     std::mutex& mutex_;
 };
 
+// A `RecentPrefixes` that takes the mutex for each call.
+class RecentHandle {
+public:
+    RecentHandle(BooksPointer books, double ttl_s, std::size_t max_entries)
+        : books_(std::move(books)), recent_(std::make_shared<RecentPrefixes>(ttl_s, max_entries)) {}
+
+    const std::shared_ptr<RecentPrefixes>& get() const { return recent_; }
+
+    void remember(CacheId cache, const std::vector<u64>& keys, double now) {
+        Guarded guarded(books_->mutex);
+        recent_->remember(cache, keys, now);
+    }
+    void forget(CacheId cache) {
+        Guarded guarded(books_->mutex);
+        recent_->forget(cache);
+    }
+    std::vector<std::pair<CacheId, i64>> match(const std::vector<u64>& keys, i64 step, double now) {
+        std::vector<ComingAt> found;
+        {
+            Guarded guarded(books_->mutex);
+            recent_->match(keys, step, now, found);
+        }
+        std::vector<std::pair<CacheId, i64>> tokens;
+        for (const ComingAt& each : found) tokens.emplace_back(each.cache, each.coming.tokens);
+        return tokens;
+    }
+    std::tuple<std::size_t, u64, u64> counts() {
+        Guarded guarded(books_->mutex);
+        return {recent_->entries(), recent_->evicted(), recent_->truncated()};
+    }
+
+private:
+    BooksPointer books_;
+    std::shared_ptr<RecentPrefixes> recent_;
+};
+
 struct Deciding;
 
 // One decision's ranking. It keeps the memory that it was found in, which is used again afterwards.
@@ -649,22 +690,9 @@ public:
         Guarded guarded(deciding_->books->mutex);
         deciding_->decider.shares_lots = true;
     }
-    void keep_recent(double ttl_s, std::size_t max_entries) {
+    void use_recent(const RecentHandle& recent) {
         Guarded guarded(deciding_->books->mutex);
-        deciding_->decider.recent = std::make_unique<RecentPrefixes>(ttl_s, max_entries);
-    }
-    // Each of these only where `keep_recent` was called.
-    void remember(const std::string& replica, int dp_rank, const std::vector<u64>& keys, double now) {
-        Guarded guarded(deciding_->books->mutex);
-        recent().remember(deciding_->books->cache_ids.of(replica, dp_rank), keys, now);
-    }
-    void forget_recent(const std::string& replica) {
-        Guarded guarded(deciding_->books->mutex);
-        for (const CacheId cache : deciding_->books->cache_ids.of(replica)) recent().forget(cache);
-    }
-    std::tuple<std::size_t, u64, u64> recent_counts() {
-        Guarded guarded(deciding_->books->mutex);
-        return {recent().entries(), recent().evicted(), recent().truncated()};
+        deciding_->decider.recent = recent.get();
     }
     void give_lots(std::vector<double> ties, std::vector<double> lots) {
         Guarded guarded(deciding_->books->mutex);
@@ -703,11 +731,6 @@ public:
     }
 
 private:
-    RecentPrefixes& recent() {
-        if (!deciding_->decider.recent) throw nb::value_error("nothing recent is kept");
-        return *deciding_->decider.recent;
-    }
-
     std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from,
                                         const nb::object& costs_of_ranks) {
         std::unique_ptr<Scratch> scratch = taken();
@@ -751,28 +774,13 @@ private:
     std::shared_ptr<Deciding> deciding_;
 };
 
-// Of one that no decider has.
-std::vector<std::pair<CacheId, i64>> matched(RecentPrefixes& recent, const std::vector<u64>& keys,
-                                             i64 step, double now) {
-    std::vector<ComingAt> found;
-    recent.match(keys, step, now, found);
-    std::vector<std::pair<CacheId, i64>> tokens;
-    for (const ComingAt& each : found) tokens.emplace_back(each.cache, each.coming.tokens);
-    return tokens;
-}
-
 void bind_recent_prefixes(nb::module_& module) {
-    nb::class_<RecentPrefixes>(module, "RecentPrefixes")
-        .def(nb::init<double, std::size_t>())
-        .def("remember",
-             [](RecentPrefixes& recent, CacheId cache, const std::vector<u64>& keys, double now) {
-                 recent.remember(cache, keys, now);
-             })
-        .def("match", &matched)
-        .def("forget", &RecentPrefixes::forget)
-        .def("counts", [](const RecentPrefixes& recent) {
-            return nb::make_tuple(recent.entries(), recent.evicted(), recent.truncated());
-        });
+    nb::class_<RecentHandle>(module, "RecentPrefixes")
+        .def(nb::init<BooksPointer, double, std::size_t>())
+        .def("remember", &RecentHandle::remember)
+        .def("match", &RecentHandle::match)
+        .def("forget", &RecentHandle::forget)
+        .def("counts", &RecentHandle::counts);
 }
 
 void bind_fleet(nb::module_& module) {
@@ -840,11 +848,8 @@ void kvroute::binding::bind_decide(nb::module_& module) {
         .def(nb::init<BooksPointer, const std::string&, nb::handle, double, u64, bool>(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg() = false)
         .def("share_lots", &DeciderHandle::share_lots)
+        .def("use_recent", &DeciderHandle::use_recent)
         .def("give_lots", &DeciderHandle::give_lots)
-        .def("keep_recent", &DeciderHandle::keep_recent)
-        .def("remember", &DeciderHandle::remember)
-        .def("forget_recent", &DeciderHandle::forget_recent)
-        .def("recent_counts", &DeciderHandle::recent_counts)
         .def("rank", nb::overload_cast<const FleetHandle&, const std::string&, nb::bytes,
                                        const std::string&, i64, std::shared_ptr<SharedIndex>,
                                        const nb::list&,

@@ -133,8 +133,8 @@ public:
     // Between equal replicas, and between equal ranks and holders.
     Lots ties, lots;
     bool shares_lots = false;
-    // In place of what a mirror says is in prefill.
-    std::unique_ptr<RecentPrefixes> recent;
+    // In place of what the mirror says is in prefill; null: that counts. Guarded as the rest.
+    std::shared_ptr<RecentPrefixes> recent;
 
     bool needs_outlook() const { return policy_.needs_outlook(); }
 

@@ -1,5 +1,5 @@
-// Which prefixes were just sent to which cache, where no mirror follows what is being computed: a
-// prediction that stands in until the engines' events report them.
+// Which prefixes were just sent to which cache: a prediction that stands in until the engines' events
+// report them.
 //
 // A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So
 // if a key is live, all keys before it are, and the end of the live ones is found by bisection.

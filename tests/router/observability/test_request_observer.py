@@ -49,7 +49,7 @@ class Observed:
         planner = RoutePlanner(
             make_policy(policy),
             self.load,
-            RecentPrefixes() if policy == "prefix" else None,
+            RecentPrefixes(self.load.books) if policy == "prefix" else None,
             (),
             mirror=self.mirror,
         )

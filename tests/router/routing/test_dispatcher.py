@@ -36,7 +36,7 @@ class Setting:
         self.holders: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str]] = []
         self.responses = StoredResponses(self._has_response)
-        planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(), ())
+        planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(load.books), ())
         self.large_work = LargeWork()
         self.dispatcher = Dispatcher(
             self.models, self.registry, planner, "prefix", self.responses, self.large_work
@@ -275,7 +275,9 @@ async def test_a_session_is_named_by_the_header_or_else_by_the_body(setting: Set
     """Either alone keeps a conversation at one replica, and the header goes first."""
     for number in range(8):
         setting.add(f"r{number}")
-    planner = RoutePlanner(make_policy("session"), setting.load, RecentPrefixes(), ())
+    planner = RoutePlanner(
+        make_policy("session"), setting.load, RecentPrefixes(setting.load.books), ()
+    )
     dispatcher = Dispatcher(
         *(setting.models, setting.registry, planner, "session"),
         *(setting.responses, setting.large_work),

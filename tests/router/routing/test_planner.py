@@ -53,7 +53,7 @@ class Planning:
         self.planner = RoutePlanner(
             make_policy(policy),
             self.load,
-            None if policy == LEAST_DELAY else RecentPrefixes(ttl_s=5),
+            None if policy == LEAST_DELAY else RecentPrefixes(self.load.books, ttl_s=5),
             self.suspects,
             clock=lambda: 0.0,
             random=Random(4),

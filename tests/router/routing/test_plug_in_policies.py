@@ -59,7 +59,7 @@ def planning_by(policy: Policy, mirror: Mirror | None = None) -> Planning:
     planning.planner = RoutePlanner(
         policy,
         planning.load,
-        RecentPrefixes(),
+        RecentPrefixes(planning.load.books),
         planning.suspects,
         clock=lambda: 0.0,
         mirror=mirror,

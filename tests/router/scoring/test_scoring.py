@@ -230,7 +230,7 @@ class Cluster:
         self.names = [f"r{index}" for index in range(replicas)]
         self.load = LoadTracker()
         self.flights: list[InFlight] = []
-        self.recent = RecentPrefixes(ttl_s=5)
+        self.recent = RecentPrefixes(self.load.books, ttl_s=5)
         self.cached: Counter[str] = Counter()
         self.policy = make_policy("prefix", PolicySettings(random=Random(5)))
         self.keys = prefix_keys
@@ -239,8 +239,10 @@ class Cluster:
     def send(self, prompt_tokens: int) -> str:
         """Route one prompt that begins with the prefix; it stays in flight, its response begun."""
         asked = request(prompt_tokens)
-        found = self.recent.match(self.keys, self.step, now=0)
-        recent = {source.replica: tokens for source, tokens in found.items()}
+        recent = {
+            name: self.recent.match(SourceId(name), self.keys, self.step, now=0)
+            for name in self.names
+        }
         candidates = [self._candidate(name, recent) for name in self.names]
         ranking, _ = rank(self.policy, asked, candidates)
         best = ranking[0].candidate

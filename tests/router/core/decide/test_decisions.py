@@ -37,6 +37,7 @@ from router.tokenize import TokenizedPrompt
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.loading import LoadPrices
 from tests.oracle.planner import ReferencePlanner
+from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import make_reference
 
 BLOCK = 16
@@ -325,10 +326,12 @@ class Setting:
         self.index.apply(source, EventBatch(0.0, [event]))
 
     def _planner(self, make: Any, policy: Policy, load: LoadTracker | ReferenceLoad) -> Any:
+        is_ours = isinstance(load, LoadTracker)
+        recent = RecentPrefixes(load.books, 5.0) if is_ours else ReferenceRecent(5.0)
         planner = make(
             policy,
             load,
-            RecentPrefixes(5.0) if self._has_recent else None,
+            recent if self._has_recent else None,
             self.suspects,
             10.0,
             lambda: self.now,

@@ -1,4 +1,4 @@
-"""The core remembers recent prefixes as `router.routing.recent_prefixes` does."""
+"""The core remembers recent prefixes as the form that can be read does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.index import SourceId
-from router.routing.recent_prefixes import RecentPrefixes
+from tests.oracle.recent_prefixes import ReferenceRecent
 
 core = import_module("router._core")
 
@@ -29,7 +29,11 @@ steps = st.one_of(
 @given(history=st.lists(steps, max_size=40), most=st.sampled_from([3, 12, 30, 1000]))
 def test_every_answer_is_that_of_the_readable_form(history: list[Any], most: int) -> None:
     """It stands in for events: too long a prefix sends prompts where nothing is cached."""
-    readable, in_core, now = RecentPrefixes(5.0, most), core.RecentPrefixes(5.0, most), 0.0
+    readable, in_core, now = (
+        ReferenceRecent(5.0, most),
+        core.RecentPrefixes(core.Books(), 5.0, most),
+        0.0,
+    )
     for step in history:
         match step:
             case ("remember", cache, keys):
