@@ -247,7 +247,6 @@ class NativeDecisions(ReplicaListener):
         silent = () if approximate is None else approximate.silent
         return any(
             replica.priority_order is not None
-            or replica.peer_address is not None
             or not replica.sources
             or SourceId(replica.id) in silent
             for replica in replicas

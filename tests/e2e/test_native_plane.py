@@ -729,6 +729,44 @@ async def _check_chance(router: RouterProcess, number: int) -> None:
     assert min(counts) > 5
 
 
+async def test_only_requests_that_pull_from_a_peer_are_pythons(router: RouterProcess) -> None:
+    """Where a peer's memory serves best, the body names it; all others need nothing of that."""
+    async with (
+        engines(2, has_events=True) as (holder, other),
+        router.serving(holder, other, p2p={"port": 7777}),
+    ):
+        number, ids = await until_native(router, holder), prompt_ids(1600, 1)
+        holder.store(ids)
+        await router.until_applied(holder)
+        holder.offload(ids, "CPU")
+        while await _blocks(router, holder) < 2 * holder.stored_blocks:
+            await asyncio.sleep(0.001)
+        found = []
+        for more in ({}, BY_PYTHON):
+            body = {"model": holder.model, "prompt": [*ids, 7], "max_tokens": 2}
+            answer = await router.post("/v1/completions", body, more)
+            number += 1
+            request = await last_request(router, number)
+            assert is_without_python(request) == (not more)
+            found.append((_told(answer), _logged(request)))
+        assert found[0] == found[1]
+        assert found[0][0]["x-kv-replica"] == holder.name
+        assert (await router.post(f"/replicas/{holder.name}/drain")).status == 200
+        await asked(router, holder, [*ids, 8])
+        request = await last_request(router, number + 1)
+        assert not is_without_python(request)
+        assert request["replica"] == other.name
+        assert request["predicted"]["by_tier"] == {"PEER": 1600}
+        told = other.requests[-1].json["kv_transfer_params"]["remote_kv_source"]
+        assert told["remote_port"] == 7777
+
+
+async def _blocks(router: RouterProcess, stub: EngineStub) -> int:
+    """What the index holds of its cache, in all tiers."""
+    (source,) = (await router.replica(stub.name))["sources"]
+    return sum(held["blocks"] for held in source["cache"]["blocks"])
+
+
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
