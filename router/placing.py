@@ -243,13 +243,22 @@ class NativeDecisions(ReplicaListener):
 
     def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
         """Whether something is said to engines, or estimated of them, that is made in Python."""
-        approximate = self._service.approximate
-        silent = () if approximate is None else approximate.silent
         return any(
-            replica.priority_order is not None
-            or not replica.sources
-            or SourceId(replica.id) in silent
+            replica.priority_order is not None or not replica.sources or self._is_estimated(replica)
             for replica in replicas
+        )
+
+    def _is_estimated(self, replica: Replica) -> bool:
+        """Whether events of a cache there are missing, for so long that an estimate stands in."""
+        approximate, suspects = self._service.approximate, self._service.feed.suspects
+        if approximate is None:
+            return False
+        if SourceId(replica.id) in approximate.silent:
+            return True
+        return any(
+            approximate.is_needed(source)
+            for each in replica.sources
+            if (source := SourceId(replica.id, each.dp_rank)) in suspects
         )
 
     def _way(self, replica: Replica) -> tuple[Any, ...] | None:

@@ -61,11 +61,17 @@ class ApproximateCaches:
             clock: A monotonic clock, in seconds.
         """
         self._lost_since = lost_since
+        self._after_s = after_s
         self._clock = clock
         self._mirror = mirror
         self._core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
         self.silent: set[SourceId] = set()
         """Caches of replicas that publish no events."""
+
+    def is_needed(self, source: SourceId) -> bool:
+        """Whether the events of a cache have been missing for long."""
+        lost_since = self._lost_since(source)
+        return lost_since is not None and self._clock() - lost_since >= self._after_s
 
     def stand_in(
         self, source: SourceId, cache_tokens: int | None, now: float

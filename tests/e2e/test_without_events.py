@@ -51,22 +51,28 @@ class Mixed:
         }
 
 
+async def relayed(told: EngineStub, relays: AsyncExitStack) -> dict[str, str]:
+    """Where its events are, on a way that can be cut."""
+    found = (await ask(told.port, "GET", "/kv_event_sources")).json["0"]
+    relay = relays.enter_context(
+        closing(TamperingRelay(found["endpoint"], found["replay_endpoint"]))
+    )
+    addresses = {"endpoint": relay.endpoint, "replay_endpoint": relay.replay_endpoint}
+    return {**addresses, "topic": found["topic"]}
+
+
 @pytest.fixture
 async def mixed() -> AsyncIterator[Mixed]:
     model = unique("model")
     with router_process(SETTINGS) as router:
         told, silent = (EngineStub(model, has_events=True) for _ in range(2))
         async with told, silent, AsyncExitStack() as relays:
-            found = (await ask(told.port, "GET", "/kv_event_sources")).json["0"]
-            relay = relays.enter_context(
-                closing(TamperingRelay(found["endpoint"], found["replay_endpoint"]))
-            )
-            source = {"endpoint": relay.endpoint, "replay_endpoint": relay.replay_endpoint}
+            source = await relayed(told, relays)
             added = await router.post(
                 "/replicas", {"url": silent.url, "id": silent.name, "kv_events": []}
             )
             assert added.status == 201
-            async with router.serving(told, kv_events=[{**source, "topic": found["topic"]}]):
+            async with router.serving(told, kv_events=[source]):
                 yield Mixed(router, told, silent, relays)
 
 
@@ -101,3 +107,23 @@ async def test_hits_without_events_are_estimated_and_marked_as_such(mixed: Mixed
     overview = (await router.get("/overview")).json
     texts = [each["text"] for replica in overview["replicas"] for each in replica["problems"]]
     assert "its events have been missing for long: its hits are approximate" in texts
+
+
+async def test_what_the_data_plane_decided_is_estimated_once_its_events_are_lost() -> None:
+    """It knows no estimates, so that such requests must not stay its own."""
+    with router_process(SETTINGS) as router:
+        async with EngineStub(unique("model"), has_events=True) as stub, AsyncExitStack() as relays:
+            source = await relayed(stub, relays)
+            async with router.serving(stub, kv_events=[source]):
+                body = {"model": stub.model, "prompt": IDS}
+                request: dict[str, str] = {}
+                while not request.get("reason", "").endswith("decided by the data plane"):
+                    answer = await router.post("/v1/completions", body)
+                    assert (answer.status, answer.headers.get(MARK)) == (200, None)
+                    (request, *_) = (await router.get("/requests")).json["requests"]
+                await relays.aclose()
+                deadline = time.monotonic() + DEADLINE_S
+                while answer.headers.get(MARK) != "true":
+                    assert time.monotonic() < deadline, "the lost events are not replaced"
+                    answer = await router.post("/v1/completions", body)
+                assert answer.headers["x-kv-hit-tokens"] == "384"
