@@ -395,6 +395,7 @@ class Plane:
                     the failure or None, status, seconds to wait or None; `opened` follows
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
+        told        where such a request would go: model, seconds of the decision; of no exchange
         long_prompt such a request has much to compute, and was sent; of no exchange
         running     such a request takes a while, or has its first byte since: as `settled`
         settled     the same at its end: model, replica, request id, client's host and port, rank,

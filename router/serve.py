@@ -55,9 +55,11 @@ from router.process import (
 )
 from router.reload import Reloader
 from router.routing.admission import Elsewhere
+from router.scoring import LEAST_DELAY
 from router.service import RouterService
 from router.settling import Settling
 from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
+from router.tokenize import Endpoint
 
 if TYPE_CHECKING:
     from router.placing import NativeDecisions
@@ -351,6 +353,7 @@ def _plane(
             settling.running,
             settling.settled,
             settling.handed_over,
+            lambda model, seconds: service.metrics.decided(model, None, seconds),
             lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
             service.tell_others_soon,
         ),
@@ -389,6 +392,9 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
         prepares_all=needs_key or service.tracing is not None,
+        route_path=_route_path(app, needs_key),
+        policy=service.config.policy.name,
+        costs_are_delays=service.config.policy.name == LEAST_DELAY,
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
@@ -399,6 +405,12 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
             for endpoint in PREPARED
         ),
     )
+
+
+def _route_path(app: RouterApp, needs_key: bool) -> bytes:
+    """Where gateways ask that the core may answer; empty: it may answer none."""
+    is_open = app.direct.role == "client" and not needs_key
+    return Endpoint.ROUTE.value.encode() if is_open else b""
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

@@ -51,6 +51,9 @@ class PlaneOptions:
     prepared_with: frozenset[bytes] = frozenset()
     told_with: frozenset[bytes] = frozenset()
     long_prompt_tokens: int = 0
+    route_path: bytes = b""
+    policy: str = ""
+    costs_are_delays: bool = False
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()
 
@@ -95,6 +98,8 @@ class PlaneListener(NamedTuple):
     """Of such a request when it is over."""
     on_handed_over: Callable[[int, FailedFirst], object]
     """Of a replica that did not serve such a request; it is opened next, or served elsewhere."""
+    on_told: Callable[[str, float], object]
+    """A gateway that asked where a request would go was told: the model, and seconds."""
     on_second_attempt: Callable[[str], object]
     """What became of an attempt beside one that is late."""
     on_long_prompt: Callable[[], object]
@@ -152,6 +157,7 @@ class DataPlane:
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
             "second_attempt": self._second_attempt,
+            "told": self._told_where,
             "long_prompt": self._long_prompt,
         }
 
@@ -319,6 +325,9 @@ class DataPlane:
 
     def _long_prompt(self, _number: int) -> None:
         self._listener.on_long_prompt()
+
+    def _told_where(self, _number: int, model: str, routing_s: float) -> None:
+        self._listener.on_told(model, routing_s)
 
     def _refused(self, _number: int, reason: str) -> None:
         self._listener.on_refusal(reason)

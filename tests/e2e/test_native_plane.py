@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import trustme
 
@@ -1060,3 +1061,57 @@ async def test_a_stream_that_is_under_way_ends_before_the_router_does() -> None:
                     go.set()
                     assert b"[DONE]" in await client.read_body()
                     await stopping
+
+
+MSGPACK = {"accept": "application/msgpack"}
+"""Python answers in it."""
+
+
+async def told_where(router: RouterProcess, stub: EngineStub, prompt: Any) -> dict[str, Any]:
+    """Where a prompt would go, as the core says it and as Python does; both must say the same."""
+    body = {"model": stub.model, "token_ids": prompt}
+    by_core = (await router.post("/route", {"model": stub.model, "prompt": prompt})).json
+    while by_core["hit"]["suspect"]:  # the core hears of it a moment later
+        by_core = (await router.post("/route", body)).json
+    answer = await router.post("/route", body, headers=MSGPACK)
+    by_python = msgspec.msgpack.decode(answer.body)
+    hit, _, why = by_python.pop("reason").partition("; ")
+    said = by_core.pop("reason")
+    assert said.startswith(hit)
+    assert said.split(":")[-1] in why or not why
+    assert by_core.pop("routing_seconds") > 0
+    assert by_python.pop("routing_seconds") > 0
+    assert by_core == by_python
+    return dict(by_core)
+
+
+async def test_where_a_request_would_go_is_told_by_the_core_as_by_python(
+    router: RouterProcess,
+) -> None:
+    """Gateways ask before every request; and nothing of it may be booked."""
+    async with engines(3, has_events=True) as stubs, router.serving(*stubs):
+        number = await until_native(router, stubs[0])
+        for first, stub in enumerate(stubs, 30):
+            ids = prompt_ids(640, first)
+            stub.store(ids)
+            await router.until_applied(stub)
+            told = await told_where(router, stub, [*ids, 7])
+            assert told["replica"] == stub.name
+            assert told["hit"]["gpu_cached_tokens"] == told["hit"]["cached_tokens"] == 640
+            assert told["prompt_tokens"] == 641
+        decided = (await router.metrics()).sum("kvroute_routing_seconds_count", model=stubs[0].model)
+        assert decided >= 6
+        assert len((await router.get("/requests")).json["requests"]) == number
+
+
+async def test_a_question_that_cannot_be_answered_is_refused_as_by_python(
+    router: RouterProcess,
+) -> None:
+    """The core leaves it to who can say what is wrong."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        await until_native(router, stub)
+        unknown = await router.post("/route", {"model": "nobody has it", "prompt": [1, 2]})
+        assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+        nonsense = await router.post("/route", {"model": stub.model, "prompt": [1, -2]})
+        assert nonsense.status == 400
+        assert "prompt" in nonsense.error["message"]

@@ -110,6 +110,7 @@ NOBODY_LISTENS = PlaneListener(
     on_running=lambda *what: None,
     on_settled=lambda *what: None,
     on_handed_over=lambda number, failed: None,
+    on_told=lambda model, seconds: None,
     on_second_attempt=lambda outcome: None,
     on_long_prompt=lambda: None,
 )

@@ -138,6 +138,9 @@ struct AsTuple {
             name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
             bytes_of(ended.first_usage));
     }
+    nb::object operator()(const Told& told) const {
+        return nb::make_tuple("told", id, told.model, told.routing_s);
+    }
     nb::object operator()(const SecondAttempt& second) const {
         return nb::make_tuple("second_attempt", id, second.outcome);
     }
@@ -178,6 +181,9 @@ void take_prepared(nb::dict from, Options& options) {
     options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
+    options.route_path = text_of(from["route_path"]);
+    options.policy = nb::cast<std::string>(from["policy"]);
+    options.costs_are_delays = nb::cast<bool>(from["costs_are_delays"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.insert(text_of(each));
     for (nb::handle each : from["told_with"]) options.told_with.insert(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {

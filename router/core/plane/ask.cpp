@@ -140,7 +140,7 @@ private:
 
 }  // namespace
 
-std::optional<Ask> read_ask(sv body) {
+std::optional<Ask> read_ask(sv body, bool is_question) {
     Walk walk(body);
     if (!walk.take('{')) return std::nullopt;
     Ask ask;
@@ -153,7 +153,7 @@ std::optional<Ask> read_ask(sv body) {
             if (std::exchange(has_model, true) || !walk.text(text)) return std::nullopt;
             if (text.empty() || text.find('\\') != sv::npos) return std::nullopt;
             ask.model.assign(text);
-        } else if (name == "prompt") {
+        } else if (name == "prompt" || (is_question && name == "token_ids")) {
             sv list;
             if (std::exchange(has_prompt, true) || !walk.plain_list(list)) return std::nullopt;
             auto ids = token_ids_of_json({reinterpret_cast<const u8*>(list.data()), list.size()});

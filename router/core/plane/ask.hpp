@@ -11,6 +11,7 @@ namespace kvroute::plane {
 // Reads the body of `/v1/completions`. Nothing where anything in it needs a closer look: text, several
 // prompts, a salt, a session, whatever changes what is cached, and JSON that is not plain ASCII or not
 // well-formed. Whoever reads closely then says what is wrong, if anything is.
-std::optional<Ask> read_ask(std::string_view body);
+// `is_question`: the prompt may be named `token_ids`, as gateways name it.
+std::optional<Ask> read_ask(std::string_view body, bool is_question = false);
 
 }  // namespace kvroute::plane

@@ -1,3 +1,4 @@
+#include "plane/answer.hpp"
 #include "plane/client.hpp"
 
 #include <netinet/in.h>
@@ -423,6 +424,8 @@ bool Client::may_decide() {
                      !head_.expects_continue && !is_of_reserve_ &&
                      head_.framing == http::Framing::length && head_.length <= most;
     if (!may) return false;
+    asks_where_ = !options.route_path.empty() && options.route_path == head_.origin_form;
+    if (asks_where_) return true;
     for (path_ = 0; path_ < options.prepared.size(); ++path_) {
         if (options.prepared[path_].first == head_.origin_form) return true;
     }
@@ -442,6 +445,7 @@ bool Client::decide() {
     is_awaited_ = false;
     const Care care = this->care();
     if (care == Care::told) return false;
+    if (asks_where_) return care == Care::none && is_told_where();
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
         std::optional<Ask> ask = read_ask(body_);
@@ -461,6 +465,27 @@ Client::Care Client::care() const {
         if (options.prepared_with.contains(name)) found = Care::prepared;
     }
     return found;
+}
+
+// Whether a gateway got its answer. Those that speak another language than JSON get it in Python.
+bool Client::is_told_where() {
+    const double began = clock_now();
+    Decider* const decider = thread_.decider();
+    const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
+                           head_.find("content-type").find("msgpack") != sv::npos;
+    if (decider == nullptr || is_packed) return false;
+    const std::optional<Ask> ask = read_ask(body_, true);
+    if (!ask || !decider->decides_alone(ask->model)) return false;
+    const std::optional<Answer> answer = decider->look(question(*ask, {}));
+    if (!answer) return false;
+    const Options& options = thread_.options();
+    const double routing_s = clock_now() - began;
+    Respond respond{200, {{"content-type", "application/json"}}, {}};
+    respond.body = answer_body(*answer, options.policy, options.costs_are_delays, routing_s);
+    respond.fields.emplace_back("content-length", std::to_string(respond.body.size()));
+    thread_.post(0, Told{answer->prediction.model, routing_s});
+    this->respond(respond);
+    return true;
 }
 
 void Client::prepare(bool by_fields) {

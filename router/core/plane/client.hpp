@@ -114,6 +114,7 @@ private:
     bool may_decide();
     bool has_room();
     bool decide();
+    bool is_told_where();
     enum class Care : u8 { none, prepared, told };  // that its fields ask for
     Care care() const;
     bool is_placed(Ask ask);
@@ -199,6 +200,7 @@ private:
     Upstream* upstream_ = nullptr;
     // Where it was decided without Python
     bool is_awaited_ = false;  // its body, before anybody is told
+    bool asks_where_ = false;  // and where it would go, no more
     u8 path_ = 0;              // of `Options::prepared`
     Bodies::Share share_;      // of the memory for such
     std::unique_ptr<Booking> booking_;

@@ -50,6 +50,8 @@ struct Question {
     std::string_view not_at = {};  // a replica's name
 };
 
+struct Answer;
+
 class Decider {
 public:
     virtual ~Decider() = default;
@@ -57,6 +59,8 @@ public:
     virtual bool decides_alone(std::string_view model) = 0;
     // Nothing: it is left to Python.
     virtual std::optional<Placed> place(const Question& question) = 0;
+    // Where a request would go. Nothing: as before.
+    virtual std::optional<Answer> look(const Question& question) = 0;
 };
 
 }  // namespace kvroute::plane

@@ -182,22 +182,62 @@ bool Placing::decides_alone(std::string_view model) {
     return found != known->models.end() && !found->second->is_read_first;
 }
 
+Prediction Placing::predicted(const Choice& choice, const Read& read) {
+    const decide::CachedTokens& cached = choice.cached();
+    const auto tokens = static_cast<i64>(read.prompt->tokens().size());
+    Prediction made;
+    made.model = read.served->model;
+    made.replica = choice.replica->id;
+    made.dp_rank = choice.dp_rank.value_or(-1);
+    made.prompt_tokens = static_cast<u64>(tokens);
+    made.gpu_cached_tokens = static_cast<u64>(cached.gpu);
+    made.cached_tokens = static_cast<u64>(cached.all);
+    made.uncached_tokens =
+        static_cast<u64>(std::max<i64>(tokens - std::max(cached.all, cached.recent), 0));
+    made.is_suspect = choice.state().is_suspect;
+    made.has_adapter = read.served->adapter.has_value();
+    return made;
+}
+
 std::optional<Placed> Placing::place(const Question& question) {
-    const std::shared_ptr<const Known> known = this->known();
+    const std::optional<Read> read = this->read(question);
+    return read ? book(question, *read) : std::nullopt;
+}
+
+std::optional<Answer> Placing::look(const Question& question) {
+    const std::optional<Read> read = this->read(question);
+    if (!read) return std::nullopt;
+    std::optional<Choice> choice = choose(question, *read);
+    if (!choice) return std::nullopt;
+    Answer answer;
+    answer.prediction = predicted(*choice, *read);
+    answer.cost = choice->cost;
+    for (const decide::TierShare& share : choice->able->shares_of(choice->lower())) {
+        answer.by_tier.emplace_back(share.tier, static_cast<u64>(share.tokens));
+    }
+    const i64 hit = choice->cached().all;
+    answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
+        read->known->in_mirror[choice->cache->id], *read->prompt,
+        static_cast<i64>(question.ask.tokens.size()), {hit, hit}));
+    return answer;
+}
+
+std::optional<Placing::Read> Placing::read(const Question& question) const {
+    std::shared_ptr<const Known> known = this->known();
     const auto found = known->models.find(question.ask.model);
     if (found == known->models.end()) return std::nullopt;
-    const std::shared_ptr<const Served> served = found->second;
+    std::shared_ptr<const Served> served = found->second;
     if (question.ask.tokens.size() > served->most_tokens) return std::nullopt;
     auto prompt = std::make_shared<Prompt>(question.ask.tokens, served->adapter, question.ask.salt,
                                            std::vector<u8>());
     hash(*prompt, *served->index);
-    return book(question, *served, std::move(prompt), *known);
+    return Read{std::move(known), std::move(served), std::move(prompt)};
 }
 
-std::optional<Placed> Placing::book(const Question& question, const Served& served,
-                                    std::shared_ptr<Prompt> prompt, const Known& known) const {
+std::optional<Placing::Choice> Placing::choose(const Question& question, const Read& read) const {
     thread_local decide::Scratch scratch;
-    Prompt* const prompts[] = {prompt.get()};
+    const Served& served = *read.served;
+    Prompt* const prompts[] = {read.prompt.get()};
     decide::Question asked;
     asked.fleet = served.fleet;
     thread_local std::vector<u32> others;
@@ -219,70 +259,73 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     asked.now = question.now;
     decider_->match(asked, scratch);
 
-    std::unique_lock books(books_->mutex, std::defer_lock);
-    std::unique_lock mirror_books(mirror_books_->mutex, std::defer_lock);
-    std::lock(books, mirror_books);
+    Choice choice;
+    choice.books = std::unique_lock(books_->mutex, std::defer_lock);
+    choice.mirror_books = std::unique_lock(mirror_books_->mutex, std::defer_lock);
+    std::lock(choice.books, choice.mirror_books);
     FromMirror outlooks(mirror_books_->mirror, served.in_mirror, served.index->index.space(),
-                        known.in_mirror, known.in_books);
+                        read.known->in_mirror, read.known->in_books);
     asked.outlooks = &outlooks;
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
     if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
 
-    const Candidates& able = ranking.able;
-    const decide::State& state = able.states[ranking.first];
-    const decide::CachedTokens& cached = able.cached[ranking.first];
-    const decide::Lower& lower = able.lower[ranking.first];
+    choice.able = &ranking.able;
+    choice.number = ranking.first;
+    choice.cost = ranking.order.costs[ranking.first];
+    const decide::State& state = choice.state();
     // What an estimate or a peer promises is Python's to follow.
-    if (state.estimate_trust != 0.0 || lower.pull_from != decide::kNobody) return std::nullopt;
-    const decide::Replica& replica = (*served.fleet)[state.replica];
-    const decide::Cache* cache = &replica.caches.front();
-    std::optional<int> dp_rank;
-    if (replica.has_ranks()) {
+    if (state.estimate_trust != 0.0 || choice.lower().pull_from != decide::kNobody) return std::nullopt;
+    choice.replica = &(*served.fleet)[state.replica];
+    choice.cache = &choice.replica->caches.front();
+    if (choice.replica->has_ranks()) {
         if (state.dp_rank == decide::kAnyRank) return std::nullopt;
-        dp_rank = state.dp_rank;
-        for (const decide::Cache& each : replica.caches) {
-            if (each.dp_rank == *dp_rank) cache = &each;
+        choice.dp_rank = state.dp_rank;
+        for (const decide::Cache& each : choice.replica->caches) {
+            if (each.dp_rank == state.dp_rank) choice.cache = &each;
         }
     }
-    const i64 uncached = std::max<i64>(asked.prompt_tokens - std::max(cached.all, cached.recent), 0);
-    const mirror::LookUp look_ups[] = {{prompt, nullptr}};
+    return choice;
+}
+
+std::optional<Placed> Placing::book(const Question& question, const Read& read) const {
+    std::optional<Choice> choice = choose(question, read);
+    if (!choice) return std::nullopt;
+    const Served& served = *read.served;
+    const decide::State& state = choice->state();
+    const decide::CachedTokens& cached = choice->cached();
+    const auto prompt_tokens = static_cast<i64>(question.ask.tokens.size());
+    const i64 uncached = std::max<i64>(prompt_tokens - std::max(cached.all, cached.recent), 0);
+    const mirror::LookUp look_ups[] = {{read.prompt, nullptr}};
     mirror::Sent sent;
     sent.model = served.in_mirror;
     sent.index = served.index;
-    sent.source = cache->source_in(served.index.get());
-    sent.cache = known.in_mirror[cache->id];
+    sent.source = choice->cache->source_in(served.index.get());
+    sent.cache = read.known->in_mirror[choice->cache->id];
     sent.prompts = look_ups;
-    sent.prompt_tokens = asked.prompt_tokens;
+    sent.prompt_tokens = prompt_tokens;
     sent.uncached_tokens = uncached;
     sent.hit_tokens = cached.all;
     sent.speed = state.speed;
-    for (const decide::TierShare& share : able.shares_of(lower)) {
+    for (const decide::TierShare& share : choice->able->shares_of(choice->lower())) {
         sent.loads.emplace_back(share.tier, share.tokens);
     }
     sent.junction_tokens = cached.junction;
     const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
     sent.keep = keep;
-    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_, replica, uncached,
-                                            asked.prompt_tokens, dp_rank, sent, question.now);
+    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_,
+                                            *choice->replica, uncached, prompt_tokens,
+                                            choice->dp_rank, sent, question.now);
     if (decider_->recent) {
         const KeySpace& space = served.index->index.space();
-        decider_->recent->remember(cache->id, prompt->prefix_keys(space, decide::kKeyStep),
+        decider_->recent->remember(choice->cache->id, read.prompt->prefix_keys(space, decide::kKeyStep),
                                    question.now);
     }
-    books.unlock();  // whatever fails from here on ends the booking, which takes them
-    mirror_books.unlock();
+    choice->books.unlock();  // whatever fails from here on ends the booking, which takes them
+    choice->mirror_books.unlock();
 
     Placed placed;
-    placed.prediction = {served.model,
-                         replica.id,
-                         dp_rank.value_or(-1),
-                         static_cast<u64>(asked.prompt_tokens),
-                         static_cast<u64>(cached.gpu),
-                         static_cast<u64>(cached.all),
-                         booking->expected_tokens(),
-                         static_cast<u64>(uncached),
-                         state.is_suspect,
-                         served.adapter.has_value()};
+    placed.prediction = predicted(*choice, read);
+    placed.prediction.expected_tokens = booking->expected_tokens();
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
     placed.name = served.names[state.replica];
@@ -291,7 +334,7 @@ std::optional<Placed> Placing::book(const Question& question, const Served& serv
     if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
     placed.forward.work_tokens = static_cast<u64>(uncached + std::max<i64>(state.queued_tokens, 0));
     placed.request_id = given_or_new(question.request_id);
-    tell(placed.forward, question, placed.request_id, dp_rank, cached.all);
+    tell(placed.forward, question, placed.request_id, choice->dp_rank, cached.all);
     return placed;
 }
 

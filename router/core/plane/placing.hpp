@@ -11,6 +11,7 @@
 
 #include "decide/decide.hpp"
 #include "mirror/books.hpp"
+#include "plane/answer.hpp"
 #include "plane/decider.hpp"
 #include "plane/quiet.hpp"
 
@@ -45,6 +46,7 @@ public:
 
     bool decides_alone(std::string_view model) override;
     std::optional<Placed> place(const Question& question) override;
+    std::optional<Answer> look(const Question& question) override;
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }
@@ -57,9 +59,32 @@ private:
         std::vector<decide::CacheId> in_books;  // the other way round; kNobody: none
     };
 
+    // What a request names, and its prompt, hashed.
+    struct Read {
+        std::shared_ptr<const Known> known;
+        std::shared_ptr<const Served> served;
+        std::shared_ptr<Prompt> prompt;
+    };
+    // Where it goes, with the mutexes of both books held.
+    struct Choice {
+        std::unique_lock<std::mutex> books, mirror_books;
+        const decide::Candidates* able = nullptr;  // until this thread makes its next decision
+        u32 number = 0;  // of the best among these
+        double cost = 0;
+        const decide::Replica* replica = nullptr;
+        const decide::Cache* cache = nullptr;
+        std::optional<int> dp_rank;
+
+        const decide::State& state() const { return able->states[number]; }
+        const decide::CachedTokens& cached() const { return able->cached[number]; }
+        const decide::Lower& lower() const { return able->lower[number]; }
+    };
+
+    static Prediction predicted(const Choice& choice, const Read& read);
     std::shared_ptr<const Known> known() const;
-    std::optional<Placed> book(const Question& question, const Served& served,
-                               std::shared_ptr<Prompt> prompt, const Known& known) const;
+    std::optional<Read> read(const Question& question) const;
+    std::optional<Choice> choose(const Question& question, const Read& read) const;
+    std::optional<Placed> book(const Question& question, const Read& read) const;
 
     std::shared_ptr<decide::Books> books_;
     std::shared_ptr<mirror::Books> mirror_books_;

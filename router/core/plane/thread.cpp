@@ -52,7 +52,8 @@ Outbox::~Outbox() { ::close(signal_); }
 
 void Outbox::post(Event event, bool is_awaited) {
     const auto* const settled = std::get_if<Settled>(&event.what);
-    is_awaited |= settled == nullptr || settled->asked.is_awaited;
+    const bool can_wait = settled != nullptr && !settled->asked.is_awaited;
+    is_awaited |= !can_wait && !std::holds_alternative<Told>(event.what);
     {
         std::lock_guard locked(mutex_);
         events_.push_back(std::move(event));

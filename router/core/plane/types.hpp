@@ -221,6 +221,12 @@ struct SecondAttempt {
     const char* outcome = "";
 };
 
+// A gateway that asked where a request would go was told.
+struct Told {
+    std::string model;
+    double routing_s = 0;
+};
+
 // Others should hear soon that such a request was sent: see `Options::long_prompt_tokens`.
 struct LongPromptSent {};
 
@@ -232,7 +238,7 @@ struct Running {
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent>
+                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent, Told>
         what;
 };
 
@@ -258,6 +264,10 @@ struct Options {
     bool prepares_all = false;  // also those that could be read here; with their fields
     // A client's fields with which a request is prepared, and those with which it is told at once.
     std::unordered_set<std::string> prepared_with, told_with;
+    // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
+    std::string route_path;
+    std::string policy;  // its name
+    bool costs_are_delays = false;
     u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
     Networks trusted_proxies;   // whose word counts for where a request comes from
