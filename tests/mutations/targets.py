@@ -110,10 +110,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/proxy/attempts.py": ("tests/router/proxy",),
     "router/proxy/messages.py": ("tests/router/proxy",),
     "router/proxy/usage.py": ("tests/router/proxy",),
-    "router/upstream/connection.py": ("tests/router/upstream", "tests/router/proxy"),
-    "router/upstream/response.py": ("tests/router/upstream", "tests/router/proxy"),
     "router/upstream/client.py": ("tests/router/upstream", "tests/router/proxy"),
-    "router/upstream/turns.py": ("tests/router/upstream",),
     # What outlives a process, or comes from another.
     "router/board/slots.py": ("tests/router/board",),
     "router/board/valkey.py": ("tests/router/board",),
