@@ -33,6 +33,7 @@ knows Python:
     http/            every line that knows ASGI, FastAPI or uvicorn
     preparing.py     which token ids requests of the data plane ask for
     placing.py       what the data plane may decide without Python
+    settling.py      what becomes of the requests that it decided
     picking.py       the endpoint picker's gRPC server, wired; only where it listens
     reload.py        takes over a changed configuration
     app.py           the ASGI application

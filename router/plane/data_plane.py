@@ -140,9 +140,14 @@ class DataPlane:
         """Requests for the application whose bodies are not whole."""
         self._untold: deque[tuple[Any, ...]] = deque()
         self._plane: Plane | None = None
-        self._told: dict[str, Callable[..., None]] = {
+        self._told = self._by_kind()
+
+    def _by_kind(self) -> dict[str, Callable[..., None]]:
+        """Who is told of an event."""
+        listener = self._listener
+        return {
             "opened": self._opened,
-            "prepare": prepares.prepare,
+            "prepare": self._prepares.prepare,
             "body": self._body,
             "left": self._left,
             "failed": self._failed,
