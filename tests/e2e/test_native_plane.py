@@ -209,15 +209,24 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
             body = {"model": stubs[0].model, "max_tokens": 2, **fields}
             ways = [{}, BY_PYTHON]
             random.shuffle(ways)
-            found = []
+            found, more = [], random.choice(_HEADERS)
             for headers in ways:
-                answer = await router.post(path, body, headers)
+                answer = await router.post(path, body, {**more, **headers})
                 number += 1
                 request = await last_request(router, number)
                 assert is_without_python(request) == (not headers), body
                 chosen = {stub.name: stub for stub in stubs}[answer.headers["x-kv-replica"]]
                 found.append((_told(answer), _logged(request), _received(chosen, path)))
             assert found[0] == found[1], body
+
+
+_HEADERS: list[dict[str, str]] = [
+    {},
+    {"x-session-id": "of a user"},
+    {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=1"},
+    {"x-forwarded-for": "192.0.2.7", "x-stainless-lang": "python", "authorization": "Bearer any"},
+    {"x-data-parallel-rank": "1", "x-api-key": "any", "tracestate": "of=nobody"},
+]
 
 
 def _told(answer: Answer) -> dict[str, str]:
