@@ -326,7 +326,15 @@ def with_model(body: bytes, name: str) -> bytes | None:
 class Placing:
     """Decides requests whose token ids are known without Python."""
 
-    def __init__(self, books: Books, mirror: Mirror, decider: Decider, quiet_s: float) -> None: ...
+    def __init__(
+        self,
+        books: Books,
+        mirror: Mirror,
+        decider: Decider,
+        quiet_s: float,
+        ageing_tokens_per_s: float,
+        usual_class: int,
+    ) -> None: ...
     def serve(
         self,
         models: list[tuple[Any, ...]],
@@ -337,9 +345,10 @@ class Placing:
         Args:
             models: A name; the base model's, its number in the mirror, its fleet, its index, the
                 ways to each replica of the fleet - origin, host, port, authority, base path, fields
-                replaced and reported, timeouts, whether clients are told of hits, what it calls
-                the model or nothing - the most tokens of a prompt, the adapter, how long a stream's
-                first byte may take, and whether its requests are all prepared.
+                replaced and reported, timeouts, whether clients are told of hits, whether the
+                engine orders by a header, what it calls the model or nothing - the most tokens of a
+                prompt, the adapter, how long a stream's first byte may take, and whether its
+                requests are all prepared.
             in_mirror: The mirror's number of each cache, by that of the books.
         """
     def under_way(self) -> int: ...
@@ -453,8 +462,8 @@ class Plane:
         Args:
             is_awaited: Its end is told at once.
             more: The body to send or None, the salt or None, session, tenant, fields for the engine
-                and of the response, lengths to keep, and whether the client names the model
-                otherwise.
+                and of the response, lengths to keep, whether the client names the model
+                otherwise, and the class of its key or None.
         """
     def open(self, id: int) -> None: ...
     def hold_back(self) -> None:

@@ -22,6 +22,7 @@ from router.config import RouterConfig
 from router.errors import UnknownModel
 from router.index import SourceId
 from router.mirror import Mirror
+from router.overload import EngineOrder
 from router.plane import Addresses, DataPlane
 from router.replicas import (
     EventSource,
@@ -81,6 +82,8 @@ class NativeDecisions(ReplicaListener):
         self._placing: Placing = core.Placing(
             *(parts.load.books, parts.mirror.core, parts.ranker.decider),
             service.config.events.self_repair_quiet_s,
+            service.config.overload.ageing_tokens_per_s,
+            EngineOrder(service.config.overload).class_of(None),
         )
         service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
@@ -244,7 +247,9 @@ class NativeDecisions(ReplicaListener):
     def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
         """Whether something is said to engines, or estimated of them, that is made in Python."""
         return any(
-            replica.priority_order is not None or not replica.sources or self._is_estimated(replica)
+            (replica.priority_order is not None and not _is_ordered(replica))
+            or not replica.sources
+            or self._is_estimated(replica)
             for replica in replicas
         )
 
@@ -276,8 +281,13 @@ class NativeDecisions(ReplicaListener):
             tuple(replica.headers),
             ((b"x-kv-replica", replica.id.encode()),),
             (times.connect_s, times.whole_response_s, times.idle_s),
-            self._shows_hits,
+            *(self._shows_hits, _is_ordered(replica)),
         )
+
+
+def _is_ordered(replica: Replica) -> bool:
+    """Whether its engine is told in a header when to compute a request."""
+    return replica.priority_order == "lower_first" and not replica.is_of("sglang")
 
 
 def _name_at(replica: Replica, name: str, model: Model) -> str:

@@ -21,7 +21,7 @@ from router.http.access import Key
 from router.http.gateway import Begun, tenant_salt
 from router.index import SourceId
 from router.observability.request_observer import Settled
-from router.overload import KeyUsage
+from router.overload import EngineOrder, KeyUsage
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
@@ -84,7 +84,7 @@ class Preparation:
         check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
         session_header: str,
         tracer: Tracer | None,
-        has_line: bool,
+        engine_order: EngineOrder,
     ) -> None:
         """
         Args:
@@ -94,9 +94,9 @@ class Preparation:
                 none is needed.
             session_header: The header that names a client's session, in lower case.
             tracer: Begins the trace of each; None where none is recorded.
-            has_line: Whether requests wait where there is no room.
+            engine_order: What engines that order by numbers are told.
         """
-        self._has_line = has_line
+        self._engine_order = engine_order
         self._tracer = tracer
         self._session_header = session_header.encode()
         self._dispatcher = dispatcher
@@ -212,8 +212,7 @@ class Preparation:
                 raise _Unusual
             key.usage.enter()
             self._begun.setdefault(number, Begun()).usage = key.usage
-        if self._has_line:
-            self._begun.setdefault(number, Begun()).key = key
+        self._begun.setdefault(number, Begun()).key = key
         return key
 
     def _read(
@@ -276,9 +275,19 @@ class Preparation:
         sent, keep = self._steer(number, name, asked, tokenized)
         session = (asked.session or "").encode("utf-8", "surrogatepass")
         changed = None if sent is body else sent
-        salt = tokenized.cache_salt
-        more = changed, salt, session, asked.tenant, added, told, keep, asked.target is not None
-        has_more = any(more) or salt is not None
+        salt, order = tokenized.cache_salt, self._class_of(begun)
+        more = (
+            changed,
+            salt,
+            session,
+            asked.tenant,
+            added,
+            told,
+            keep,
+            asked.target is not None,
+            order,
+        )
+        has_more = any(more) or salt is not None or order is not None
         assert self.plane is not None
         tokens, is_comparable = tokenized.token_ids, spec.choices == 1
         self.plane.place(
@@ -291,6 +300,12 @@ class Preparation:
             seconds,
             more if has_more else None,
         )
+
+    def _class_of(self, begun: Begun | None) -> int | None:
+        """The class of its key, where that has one of its own."""
+        if begun is None or begun.key is None or begun.key.priority is None:
+            return None
+        return self._engine_order.class_of(begun.key.priority)
 
     def _steer(
         self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt

@@ -246,7 +246,7 @@ def _control_server(
         check_key if guard.needs_key("client") else None,
         config.policy.session_header,
         app.gateway.tracer,
-        service.entrance is not None,
+        app.gateway.engine_order,
     )
     plane = _plane(service, app, preparation, path)
     server = _ControlServer(app, service, plane, natives, preparation)

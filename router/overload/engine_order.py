@@ -33,6 +33,14 @@ class EngineOrder:
         self._ageing_tokens_per_s = config.ageing_tokens_per_s
         self._clock = clock
 
+    def class_of(self, of_key: str | None) -> int:
+        """The class of requests whose headers name none; 0 goes first.
+
+        Args:
+            of_key: The highest class of their key.
+        """
+        return self._classes.of({}, of_key)
+
     def numbers(
         self, headers: Mapping[bytes, bytes], of_key: str | None, waited_s: float
     ) -> Callable[[int], int]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -771,6 +772,45 @@ async def test_only_requests_that_pull_from_a_peer_are_pythons(router: RouterPro
         assert told["remote_port"] == 7777
 
 
+async def test_an_engine_learns_from_the_core_when_to_compute_a_request() -> None:
+    """By what is left to compute, its age and the class of its key, as Python says it."""
+    keys = [
+        {"name": "a", "key": "key-of-a", "priority": "high"},
+        {"name": "b", "key": "key-of-b"},
+    ]
+    for server in ({"client_api_keys": keys}, {}):
+        config = {**NATIVE, "server": {**NATIVE["server"], **server}}
+        async with engines(1, has_events=True) as (stub,):
+            with router_process(config) as router:
+                async with router.serving(stub, priority_order="lower_first"):
+                    await _check_order(router, stub, ["a", "b"] if server else [""])
+
+
+async def _check_order(router: RouterProcess, stub: EngineStub, names: list[str]) -> None:
+    ids = prompt_ids(640, 1)
+    stub.store(ids)
+    await router.until_applied(stub)
+    number = await until_native_with_key(router, stub, names[-1])
+    message = [{"role": "user", "content": "a question"}]
+    for name in names:
+        for prompt in ([*ids, 7], prompt_ids(300, 2), prompt_ids(9000, 3)):
+            numbers, begun = [], time.time()
+            for more in ({}, BY_PYTHON):
+                body = {"model": stub.model, "prompt": prompt, "priority": 3}
+                headers = {**bearer(name), **more}
+                assert (await router.post("/v1/completions", body, headers)).status == 200
+                number += 1
+                assert is_without_python(await last_request(router, number)) == (not more)
+                numbers.append(int(stub.requests[-1].headers["x-vllm-priority"]))
+                assert stub.requests[-1].names.count("x-vllm-priority") == 1
+            took_s = time.time() - begun
+            assert 0 <= numbers[1] - numbers[0] <= 1000 * took_s + 2
+        body = {"model": stub.model, "messages": message, "max_tokens": 5}
+        await router.post("/v1/messages", body, bearer(name))
+        number += 1
+        assert "x-vllm-priority" not in stub.requests[-1].headers
+
+
 async def _blocks(router: RouterProcess, stub: EngineStub) -> int:
     """What the index holds of its cache, in all tiers."""
     (source,) = (await router.replica(stub.name))["sources"]
@@ -1108,7 +1148,9 @@ async def test_where_a_request_would_go_is_told_by_the_core_as_by_python(
             assert told["replica"] == stub.name
             assert told["hit"]["gpu_cached_tokens"] == told["hit"]["cached_tokens"] == 640
             assert told["prompt_tokens"] == 641
-        decided = (await router.metrics()).sum("kvroute_routing_seconds_count", model=stubs[0].model)
+        decided = (await router.metrics()).sum(
+            "kvroute_routing_seconds_count", model=stubs[0].model
+        )
         assert decided >= 6
         assert len((await router.get("/requests")).json["requests"]) == number
 

@@ -271,6 +271,7 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
         ask.reported = fields_of(nb::object(more[5]));
         ask.keep = nb::cast<std::vector<u64>>(nb::object(more[6]));
         ask.is_renamed = nb::cast<bool>(nb::object(more[7]));
+        ask.priority_class = nb::cast<std::optional<u64>>(nb::object(more[8]));
     }
     plane.send({id, std::move(ask)});
 }
@@ -280,7 +281,8 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
 }
 
 // A way to a replica: origin, hosts, port, secure host, authority, base path, replaced, reported, timeouts,
-// whether clients are told of hits, and what it calls the model, if not as they do.
+// whether clients are told of hits, whether the engine orders by a header, and what it calls the model, if
+// not as they do.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = nb::cast<std::string>(from[0]);
@@ -308,7 +310,8 @@ std::pair<std::string, std::shared_ptr<const Served>> served_of(nb::handle from)
     made->index = nb::cast<std::shared_ptr<kvroute::SharedIndex>>(nb::object(from[4]));
     for (nb::handle way : nb::object(from[5])) {
         made->ways.push_back(way_of(way));
-        made->names.push_back(nb::cast<std::string>(way[10]));
+        made->ways.back().is_ordered = nb::cast<bool>(nb::object(way[10]));
+        made->names.push_back(nb::cast<std::string>(way[11]));
     }
     made->most_tokens = nb::cast<u64>(from[6]);
     made->adapter = nb::cast<std::optional<std::string>>(nb::object(from[7]));
@@ -409,10 +412,12 @@ void kvroute::binding::bind_plane(nb::module_& module) {
     });
     module.def("with_model", &with_model_of);
     nb::class_<Placing>(module, "Placing")
-        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s) {
+        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s,
+                         double ageing_tokens_per_s, u64 usual_class) {
             using namespace kvroute::binding;
             return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
-                                             decider_of(decider), quiet_s);
+                                             decider_of(decider), quiet_s,
+                                             Ordering{ageing_tokens_per_s, usual_class});
         }))
         .def("serve", &serve)
         .def("under_way", &Placing::under_way)

@@ -561,6 +561,10 @@ bool Client::complete(Placed& placed, const Ask& ask) const {
     }
     placed.forward.body = std::move(body);
     placed.forward.dialect = thread_.options().prepared[path_].second;
+    // Engines read it where requests are OpenAI's, and at no other of these paths.
+    if (placed.forward.is_ordered && placed.forward.dialect == 0) {
+        placed.forward.replaced.emplace_back("x-vllm-priority", std::to_string(placed.order));
+    }
     for (const auto& field : ask.added) placed.forward.added.push_back(field);
     for (const auto& field : ask.reported) placed.forward.reported.push_back(field);
     return true;

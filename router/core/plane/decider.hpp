@@ -36,6 +36,7 @@ struct Placed {
     std::unique_ptr<Booking> booking;
     Prediction prediction;
     Forward forward;
+    u64 order = 0;     // when it is to be computed there, among others: the lowest goes first
     std::string name;  // of the model there; empty: as the client names it
     std::string request_id;
 };

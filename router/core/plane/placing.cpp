@@ -1,5 +1,7 @@
 #include "plane/placing.hpp"
 
+#include <chrono>
+#include <cmath>
 #include <random>
 
 #include "plane/loop.hpp"
@@ -141,6 +143,19 @@ void tell(Forward& forward, const Question& question, const std::string& request
         forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(hit_tokens));
     }
     forward.reported.emplace_back("x-request-id", request_id);
+}
+
+// The place of a request in its engine's line, by its tokens to compute; as `EngineOrder.numbers`.
+u64 order_of(const Ordering& ordering, std::optional<u64> priority_class, u64 tokens) {
+    constexpr u64 kLongestTokens = 4096;
+    constexpr int kClassBits = 58;
+    const std::chrono::duration<double> since_1970 =
+        std::chrono::system_clock::now().time_since_epoch();
+    const double aged = std::nearbyint(ordering.ageing_tokens_per_s * since_1970.count());
+    const double place = static_cast<double>(std::min(tokens, kLongestTokens)) + aged;
+    const u64 most = (u64{1} << kClassBits) - 1;
+    const u64 within = place < static_cast<double>(most) ? static_cast<u64>(place) : most;
+    return (priority_class.value_or(ordering.usual_class) << kClassBits) + within;
 }
 
 // The whole prompt's keys at every step that is asked for, with no mutex held.
@@ -328,6 +343,9 @@ std::optional<Placed> Placing::book(const Question& question, const Read& read) 
     placed.prediction.expected_tokens = booking->expected_tokens();
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
+    const u64 to_compute = placed.prediction.prompt_tokens - std::min(placed.prediction.prompt_tokens,
+                                                                     placed.prediction.expected_tokens);
+    placed.order = order_of(ordering_, question.ask.priority_class, to_compute);
     placed.name = served.names[state.replica];
     if (placed.name.empty() && question.ask.is_renamed) placed.name = question.ask.model;
     if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);

@@ -31,13 +31,20 @@ struct Served {
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
 };
 
+// Where requests stand among those that wait in an engine: see router/overload/engine_order.py.
+struct Ordering {
+    double ageing_tokens_per_s = 0;
+    u64 usual_class = 0;
+};
+
 class Placing final : public Decider {
 public:
     // `decider` lives as long as this. `quiet_s`: see `QuietMoments`.
     Placing(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-            std::shared_ptr<decide::Decider> decider, double quiet_s)
+            std::shared_ptr<decide::Decider> decider, double quiet_s, Ordering ordering)
         : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)) {}
+          decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)),
+          ordering_(ordering) {}
 
     // Names and what they stand for, in place of what there was. `in_mirror`: the mirror's number of
     // each cache, by the number that the books have given it.
@@ -90,6 +97,7 @@ private:
     std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<decide::Decider> decider_;
     std::shared_ptr<QuietMoments> quiet_;
+    Ordering ordering_;
     std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
     mutable std::mutex mutex_;  // guards `known_`
     std::shared_ptr<const Known> known_ = std::make_shared<Known>();

@@ -60,6 +60,7 @@ struct Forward {
     bool wants_id = false;       // the beginning of the body is told
     u64 work_tokens = 0;         // to be computed before the first byte, as far as is known
     bool shows_hit = false;      // where it is decided here: the client is told of the hit
+    bool is_ordered = false;     // likewise: its engine is told when to compute it, in a header
     u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
 };
 // A response of the router's own.
@@ -95,6 +96,7 @@ struct Ask {
     std::optional<double> tokenization_s;
     bool is_comparable = true;  // the engine's report counts what was predicted
     bool is_awaited = false;    // somebody waits for its end
+    std::optional<u64> priority_class;  // 0 goes first; none: the usual one
     bool is_renamed = false;    // `model` is not how the client names it: the engine has to be told
 };
 // The same for as long as it is under way.
