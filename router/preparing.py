@@ -26,6 +26,7 @@ from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
 from router.routing.planner import prepare
+from router.routing.terms import Terms
 from router.steering import STEP, Said
 from router.tokenize import (
     ChatPrompt,
@@ -226,11 +227,13 @@ class Preparation:
         asked = self._dispatcher.read(
             endpoint,
             body,
-            session.decode("latin-1") if session else None,
-            headers=given,
-            salt=tenant_salt(key, endpoint.value),
-            check_model=None if key is None or key.usage is None else _check_model(key.usage),
-            tenant="" if key is None or key.owner is None else key.name,
+            Terms(
+                session=session.decode("latin-1") if session else None,
+                headers=given,
+                salt=tenant_salt(key, endpoint.value),
+                check_model=None if key is None or key.usage is None else _check_model(key.usage),
+                tenant="" if key is None or key.owner is None else key.name,
+            ),
         )
         if not _is_usual(asked):
             raise _Unusual

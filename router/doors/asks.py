@@ -9,8 +9,8 @@ from types import MappingProxyType
 import msgspec
 
 from router.overload import KeyUsage
-from router.routing.dispatcher import IsEligible, TenantSalt
 from router.routing.stored_responses import ResponseOwner
+from router.routing.terms import IsEligible, TenantSalt
 from router.tokenize import Endpoint
 
 

@@ -17,6 +17,7 @@ from router.overload import EngineOrder, Entrance
 from router.routing.admission import Admission
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
+from router.routing.terms import Terms
 
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
@@ -131,40 +132,34 @@ class Desk:
         return Claim(ask, self._parts.admission, None if entrance is None else entrance.room)
 
     async def _decide(self, ask: Question) -> Decision:
-        caller = ask.caller
+        terms = self._terms(ask)
         if ask.endpoint is None:
-            return await self._decide_by_load(ask)
-        found = self._parts.dispatcher.dispatch_now(
-            *(ask.endpoint, ask.body, ask.session),
-            dp_rank=ask.dp_rank,
-            salt=caller.salt,
-            headers=ask.headers,
-            check_model=None if caller.usage is None else caller.usage.check_model,
-            owner=caller.owner,
-            tenant=self._tenant(ask),
-            is_eligible=ask.is_eligible,
-        )
+            return await self._decide_by_load(ask, terms)
+        found = self._parts.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
         return found if isinstance(found, Decision) else await found
 
-    async def _decide_by_load(self, ask: Question) -> Decision:
+    async def _decide_by_load(self, ask: Question, terms: Terms) -> Decision:
         dispatcher, usage = self._parts.dispatcher, ask.caller.usage
-        check = None if usage is None else usage.check_model
         if ask.response_id:
-            whose = ask.caller.owner, self._tenant(ask)
-            return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, check, *whose)
+            return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, terms)
         is_object = ask.body[:64].lstrip()[:1] == b"{"
         if not is_object and not (usage is None or usage.is_for_all_models):
             rule = "with this key, it must be a JSON object that names the model"
             raise BadRequest("$", f"{len(ask.body)} bytes", rule)
         if not is_object:
-            by_load = functools.partial(dispatcher.dispatch_by_load, None, needs_model=False)
-            return by_load(ask.body, tenant=self._tenant(ask), is_eligible=ask.is_eligible)
-        return await dispatcher.dispatch(
-            *(None, ask.body),
-            needs_model=False,
-            salt=ask.caller.salt,
+            terms = Terms(tenant=terms.tenant, is_eligible=terms.is_eligible)
+            return dispatcher.dispatch_by_load(None, ask.body, terms, needs_model=False)
+        return await dispatcher.dispatch(None, ask.body, terms, needs_model=False)
+
+    def _terms(self, ask: Question) -> Terms:
+        caller = ask.caller
+        return Terms(
+            session=ask.session,
             headers=ask.headers,
-            check_model=check,
+            dp_rank=ask.dp_rank,
+            salt=caller.salt,
+            check_model=None if caller.usage is None else caller.usage.check_model,
+            owner=caller.owner,
             tenant=self._tenant(ask),
             is_eligible=ask.is_eligible,
         )

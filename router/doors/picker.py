@@ -32,7 +32,7 @@ from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.proxy import Attempt, Dialect, error_body
 from router.replicas import Replica
 from router.routing.admission import Admission, BodyBuffer
-from router.routing.dispatcher import IsEligible
+from router.routing.terms import IsEligible
 from router.tokenize import Endpoint
 from router.upstream import Header
 

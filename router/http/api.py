@@ -89,6 +89,7 @@ from router.index import SourceId
 from router.observability.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
 from router.observability.request_log import MAX_REQUESTS
 from router.proxy import error_body
+from router.routing.terms import Terms
 from router.taps import Tap
 from router.tokenize import Endpoint
 
@@ -248,12 +249,15 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
             content = await _body(
                 request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
             )
-            decision = await parts.dispatcher.dispatch(
-                *(Endpoint.ROUTE, content, session, encoding_of(headers)),
-                salt=tenant_salt(key, "/route"),
+            terms = Terms(
+                session=session,
                 headers=headers,
+                salt=tenant_salt(key, "/route"),
                 check_model=None if usage is None else usage.check_model,
                 owner=None if key is None else key.owner,
+            )
+            decision = await parts.dispatcher.dispatch(
+                Endpoint.ROUTE, content, terms, encoding_of(headers)
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()

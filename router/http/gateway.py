@@ -39,8 +39,8 @@ from router.plane import PlaneExchange, PlaneProxy, PlaneRelay
 from router.proxy import ProxyRequest, error_body
 from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
-from router.routing.dispatcher import CheckModel, Dispatcher, TenantSalt
-from router.routing.stored_responses import ResponseOwner
+from router.routing.dispatcher import Dispatcher
+from router.routing.terms import NO_HEADERS, TenantSalt, Terms
 from router.tokenize import PRIORITY_HEADER, RequestBodyError, check_int64
 from router.tracing import (
     TRACEPARENT,
@@ -136,106 +136,74 @@ class Gateway:
         return functools.partial(Passage, self, found)
 
     def decide(
-        self,
-        path: ProxiedPath,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        salt: TenantSalt | None,
-        usage: KeyUsage | None = None,
-        owner: ResponseOwner | None = None,
-        tenant: str = "",
-        version: str | None = None,
+        self, path: ProxiedPath, body: bytes, terms: Terms, usage: KeyUsage | None = None
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine where something has to be waited
         for.
 
         Args:
             path: What is known of its path.
-            headers: The request's, names in lower case.
             body: The request's.
-            salt: Of the client's key.
-            usage: What that key may use, if it is limited.
-            owner: Who holds it, where there are several.
-            tenant: Whose request it is, where there may be several.
-            version: Of the model, that was chosen already.
+            terms: What else is known of it.
+            usage: What its client's key may use, if it is limited.
         Raises:
             RequestError: It is refused.
         """
-        check_model = None if usage is None else usage.check_model
         if path.routed_by is RoutedBy.RESPONSE:
-            return self.dispatcher.dispatch_to_holder(
-                path.response_id, body, check_model, owner, tenant
-            )
-        if path.endpoint is None:
-            if salt is not None or (usage is not None and not usage.is_for_all_models):
-                return self._decide_for_key(path, headers, body, salt, check_model, tenant)
-            return self._decide_by_load(path, headers, body, salt, check_model, tenant)
-        session = headers.get(self._session_header)
-        return self.dispatcher.dispatch_now(
-            path.endpoint,
-            body,
-            session.decode("latin-1") if session else None,
-            dp_rank=_rank(headers) if self.server.trust_client_rank else None,
-            salt=salt,
-            headers=headers,
-            check_model=check_model,
-            owner=owner,
-            tenant=tenant,
-            version=version,
-        )
+            return self.dispatcher.dispatch_to_holder(path.response_id, body, terms)
+        if path.endpoint is not None:
+            return self.dispatcher.dispatch_now(path.endpoint, body, terms)
+        if terms.salt is not None or (usage is not None and not usage.is_for_all_models):
+            return self._decide_for_key(path, body, terms)
+        return self._decide_by_load(path, body, terms)
 
-    async def _decide_for_key(
-        self,
-        path: ProxiedPath,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        salt: TenantSalt | None,
-        check_model: CheckModel | None,
-        tenant: str,
-    ) -> Decision:
+    async def _decide_for_key(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
         """The same for a key that keeps its holder from something: an engine must read in the body
         what the router reads there, and nothing else."""
-        content_type = headers.get(b"content-type", b"")
+        content_type = terms.headers.get(b"content-type", b"")
         if is_form(content_type) and body.strip():
             await asyncio.to_thread(check_form, content_type, body, b"model")
         elif path.routed_by is RoutedBy.ANY and body.strip() and not is_object(body):
             # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
             raise BadRequest("$", f"{len(body)} bytes", "with this key, it must be a JSON object")
-        return await self._decide_by_load(path, headers, body, salt, check_model, tenant)
+        return await self._decide_by_load(path, body, terms)
 
-    async def _decide_by_load(
-        self,
-        path: ProxiedPath,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        salt: TenantSalt | None,
-        check_model: CheckModel | None,
-        tenant: str,
-    ) -> Decision:
-        content_type = headers.get(b"content-type", b"")
-        needs_model = path.routed_by is RoutedBy.LOAD
+    async def _decide_by_load(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
+        content_type = terms.headers.get(b"content-type", b"")
+        needs_model, by_load = path.routed_by is RoutedBy.LOAD, self.dispatcher.dispatch_by_load
         if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
-            return self.dispatcher.dispatch_by_load(
-                model,
-                body,
-                needs_model=needs_model,
-                headers=headers,
-                rename=functools.partial(with_form_field, content_type, b"model"),
-                check_model=check_model,
-                tenant=tenant,
-            )
+            rename = functools.partial(with_form_field, content_type, b"model")
+            return by_load(model, body, terms, needs_model=needs_model, rename=rename)
         if path.routed_by is RoutedBy.ANY and not is_object(body):
-            return self.dispatcher.dispatch_by_load(
-                None, body, needs_model=False, check_model=check_model, tenant=tenant
-            )
-        return await self.dispatcher.dispatch(
-            *(None, body),
-            needs_model=needs_model,
-            salt=salt,
+            return by_load(None, body, replace(terms, headers=NO_HEADERS), needs_model=False)
+        return await self.dispatcher.dispatch(None, body, terms, needs_model=needs_model)
+
+    def terms(
+        self,
+        headers: dict[bytes, bytes],
+        key: Key | None,
+        salt: TenantSalt | None,
+        version: str | None = None,
+    ) -> Terms:
+        """On what terms a request is decided.
+
+        Args:
+            headers: The request's, names in lower case.
+            key: The client's, where one is needed.
+            salt: Of that key.
+            version: Of the model, that was chosen already.
+        """
+        session = headers.get(self._session_header)
+        return Terms(
+            session=session.decode("latin-1") if session else None,
             headers=headers,
-            check_model=check_model,
-            tenant=tenant,
+            dp_rank=_rank(headers) if self.server.trust_client_rank else None,
+            salt=salt,
+            check_model=None if key is None or key.usage is None else key.usage.check_model,
+            owner=None if key is None else key.owner,
+            tenant=self.tenant(key, headers),
+            version=version,
         )
 
     def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
@@ -534,11 +502,8 @@ class Passage:
             self._task.add_done_callback(self._decided)
 
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        usage, headers = self._usage, self._headers
-        owner = None if self._key is None else self._key.owner
-        tenant = self._gateway.tenant(self._key, headers)
-        known = self._path, headers, body, self._salt, usage, owner, tenant
-        return self._gateway.decide(*known, self._version)
+        terms = self._gateway.terms(self._headers, self._key, self._salt, self._version)
+        return self._gateway.decide(self._path, body, terms, self._usage)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:

@@ -24,6 +24,7 @@ from router.observability.metrics import RouterMetrics
 from router.plane import PlaneExchange
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
+from router.routing.terms import Terms
 from router.tokenize import Endpoint
 from router.upstream import Header
 
@@ -91,12 +92,14 @@ class RouteQuestion(Passage):
         return self._asked.dispatcher.dispatch_now(
             Endpoint.ROUTE,
             body,
-            session.decode("latin-1") if session else None,
-            encoding=self._encoding,
-            salt=self._salt,
-            headers=self._headers,
-            check_model=None if self._usage is None else self._usage.check_model,
-            owner=None if self._key is None else self._key.owner,
+            Terms(
+                session=session.decode("latin-1") if session else None,
+                headers=self._headers,
+                salt=self._salt,
+                check_model=None if self._usage is None else self._usage.check_model,
+                owner=None if self._key is None else self._key.owner,
+            ),
+            self._encoding,
         )
 
     @override

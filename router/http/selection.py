@@ -40,7 +40,7 @@ from router.http.views import SelectionView, StatusView
 from router.proxy import Failure
 from router.replicas import Replica
 from router.routing.decision import Decision
-from router.routing.dispatcher import IsEligible
+from router.routing.terms import IsEligible
 from router.tokenize import Endpoint
 
 MAX_REPORT_BYTES = 65_536

@@ -16,14 +16,14 @@ the next (enumerations, and what never leaves its room, are not listed):
     Attempt           where the decision may send it: origin and headers      proxy
     ProxyRequest      what is sent there                                      proxy
 
-Three objects work on them: `InFlight` (its share of a replica's load), `RequestObserver` and the
-`UpstreamResponse` that the proxy passes on.
+Two objects work on them: `InFlight` (its share of a replica's load) and `RequestObserver`.
 
 The files; each imports only what is listed above it:
 
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response
+    terms.py               what else is known of a request besides its body
     versions.py            which version of a model a request gets
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be

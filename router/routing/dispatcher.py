@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,6 +22,7 @@ from router.routing.planner import (
     prepare,
 )
 from router.routing.stored_responses import ResponseOwner, StoredResponses
+from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
 from router.scoring import RouteRequest
 from router.tokenize import (
     PULLING,
@@ -44,10 +42,6 @@ from router.tokenize import (
 
 _Result = TypeVar("_Result")
 
-IsEligible: TypeAlias = Callable[[Replica], bool]
-CheckModel: TypeAlias = Callable[[str], object]
-"""Called with a model or adapter, as the client names it; raises where its key is not for it."""
-NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 INLINE_BODY_BYTES = 262_144
 INLINE_IDS_BYTES = 2_097_152
 """Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a
@@ -58,15 +52,6 @@ MAX_NAMES_KNOWN = 1024
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""
-
-
-@dataclass(frozen=True, slots=True)
-class TenantSalt:
-    """What keeps the cached blocks of a key's holders apart from those of others."""
-
-    secret: bytes = field(repr=False)
-    names: tuple[str, ...]
-    """The fields of the body that engines read a salt from."""
 
 
 class Dispatcher:
@@ -112,18 +97,10 @@ class Dispatcher:
         self,
         endpoint: Endpoint | None,
         body: bytes,
-        session: str | None = None,
+        terms: Terms = NO_TERMS,
         encoding: Literal["json", "msgpack"] = "json",
         *,
         needs_model: bool = True,
-        dp_rank: int | None = None,
-        salt: TenantSalt | None = None,
-        headers: Mapping[bytes, bytes] = NO_HEADERS,
-        check_model: CheckModel | None = None,
-        owner: ResponseOwner | None = None,
-        tenant: str = "",
-        is_eligible: IsEligible | None = None,
-        version: str | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -131,119 +108,50 @@ class Dispatcher:
             endpoint: The form of the body; None for a request without a prompt to generate from,
                 as `/tokenize`: it goes to the least loaded.
             body: As the client sent it.
-            session: The client's session, where a header names it; the body may name one as well.
+            terms: What else is known of it.
             encoding: Of the body; `/route` takes both.
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
-            dp_rank: The data-parallel rank that the client asks for, where clients may.
-            salt: Of the client's key; put into the body, and into the question to the index.
-            headers: The request's, names in lower case; one may choose the model's version.
-            check_model: Whether the client's key is for the model, before anything is done for it.
-            owner: The holder of the client's key, where there are several.
-            tenant: Whose request it is, where there may be several.
-            is_eligible: Which replicas may be chosen; None: all that serve the model.
-            version: Of the model, that was chosen already.
         Raises:
             BadRequest: The body breaks a rule.
-            UnknownResponse: The response that it continues is not *owner*'s.
+            UnknownResponse: The response that it continues is not that of the terms' owner.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
-            model, body = await self._model_in(body, salt)
-            by_load = functools.partial(self.dispatch_by_load, headers=headers, tenant=tenant)
-            by_load = functools.partial(by_load, is_eligible=is_eligible)
-            return by_load(model, body, needs_model=needs_model, check_model=check_model)
-        secret = None if salt is None else salt.secret
-        spec, body = await self._parse(endpoint, body, encoding, secret)
-        body = _owned(spec, body, owner)
-        named = session, dp_rank, headers, check_model, tenant, is_eligible
-        asked = self._asked(spec, body, *named, version)
-        return await self._decide_later(asked)
+            model, body = await self._model_in(body, terms.salt)
+            return self.dispatch_by_load(model, body, terms, needs_model=needs_model)
+        spec, body = await self._parse(endpoint, body, encoding, terms.secret)
+        body = _owned(spec, body, terms.owner)
+        return await self._decide_later(self._asked(spec, body, terms))
 
     def dispatch_now(
         self,
         endpoint: Endpoint,
         body: bytes,
-        session: str | None = None,
+        terms: Terms = NO_TERMS,
         encoding: Literal["json", "msgpack"] = "json",
-        *,
-        dp_rank: int | None = None,
-        salt: TenantSalt | None = None,
-        headers: Mapping[bytes, bytes] = NO_HEADERS,
-        check_model: CheckModel | None = None,
-        owner: ResponseOwner | None = None,
-        tenant: str = "",
-        is_eligible: IsEligible | None = None,
-        version: str | None = None,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
-        coroutine.
-
-        Args:
-            endpoint: As for `dispatch`, like all others.
-            body: The request's.
-            session: Where a header names it.
-            encoding: Of the body.
-            dp_rank: Where the client asks for it.
-            salt: Of the client's key.
-            headers: The request's.
-            check_model: Of the client's key.
-            owner: Its holder.
-            tenant: Whose request it is.
-            is_eligible: Which replicas may be chosen.
-            version: That was chosen.
-        Raises:
-            RequestError: As `dispatch`.
-        """
+        coroutine. See `dispatch`."""
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
-            return self.dispatch(
-                *(endpoint, body, session, encoding),
-                dp_rank=dp_rank,
-                salt=salt,
-                headers=headers,
-                check_model=check_model,
-                owner=owner,
-                tenant=tenant,
-                is_eligible=is_eligible,
-                version=version,
-            )
+            return self.dispatch(endpoint, body, terms, encoding)
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
-        spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
-        body = _owned(spec, body, owner)
-        named = session, dp_rank, headers, check_model, tenant, is_eligible
-        asked = self._asked(spec, body, *named, version)
-        return self._decide_now(asked)
+        spec, body = self._read(endpoint, body, encoding, terms.secret)
+        body = _owned(spec, body, terms.owner)
+        return self._decide_now(self._asked(spec, body, terms))
 
-    def read(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        session: str | None = None,
-        *,
-        headers: Mapping[bytes, bytes] = NO_HEADERS,
-        salt: TenantSalt | None = None,
-        check_model: CheckModel | None = None,
-        tenant: str = "",
-    ) -> Asked:
+    def read(self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS) -> Asked:
         """What a JSON body asks for, without a decision: as `dispatch_now` reads it.
 
-        Args:
-            endpoint: The form of the body.
-            body: As the client sent it.
-            session: Where a header names it.
-            headers: The request's, as far as they matter.
-            salt: Of the client's key.
-            check_model: Whether that key is for the model.
-            tenant: Whose request it is.
         Raises:
             RequestError: As `dispatch`.
         """
         body = body.removeprefix(codecs.BOM_UTF8)
-        spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
-        return self._asked(spec, body, session, None, headers, check_model, tenant, None)
+        spec, body = self._read(endpoint, body, "json", terms.secret)
+        return self._asked(spec, body, terms)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
@@ -299,33 +207,22 @@ class Dispatcher:
     def _reads_at_once(self, body: bytes) -> bool:
         return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
 
-    def _asked(
-        self,
-        spec: PromptSpec,
-        body: bytes,
-        session: str | None,
-        dp_rank: int | None,
-        headers: Mapping[bytes, bytes],
-        check_model: CheckModel | None,
-        tenant: str,
-        is_eligible: IsEligible | None,
-        version: str | None = None,
-    ) -> Asked:
-        session, named = session or spec.session, spec.model
-        if named and check_model is not None:
-            check_model(named)
+    def _asked(self, spec: PromptSpec, body: bytes, terms: Terms) -> Asked:
+        session, named = terms.session or spec.session, spec.model
+        if named and terms.check_model is not None:
+            terms.check_model(named)
         versions = self._models.versions
-        target = version or versions.choose(named, headers, session, self._is_served)
+        target = terms.version or versions.choose(named, terms.headers, session, self._is_served)
         if target is not None:
             spec = replace(spec, model=target)
         model, lora_name = self._resolve(spec.model)
-        if not named and check_model is not None:
-            check_model(model.name)
+        if not named and terms.check_model is not None:
+            terms.check_model(model.name)
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
             spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
-        names = session, dp_rank, named, target, tenant
-        return Asked(spec, body, model, lora_name, *names, is_eligible)
+        names = session, terms.dp_rank, named, target, terms.tenant
+        return Asked(spec, body, model, lora_name, *names, terms.is_eligible)
 
     def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
         """From the first chat on that a replica could be told about, its messages' ends are looked
@@ -444,73 +341,61 @@ class Dispatcher:
         self,
         name: str | None,
         body: bytes,
+        terms: Terms = NO_TERMS,
         *,
         needs_model: bool = True,
-        headers: Mapping[bytes, bytes] = NO_HEADERS,
         rename: Callable[[bytes, str], bytes] = with_model,
-        check_model: CheckModel | None = None,
-        tenant: str = "",
-        is_eligible: IsEligible | None = None,
     ) -> Decision:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
         Args:
             name: The model it names.
             body: As the client sent it.
+            terms: What else is known of it. Where there is neither a model nor a body, such as in
+                `GET /version`, there is no model to check.
             needs_model: Whether it must name one where there are several; else any replica will do.
-            headers: The request's, names in lower case; one may choose the model's version.
             rename: Puts another model's name into the body.
-            check_model: Whether the client's key is for the model. Where there is neither a model
-                nor a body, such as in `GET /version`, there is nothing to check.
-            tenant: Whose request it is.
         Raises:
-            ModelNotAllowed: *check_model* says so.
+            ModelNotAllowed: The client's key is not for the model.
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
+        check_model, is_eligible = terms.check_model, terms.is_eligible
         is_of_any = not name and not needs_model and len(self._models) != 1
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
-            return self._by_load(
-                None, _among(self._all_replicas(), is_eligible), body, tenant=tenant
-            )
-        target = self._models.versions.choose(name, headers, None, self._is_served)
+            replicas = _among(self._all_replicas(), is_eligible)
+            return self._by_load(None, replicas, body, tenant=terms.tenant)
+        target = self._models.versions.choose(name, terms.headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
         serving = _among(self._serving(model, lora_name), is_eligible)
-        decision = self._by_load(model, serving, body, name, tenant)
+        decision = self._by_load(model, serving, body, name, terms.tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
     async def dispatch_to_holder(
-        self,
-        response_id: str,
-        body: bytes,
-        check_model: CheckModel | None = None,
-        owner: ResponseOwner | None = None,
-        tenant: str = "",
+        self, response_id: str, body: bytes, terms: Terms = NO_TERMS
     ) -> Decision:
         """Decide where a request goes that is about a stored response.
 
         Args:
             response_id: The response.
             body: As the client sent it.
-            check_model: Whether the client's key is for the model of the replica that has it.
-            owner: The holder of that key, where there are several.
-            tenant: Whose request it is.
+            terms: Their key must be for the model of the replica that has it.
         Raises:
-            ModelNotAllowed: *check_model* says so.
-            UnknownResponse: The response is not *owner*'s.
+            ModelNotAllowed: It is not.
+            UnknownResponse: The response is not that of the terms' owner.
         """
-        if owner is not None:
-            owner.check(response_id)
+        if terms.owner is not None:
+            terms.owner.check(response_id)
         replicas = await self._holder(response_id, self._all_replicas())
         served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
-        if check_model is not None and served:
-            check_model(served[0])
+        if terms.check_model is not None and served:
+            terms.check_model(served[0])
         model = self._models.get(served[0]) if served else None
-        return self._by_load(model, replicas, body, tenant=tenant)
+        return self._by_load(model, replicas, body, tenant=terms.tenant)
 
     def _by_load(
         self,

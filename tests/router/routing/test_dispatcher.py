@@ -17,6 +17,7 @@ from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
+from router.routing.terms import Terms
 from router.scoring import make_policy
 from router.tokenize import Endpoint, LargeWork
 
@@ -166,7 +167,7 @@ async def test_the_rank_that_a_client_may_ask_for_is_the_one_it_gets(setting: Se
     """Its hit is predicted for that rank, and the header says so once."""
     setting.add("r0", ranks=4)
     body = b'{"model": "m", "prompt": [1]}'
-    decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body, dp_rank=3)
+    decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body, Terms(dp_rank=3))
     assert next(decision.attempts()).request_headers == ((b"x-data-parallel-rank", b"3"),)
 
 
@@ -285,7 +286,7 @@ async def test_a_session_is_named_by_the_header_or_else_by_the_body(setting: Set
 
     async def replica_of(header: str | None, user: str) -> str:
         body = b'{"model": "m", "prompt": [1], "user": "%s"}' % user.encode()
-        decision = await dispatcher.dispatch(Endpoint.COMPLETIONS, body, header)
+        decision = await dispatcher.dispatch(Endpoint.COMPLETIONS, body, Terms(session=header))
         return decision.ranking[0].candidate.replica_id
 
     names = [f"conversation {number}" for number in range(8)]

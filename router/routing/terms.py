@@ -1,0 +1,58 @@
+"""On what terms a request is decided: all that is known of it besides its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+import msgspec
+
+from router.replicas import Replica
+from router.routing.stored_responses import ResponseOwner
+
+IsEligible: TypeAlias = Callable[[Replica], bool]
+CheckModel: TypeAlias = Callable[[str], object]
+"""Called with a model or adapter, as the client names it; raises where its key is not for it."""
+NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSalt:
+    """What keeps the cached blocks of a key's holders apart from those of others."""
+
+    secret: bytes = field(repr=False)
+    names: tuple[str, ...]
+    """The fields of the body that engines read a salt from."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one request."""
+
+    session: str | None = None
+    """The client's, where a header names it; the body may name one as well."""
+    headers: Mapping[bytes, bytes] = NO_HEADERS
+    """Names in lower case; one may choose the model's version."""
+    dp_rank: int | None = None
+    """The data-parallel rank that the client asks for, where clients may."""
+    salt: TenantSalt | None = None
+    """Of the client's key; put into the body, and into the question to the index."""
+    check_model: CheckModel | None = None
+    """Whether that key is for a model, before anything is done for it."""
+    owner: ResponseOwner | None = None
+    """The holder of that key, where there are several."""
+    tenant: str = ""
+    """Whose request it is, where there may be several."""
+    is_eligible: IsEligible | None = None
+    """Which replicas may be chosen; None: all that serve the model."""
+    version: str | None = None
+    """Of the model, that was chosen already."""
+
+    @property
+    def secret(self) -> bytes | None:
+        """Of the salt."""
+        return None if self.salt is None else self.salt.secret
+
+
+NO_TERMS = Terms()
