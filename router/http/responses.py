@@ -397,6 +397,7 @@ def _request(request: RoutedRequest) -> RequestView:
             gpu_cached_tokens=request.gpu_cached_tokens,
             cached_tokens=request.cached_tokens,
             by_tier=dict(request.by_tier),
+            pull_from=request.pull_from,
             suspect=request.suspect,
             approximate=request.approximate,
         ),

@@ -71,6 +71,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     """Predicted to be cached there in any tier."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """Of these, what each lower tier or shared store adds."""
+    pull_from: str | None = None
+    """The replica from whose memory that is pulled."""
     expected_tokens: int | None = None
     """Predicted to be cached there when the engine admits it; None where nobody knows."""
     suspect: bool = False
@@ -97,7 +99,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         self.dp_rank = candidate.dp_rank
         self.gpu_cached_tokens = candidate.gpu_cached_tokens
         self.cached_tokens = candidate.cached_tokens
-        self.by_tier = candidate.by_tier
+        self.by_tier, self.pull_from = candidate.by_tier, candidate.pull_from
         self.expected_tokens = None
         self.suspect = candidate.suspect
         self.approximate = candidate.is_approximate

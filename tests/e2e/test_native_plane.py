@@ -768,6 +768,7 @@ async def test_only_requests_that_pull_from_a_peer_are_pythons(router: RouterPro
         assert not is_without_python(request)
         assert request["replica"] == other.name
         assert request["predicted"]["by_tier"] == {"PEER": 1600}
+        assert request["predicted"]["pull_from"] == holder.name
         told = other.requests[-1].json["kv_transfer_params"]["remote_kv_source"]
         assert told["remote_port"] == 7777
 
