@@ -1,9 +1,10 @@
 """From a request's body to a decision: which replicas could serve it, best first. Knows no metrics.
 
-The twelve values of one request, in the order in which they are made, each handed from one room to
-the next (enumerations, and what never leaves its room, are not listed):
+The values of one request, in the order in which they are made, each handed from one room to the
+next:
 
     bytes             the body, as the client sent it
+    Terms             what else is known of it                                routing
     PromptSpec        what the body asks to be computed                       tokenize
     TokenizedPrompt   the token ids of one of its prompts                     tokenize
     HashedPrompt      these, hashed                                           index
