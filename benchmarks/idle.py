@@ -3,7 +3,7 @@
     python -m benchmarks.idle --replicas 64 --seconds 30
 
 Replicas in C answer its health checks and publish no events meanwhile. `core_share`: of one core,
-the router's; `ready_s`: from the start of its process until `/readyz` says yes, with all replicas up.
+the router's; `ready_s`: from the start of its process until `/readyz` says yes, all replicas up.
 """
 
 from __future__ import annotations
