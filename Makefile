@@ -87,7 +87,7 @@ test-deploy: $(INSTALLED)
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
-	    --extra otel --extra valkey \
+	    --extra gateway --extra otel --extra valkey \
 	    --no-annotate --custom-compile-command 'make lock' $(ARGS) --output-file deploy/requirements.lock pyproject.toml
 
 # The bill of materials of the wheels (CycloneDX): what they depend on, by version and hash.

@@ -50,11 +50,11 @@ def test_every_base_is_a_stage_or_an_image_pinned_by_digest() -> None:
         assert stage.base in found or pinned.fullmatch(stage.base), stage.base
 
 
-def test_the_image_has_what_the_board_and_traces_need() -> None:
-    """Without the extras a router with either of them does not start."""
+def test_the_image_has_what_gateways_the_board_and_traces_need() -> None:
+    """Without the extras a router with any of them does not start."""
     text = (ROOT / "pyproject.toml").read_text()
     locked = set(re.findall(r"^([\w.-]+)==", (DEPLOY / "requirements.lock").read_text(), re.M))
-    for extra in ("otel", "valkey"):
+    for extra in ("gateway", "otel", "valkey"):
         found = re.search(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)
         assert found is not None
         named = {Requirement(each).name for each in re.findall(r'"(.*?)"', found[1])}
