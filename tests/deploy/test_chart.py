@@ -54,9 +54,20 @@ SHARING: dict[str, Any] = {
     },
     "state": {"peers": True, "snapshots": {"enabled": True, "sizeLimit": "2Gi"}},
 }
+PICKED: dict[str, Any] = {
+    **BASIC,
+    "picker": {
+        "enabled": True,
+        "port": 9100,
+        "failureMode": "FailOpen",
+        "from": [{"namespaceSelector": {"matchLabels": {"gateway": "yes"}}}],
+    },
+}
 SECRETS = {**KEYS, "BOARD_SECRET": "c", "BOARD_PASSWORD": "d"}
 ALL_VALUES = pytest.mark.parametrize(
-    "values", [BASIC, FULL, SHARING], ids=["basic", "full", "sharing"]
+    "values",
+    [BASIC, FULL, SHARING, PICKED],
+    ids=["basic", "full", "sharing", "picked"],
 )
 
 
@@ -93,6 +104,7 @@ def test_the_chart_renders_to_what_kubernetes_takes(tmp_path: Path, values: dict
     unknown = re.findall(r"Couldn't find schema for kind (\w+)", said.stdout + said.stderr)
     assert set(unknown) <= {
         "HTTPRoute",
+        "InferencePool",
         "PodMonitor",
         "ServiceMonitor",
         "PrometheusRule",
@@ -295,3 +307,27 @@ def pushed_by(document: str) -> str:
     assert words[words.index("--file") + 1] == "deploy/Dockerfile"
     assert "--push" in words
     return words[words.index("--tag") + 1]
+
+
+def test_gateways_find_the_picker_and_the_pool_that_names_it(tmp_path: Path) -> None:
+    """A wrong port or label, and every request of the gateway is refused."""
+    objects = rendered(tmp_path, PICKED)
+    pool = one(objects, "InferencePool")["spec"]
+    deployment = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    services = [each for each in objects if each["kind"] == "Service"]
+    config = yaml.safe_load(one(objects, "ConfigMap")["data"]["kvroute.yaml"])
+    assert config["doors"]["ext_proc"]["listen"] == "0.0.0.0:9100"
+    assert {"name": "picker", "containerPort": 9100} in deployment["ports"]
+    (service,) = services
+    assert pool["endpointPickerRef"] == {
+        "name": service["metadata"]["name"],
+        "port": {"number": 9100},
+        "failureMode": "FailOpen",
+    }
+    assert 9100 in [port["port"] for port in service["spec"]["ports"]]
+    (found,) = config["discovery"]["kubernetes"]
+    labels = pool["selector"]["matchLabels"]
+    assert ",".join(f"{name}={value}" for name, value in labels.items()) == found["selector"]
+    assert pool["targetPorts"] == [{"number": found["port"]}]
+    policy = one(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert policy[1]["from"] == PICKED["picker"]["from"]

@@ -63,6 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $server "tls" $tls }}
 {{- end }}
 {{- $known := dict "server" $server "discovery" (dict "kubernetes" (list $found)) }}
+{{- if .Values.picker.enabled }}
+{{- $_ := set $known "doors" (dict "ext_proc" (dict "listen" (printf "0.0.0.0:%v" .Values.picker.port))) }}
+{{- end }}
 {{- if include "kvroute.shares" . }}
 {{- $board := dict "secret" "${BOARD_SECRET}" }}
 {{- with .Values.board }}
