@@ -391,9 +391,7 @@ class Passage:
 
     def client_left(self) -> None:
         """The client's connection is closed."""
-        if self._relay is not None:
-            self._relay.client_left()
-        elif self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
+        if self._relay is None and self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
             self._gateway.observers.client_left()
             self._close()
 

@@ -11,6 +11,7 @@ what happens to a request they tell:
 
 The files:
 
+    addresses.py   where the hosts of replicas are
     secured.py     who the router is by TLS, and whom it trusts, in the core
     exchanges.py   a client's request that the core holds
     relays.py      a request that was sent on: its attempts, and what the core tells of them
@@ -18,10 +19,11 @@ The files:
     data_plane.py  the core's threads, their events, and who they are for
 """
 
+from router.plane.addresses import Addresses
 from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import FailedFirst, PlaneExchange
-from router.plane.relays import DIALECTS, Addresses, PlaneProxy, PlaneRelay
+from router.plane.relays import DIALECTS, PlaneProxy, PlaneRelay
 from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
 
 __all__ = [

@@ -8,13 +8,17 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
-
-from kvevents.lookups import addresses, is_numeric
+from router.plane.addresses import Addresses
 from router.plane.exchanges import FailedFirst, PlaneExchange
-from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, failure_of
+from router.proxy.attempts import (
+    Attempt,
+    Failure,
+    RequestRetries,
+    RetryBudget,
+    Unretried,
+    failure_of,
+)
 from router.proxy.messages import error_body, error_event
-from router.proxy.trying import Trying
 from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
 from router.upstream import Header
 
@@ -27,63 +31,19 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 """By the numbers that the core knows them by."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
-_LOOKED_UP_S = 5.0
-"""How long the addresses of a name are taken for known."""
+_TOO_MANY = 429
+_NOT_SERVED = {
+    None: "no replica could serve the request",
+    Unretried.LIMIT: "no replica could serve the request in the attempts it may have",
+    Unretried.BUDGET: "its replica failed, and too many requests are being tried again already",
+    Unretried.CLOSED: "two replicas closed the connection over the request; no other gets it",
+}
 
 
 def broken_events() -> list[bytes]:
     """What ends an event stream that a replica broke off, by dialect."""
     message = "the replica ended the stream before it was complete"
     return [error_event(dialect, message, "server_error", "replica_died") for dialect in DIALECTS]
-
-
-class Addresses:
-    """Of replicas' hosts: looked up when they are needed, and again after some seconds."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[float, list[str]]] = {}
-        self._looking_up: dict[str, asyncio.Task[None]] = {}
-
-    def known(self, host: str) -> list[str] | None:
-        """Those of *host*; None if it has to be looked up."""
-        found = self._known.get(host)
-        if found is None or found[0] < asyncio.get_running_loop().time():
-            return None
-        return found[1]
-
-    def latest(self, host: str) -> Sequence[str]:
-        """Those of *host*, or what they were; none while they are looked up for the first time."""
-        if is_numeric(host):
-            return (host,)
-        if self.known(host) is None and host not in self._looking_up:
-            task = asyncio.get_running_loop().create_task(self._look_up_for_later(host))
-            self._looking_up[host] = task
-        found = self._known.get(host)
-        return () if found is None else found[1]
-
-    async def _look_up_for_later(self, host: str) -> None:
-        try:
-            await self.look_up(host)
-        except (OSError, UnicodeError):
-            self.forget(host)
-        finally:
-            del self._looking_up[host]
-
-    async def look_up(self, host: str) -> list[str]:
-        """Those of *host*.
-
-        Raises:
-            OSError: It has none.
-            UnicodeError: It cannot be a name.
-        """
-        found = await addresses(host)
-        until = asyncio.get_running_loop().time() + _LOOKED_UP_S
-        self._known[host] = until, found
-        return found
-
-    def forget(self, host: str) -> None:
-        """Nobody answers there."""
-        self._known.pop(host, None)
 
 
 def _others_first(plan: Iterator[Attempt], replica_id: str) -> Iterator[Attempt]:
@@ -148,15 +108,23 @@ class PlaneProxy:
         return relay
 
 
-class PlaneRelay(Trying):
-    """One request that was sent on."""
+class PlaneRelay:
+    """One request that was sent on: which candidate is next, until one has given its first byte,
+    and what becomes of a request that none serves."""
 
     __slots__ = (
+        "_attempt",
         "_exchange",
+        "_observer",
         "_on_over",
+        "_plan",
         "_proxy",
         "_request",
+        "_retries",
+        "_retry_after_s",
         "_started_at",
+        "_tried",
+        "_unavailable",
         "is_over",
     )
 
@@ -170,7 +138,13 @@ class PlaneRelay(Trying):
         observer: ProxyObserver,
         on_over: Callable[[], object],
     ) -> None:
-        super().__init__(retries, plan, observer)
+        self._retries = retries
+        self._plan = plan
+        self._observer = observer
+        self._attempt: Attempt | None = None
+        self._tried = self._unavailable = False
+        self._retry_after_s = 0
+        """The least that a replica has said; 0: none has."""
         self.is_over = False
         self._proxy = proxy
         self._request = request
@@ -200,9 +174,6 @@ class PlaneRelay(Trying):
         self._retries.failed(failed.replica, failure, False)
         self._observer.on_tried(failure)
         self._plan = _others_first(self._plan, failed.replica)
-
-    def client_left(self) -> None:
-        """The core tells of it, as an end."""
 
     def cancel(self) -> None:
         """The router will not finish it: the core tells of the end."""
@@ -261,7 +232,6 @@ class PlaneRelay(Trying):
 
     # --- the attempts -----------------------------------------------------------------------------
 
-    @override
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
         self._attempt = attempt
         self._observer.on_attempt(attempt)
@@ -346,22 +316,70 @@ class PlaneRelay(Trying):
         if not self._go_elsewhere(attempt, status, retry_after_s):
             plane.pass_on(self._exchange.number)
 
-    @property
-    @override
-    def _has_begun(self) -> bool:
-        return self._exchange.response_started
+    # --- which candidate is next ------------------------------------------------------------------
 
-    @override
-    def _let_go(self) -> None:
-        """The core does, with the next command."""
+    def _take(self, step: Callable[[], None]) -> None:
+        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
 
-    @override
-    def _abandon(self) -> None:
-        self._exchange.abort()
+    def _fail(self, error: Exception) -> None:
+        is_memory = isinstance(error, MemoryError)
+        if not is_memory:
+            logger.error("a request could not be passed on", exc_info=error)
+        if self._exchange.response_started:
+            self._exchange.abort()
+        elif is_memory:
+            self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
+        else:
+            self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
+
+    def _try_next(self) -> None:
+        """Try the next candidate; without one, refuse the request."""
+        attempt = next(self._plan, None)
+        if attempt is not None and self._may_try(attempt):
+            self._tried = True
+            self._send_to(attempt)
+            return
+        refused = self._retries.refused
+        if refused is not None:
+            self._observer.on_unretried(refused)
+        status = 502 if self._tried and not self._unavailable else 503
+        self._refuse(End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available")
+
+    def _may_try(self, attempt: Attempt) -> bool:
+        return self._retries.start(lambda: self._observer.is_at_ease(attempt))
+
+    def _go_elsewhere(self, attempt: Attempt, status: int, retry_after_s: int | None) -> bool:
+        """The replica says "not now". Its 429 is passed on where it does not say for how long, or
+        nobody else may be tried."""
+        is_429 = status == _TOO_MANY
+        is_busy = retry_after_s is not None and self._observer.on_busy(
+            attempt, retry_after_s, is_429
+        )
+        following: Attempt | None = None
+        if is_429:
+            following = next(self._plan, None) if is_busy else None
+            if following is None or not self._may_try(following):
+                return False
+        if retry_after_s is not None and is_busy:
+            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
+        self._failed(attempt, Failure.BUSY if is_busy else Failure.UNAVAILABLE)
+        if following is not None:
+            self._send_to(following)
+        else:
+            self._unavailable = True
+            self._try_next()
+        return True
+
+    def _failed(self, attempt: Attempt, failure: Failure) -> None:
+        is_replica_lost = self._observer.on_failure(attempt, failure)
+        self._retries.failed(attempt.replica_id, failure, is_replica_lost)
 
     # --- the end ----------------------------------------------------------------------------------
 
-    @override
     def _refuse(self, end: End, status: int, message: str, code: str) -> None:
         """End with an error of the router's own."""
         body = error_body(self._request.dialect, message, "server_error", code)

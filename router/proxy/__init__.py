@@ -4,7 +4,6 @@ The files; each imports only what is listed above it:
 
     attempts.py   where a request may be sent, how that fails, and how often it is tried again
     types.py      what goes in, and what is reported
-    trying.py     which candidate is next, and what becomes of a request that none serves
     messages.py   errors of the router's own, and the end of a broken event stream
     usage.py      the token counts and the id in a passing response
 """

@@ -151,8 +151,7 @@ class Proxied:
             self._relay = self._server.start(self._exchange, self._body)
 
     def client_left(self) -> None:
-        if self._relay is not None:
-            self._relay.client_left()
+        """The plane tells the relay of it, as an end."""
 
 
 @dataclass
