@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -138,7 +137,10 @@ class DataPlane:
         """Until the request is opened."""
         self._controls: dict[int, _Unread] = {}
         """Requests for the application whose bodies are not whole."""
-        self._untold: deque[tuple[Any, ...]] = deque()
+        self._untold: list[tuple[Any, ...]] = []
+        """Events, the next one at the end."""
+        self._is_going_on = False
+        """In the next turn of the loop, with what is untold."""
         self._plane: Plane | None = None
         self._told = self._by_kind()
 
@@ -209,18 +211,22 @@ class DataPlane:
             return
         asyncio.get_running_loop().remove_reader(self.plane.fileno())
         await asyncio.to_thread(self.plane.stop)
-        self._untold.extend(self.plane.take())
         while self._untold:
-            self._tell(*self._untold.popleft())
+            self._tell(*self._untold.pop())
+        for event in self.plane.take():
+            self._tell(*event)
         for task in list(self._proxy.tasks):
             task.cancel()
 
     # --- events -----------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
+        if self._is_going_on:
+            return
         if not self._untold:
-            self._untold.extend(self.plane.take())
-            self._tell_some()
+            self._untold = self.plane.take()
+            self._untold.reverse()
+        self._tell_some()
 
     def _tell_some(self) -> None:
         """As many events as one turn of the loop has time for; the next one goes on.
@@ -229,17 +235,20 @@ class DataPlane:
         stream would have its own before the last of them.
         """
         plane, loop, untold = self.plane, asyncio.get_running_loop(), self._untold
+        self._is_going_on = False
         until = loop.time() + MAX_TURN_S
         plane.hold_back()
         try:
             while untold:
-                self._tell(*untold.popleft())
+                self._tell(*untold.pop())
                 if loop.time() >= until:
                     break
         finally:
             plane.wake()
             if untold:
+                # Where there is no memory for it, the next event has this go on.
                 loop.call_soon(self._tell_some)
+                self._is_going_on = True
 
     def _tell(self, kind: str, number: int, *what: Any) -> None:
         """An event. Whatever fails in it ends this request and no other."""
@@ -251,8 +260,16 @@ class DataPlane:
                 logger.exception("an event of the data plane (%s) could not be served", kind)
                 self.plane.cut(number)
                 return
+            self._refuse_without_memory(number)
+
+    def _refuse_without_memory(self, number: int) -> None:
+        try:
             self._listener.on_refusal("overloaded")
             self._respond(number, 503, "the router is out of memory; try again", "overloaded")
+        except MemoryError:  # not even for that
+            self.plane.cut(number)
+        if number not in self._proxy.relays:  # which are told how they end
+            self._left(number)
 
     def _opened(
         self,
@@ -398,6 +415,8 @@ class DataPlane:
         body = error_body(Dialect.OPENAI, message, kind, code)
         length = b"%d" % len(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
         self.plane.respond(number, status, headers, body)
 
     def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:

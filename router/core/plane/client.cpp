@@ -237,6 +237,7 @@ void Client::look_after(double now) {
         return;
     }
     if (stage_ == Stage::draining && now - receiving_since_ > request_s) {
+        thread_.post(0, Refused{"slow_request"});
         close();
     } else if (stage_ == Stage::idle) {
         const bool is_silent = in_.empty() && has_asked_;

@@ -30,8 +30,8 @@ class Seen:
 class Waiting:
     """A request; it is responded to when the test says so, or at once where `Served.goes` is set.
 
-    At /refused it gets 401 before its body is read, at /ignored its body is never read, and /other
-    leaves no trace.
+    At /refused it gets 401 before its body is read, at /ignored its body is never read, at
+    /large there is no memory for it, and /other leaves no trace.
     """
 
     def __init__(self, served: Served, exchange: PlaneExchange) -> None:
@@ -48,6 +48,8 @@ class Waiting:
         if exchange.path == "/ignored":
             served.waiting = [self]
             return
+        if exchange.path == "/large":
+            raise MemoryError
         self._body += exchange.take_body()
         if exchange.path == "/refused":
             self.respond(b"no", 401)

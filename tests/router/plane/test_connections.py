@@ -94,6 +94,26 @@ async def test_a_finished_response_that_is_never_read_is_ended() -> None:
         await eventually(lambda: served.clients() == 0, "and closed")
 
 
+async def test_a_body_that_its_handler_does_not_read_must_arrive_in_time() -> None:
+    """Whoever reads a body times it, and is given five seconds to say so; this is for those that
+    nobody reads."""
+    async with one_client(request_s=SHORT_S) as (served, client):
+        await client.write(request_bytes("POST", "/ignored", b"x" * 1000)[:-500])
+        await served.until_waiting()
+        assert await client.is_closed()
+        assert served.refusals == ["slow_request"]
+        await eventually(lambda: served.left == ["/ignored"], "its handler hears of it")
+
+
+async def test_the_rest_of_a_body_that_nobody_wants_must_arrive_in_time() -> None:
+    """Its request has been refused already; trickling on must not keep the connection."""
+    async with one_client(request_s=SHORT_S) as (served, client):
+        await client.write(request_bytes("POST", "/refused", b"x" * 1000)[:-500])
+        assert (await client.read_answer()).status == 401
+        assert await client.is_closed()
+        assert served.refusals == ["slow_request"]
+
+
 # --- the last descriptors -------------------------------------------------------------------------
 
 
@@ -248,6 +268,18 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+async def test_a_body_that_there_is_no_memory_for_is_the_routers_own_failure() -> None:
+    """A client that was told that its request is malformed would never try again, and whoever
+    serves it must let go of what it holds."""
+    async with one_client() as (served, client):
+        found = await client.ask("POST", "/large", b"x")
+        assert (found.status, found.error["code"]) == (503, "overloaded")
+        assert found.headers["retry-after"] == "1"
+        assert served.refusals == ["overloaded"]
+        await eventually(lambda: served.left == ["/large"], "its handler hears that it is over")
+        assert (await client.ask("POST", "/a", b"mine")).body == b"mine"
 
 
 @pytest.mark.parametrize("path", ["/x", "/ignored"])
