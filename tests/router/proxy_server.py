@@ -116,6 +116,19 @@ NOBODY_LISTENS = PlaneListener(
 )
 
 
+class NothingPrepared:
+    """Reads no prompt, since nothing is decided by the data plane."""
+
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
+        raise AssertionError("nothing is decided by the data plane here")
+
+    def hand_over(self, number: int) -> None:
+        """Nothing is begun before."""
+
+    def left(self, number: int) -> None:
+        """Nothing is kept of it."""
+
+
 def plane_options(client_stall_s: float = 600.0, max_connections: int = 0) -> PlaneOptions:
     """Of a data plane that decides nothing."""
     return PlaneOptions(
@@ -216,21 +229,12 @@ class ProxyServer:
             plane_options(self.client_stall_s, self.max_connections),
             "",
             NOBODY_LISTENS,
-            self,
+            NothingPrepared(),
         )
         self.plane.start([os.dup(listener.fileno())], Secured(None, None))
         is_ready.set()
         await self._stop.wait()
         await self.plane.close()
-
-    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
-        raise AssertionError("nothing is decided by the data plane here")
-
-    def hand_over(self, number: int) -> None:
-        """Nothing is begun before."""
-
-    def left(self, number: int) -> None:
-        """Nothing is kept of it."""
 
     def tell_to_stop(self) -> None:
         assert self.loop is not None

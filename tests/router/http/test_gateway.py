@@ -17,8 +17,7 @@ from router.errors import Unauthorized
 from router.plane import DataPlane, Secured
 from router.routing.dispatcher import INLINE_BODY_BYTES
 from router.service import RouterService
-from router.upstream import Header
-from tests.router.proxy_server import NOBODY_LISTENS, plane_options
+from tests.router.proxy_server import NOBODY_LISTENS, NothingPrepared, plane_options
 from tests.support.http_client import connect, request_bytes
 from tests.support.waiting import eventually
 
@@ -39,25 +38,14 @@ class _Served(NamedTuple):
     plane: DataPlane
 
 
-class _Nothing:
-    """No prompt is read for the core."""
-
-    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
-        raise AssertionError
-
-    def hand_over(self, number: int) -> None:
-        """Nothing is begun before."""
-
-    def left(self, number: int) -> None:
-        """Nothing is kept of it."""
-
-
 @pytest_asyncio.fixture
 async def served(config: str) -> AsyncIterator[_Served]:
     """It serves on a real data plane, and nothing is behind that."""
     service = RouterService(RouterConfig.from_yaml(config, {}))
     app = RouterApp(service)
-    plane = DataPlane(app.direct, service.proxy, plane_options(), "", NOBODY_LISTENS, _Nothing())
+    plane = DataPlane(
+        app.direct, service.proxy, plane_options(), "", NOBODY_LISTENS, NothingPrepared()
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         plane.start([os.dup(listener.fileno())], Secured())

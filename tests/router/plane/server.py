@@ -12,8 +12,7 @@ from typing import Any
 from router.plane import DataPlane, PlaneProxy, Secured
 from router.plane.exchanges import PlaneExchange
 from router.proxy import ProxySettings
-from router.upstream import Header
-from tests.router.proxy_server import NOBODY_LISTENS, TIMEOUTS, plane_options
+from tests.router.proxy_server import NOBODY_LISTENS, TIMEOUTS, NothingPrepared, plane_options
 from tests.support.http_client import HttpClient, connect
 from tests.support.waiting import eventually
 
@@ -91,12 +90,6 @@ class Served:
             self.begun.append(path)
         return lambda exchange: Waiting(self, exchange)
 
-    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
-        raise AssertionError("nothing is decided by the data plane here")
-
-    def forget(self, number: int) -> None:
-        """None was prepared."""
-
     async def until_waiting(self, count: int = 1) -> Waiting:
         """The newest of so many requests, once they are there."""
         await eventually(lambda: len(self.waiting) == count, "the request is under way")
@@ -119,7 +112,7 @@ async def plane_server(**options: Any) -> AsyncIterator[Served]:
     listener = NOBODY_LISTENS._replace(on_refusal=served.refusals.append)
     chosen = replace(plane_options(), **options)
     proxy = PlaneProxy(ProxySettings(TIMEOUTS), lambda what: None)
-    plane = DataPlane(served, proxy, chosen, "", listener, served)
+    plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         plane.start([os.dup(listening.fileno())], Secured(None, None))
