@@ -428,6 +428,8 @@ class Plane:
         """For new connections."""
     def fileno(self) -> int: ...
     def take(self) -> list[tuple[Any, ...]]: ...
+    def ring(self) -> None:
+        """Have the descriptor be readable once more."""
     def forward(
         self,
         id: int,

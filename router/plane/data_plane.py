@@ -139,8 +139,6 @@ class DataPlane:
         """Requests for the application whose bodies are not whole."""
         self._untold: list[tuple[Any, ...]] = []
         """Events, the next one at the end."""
-        self._is_going_on = False
-        """In the next turn of the loop, with what is untold."""
         self._plane: Plane | None = None
         self._told = self._by_kind()
 
@@ -221,22 +219,16 @@ class DataPlane:
     # --- events -----------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
-        if self._is_going_on:
-            return
-        if not self._untold:
-            self._untold = self.plane.take()
-            self._untold.reverse()
-        self._tell_some()
-
-    def _tell_some(self) -> None:
-        """As many events as one turn of the loop has time for; the next one goes on.
+        """As many events as one turn of the loop has time for; the rest in the next one.
 
         If a burst of a thousand requests were decided in one turn, neither a timer nor an event
         stream would have its own before the last of them.
         """
-        plane, loop, untold = self.plane, asyncio.get_running_loop(), self._untold
-        self._is_going_on = False
-        until = loop.time() + MAX_TURN_S
+        plane, loop = self.plane, asyncio.get_running_loop()
+        if not self._untold:
+            self._untold = plane.take()
+            self._untold.reverse()
+        untold, until = self._untold, loop.time() + MAX_TURN_S
         plane.hold_back()
         try:
             while untold:
@@ -246,9 +238,7 @@ class DataPlane:
         finally:
             plane.wake()
             if untold:
-                # Where there is no memory for it, the next event has this go on.
-                loop.call_soon(self._tell_some)
-                self._is_going_on = True
+                plane.ring()  # not `call_soon`, for which there may be no memory
 
     def _tell(self, kind: str, number: int, *what: Any) -> None:
         """An event. Whatever fails in it ends this request and no other."""

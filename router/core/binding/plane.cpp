@@ -150,29 +150,40 @@ struct AsTuple {
     }
 };
 
+// There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off.
+nb::object untold(Plane& plane, const Event& event) {
+    const bool is_body = std::holds_alternative<BodyRead>(event.what);
+    const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
+                             std::holds_alternative<Prepare>(event.what);
+    plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
+    const bool is_followed = is_body || std::holds_alternative<Settled>(event.what);
+    return is_followed ? nb::object(nb::make_tuple("left", event.id)) : nb::none();
+}
+
 nb::list events_of(Plane& plane) {
+    nb::list found;  // before anything is taken that would be lost
     std::vector<Event> events;
     {
         nb::gil_scoped_release released;
         events = plane.take();
     }
-    nb::list found;
+    std::size_t at = 0;
     bool has_memory = true;
-    for (const Event& event : events) {
-        try {
-            found.append(std::visit(AsTuple{event.id}, event.what));
-        } catch (const std::exception&) {  // there is no memory for it
-            has_memory = false;
-            const bool is_body = std::holds_alternative<BodyRead>(event.what);
-            const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
-                                     std::holds_alternative<Prepare>(event.what);
-            plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
-            if (is_body || std::holds_alternative<Settled>(event.what)) {
-                found.append(nb::make_tuple("left", event.id));
+    try {
+        for (; at < events.size(); ++at) {
+            try {
+                found.append(std::visit(AsTuple{events[at].id}, events[at].what));
+            } catch (const std::exception&) {
+                has_memory = false;
+                const nb::object instead = untold(plane, events[at]);
+                if (!instead.is_none()) found.append(instead);
             }
         }
+        if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
+    } catch (const std::exception&) {  // not even for that: they are told of later
+        events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));
+        plane.keep(std::move(events));
     }
-    if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
     return found;
 }
 
@@ -459,6 +470,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         })
         .def("open", [](Plane& self, ExchangeId id) { self.send({id, Open{}}); })
         .def("hold_back", &Plane::hold_back)
+        .def("ring", &Plane::ring)
         .def("wake", &Plane::wake)
         .def("respond", &respond)
         .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })

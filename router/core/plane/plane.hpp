@@ -21,6 +21,8 @@ public:
 
     int descriptor() const { return common_.outbox.descriptor(); }
     std::vector<Event> take() { return common_.outbox.take(); }
+    void keep(std::vector<Event> events) { common_.outbox.keep(std::move(events)); }
+    void ring() { common_.outbox.ring(); }
     void send(Command command);
     // From here to `wake`, threads are woken for a few commands at a time: each is a system call, and
     // some µs of the other core. Only where all commands come from one thread.

@@ -76,10 +76,24 @@ void Outbox::nudge() {
 std::vector<Event> Outbox::take() {
     take_signal(signal_);
     std::lock_guard locked(mutex_);
+    if (!kept_.empty()) {
+        if (!events_.empty()) ring();
+        return std::exchange(kept_, {});
+    }
     is_signalled_ = false;
     waiting_.store(0, std::memory_order_relaxed);
     return std::exchange(events_, {});
 }
+
+void Outbox::keep(std::vector<Event> events) {
+    {
+        std::lock_guard locked(mutex_);
+        kept_ = std::move(events);
+    }
+    ring();
+}
+
+void Outbox::ring() { signal(signal_); }
 
 // --- the thread -----------------------------------------------------------------------------------
 

@@ -25,6 +25,10 @@ public:
     // `is_awaited`: somebody waits for the ends of requests.
     void post(Event event, bool is_awaited);
     void nudge();
+    // Takes events back that there was no memory to tell of: they come first at the next `take`.
+    void keep(std::vector<Event> events);
+    // Has whoever takes come again.
+    void ring();
     std::vector<Event> take();
     int descriptor() const { return signal_; }
     // Whether the reader is far behind: then it should not be given more than it asks for.
@@ -35,6 +39,7 @@ private:
 
     std::mutex mutex_;
     std::vector<Event> events_;
+    std::vector<Event> kept_;
     std::atomic<std::size_t> waiting_{0};  // of these
     bool is_signalled_ = false;
     int signal_ = -1;
