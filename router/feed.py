@@ -116,6 +116,8 @@ class Feed:
         self.suspects: set[SourceId] = set()
         """Those whose hits should be discounted. One that is not followed has no hits."""
         self._complained: set[str] = set()
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when the stream of a source is in another state."""
 
     def add(
         self,
@@ -170,8 +172,9 @@ class Feed:
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> _SourceFeed:
         index = self._index_of(model)
+        told = self.suspects, lambda: self.on_change()
         return _SourceFeed(
-            source, model, index, self._complain, self._tidy, self.taps, self.suspects, stream
+            source, model, index, self._complain, self._tidy, self.taps, *told, stream
         )
 
     def _options_of(
@@ -316,11 +319,13 @@ class _SourceFeed:
         tidy: Callable[[PrefixIndex], None],
         taps: Taps,
         suspects: set[SourceId],
+        on_change: Callable[[], object],
         stream: str = "",
     ) -> None:
         self.index = index
         self._taps = taps
         self._suspects = suspects
+        self._on_change = on_change
         self.state = SourceState.CONNECTING
         self.lost_since: float | None = time.monotonic()
         self._source = source
@@ -454,6 +459,7 @@ class _SourceFeed:
         else:
             self.lost_since = self.lost_since or time.monotonic()
             self._suspects.add(self._source)
+        self._on_change()
 
     def report(self, problem: KVEventsError) -> None:
         if isinstance(problem, NoAnswer):

@@ -96,6 +96,7 @@ class NativeDecisions(ReplicaListener):
         self._seen: Any = None
         self._seen_at = -math.inf
         service.registry.subscribe(self)
+        service.feed.on_change = self._has_changed.set
         self._room = None if service.entrance is None else service.entrance.room
         if self._room is not None:
             self._room.on_turned = self._has_changed.set

@@ -392,9 +392,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
         prepares_all=needs_key or service.tracing is not None,
-        route_path=_route_path(app, needs_key),
-        policy=service.config.policy.name,
-        costs_are_delays=service.config.policy.name == LEAST_DELAY,
+        route_path=_route_path(service, app, needs_key),
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
@@ -407,9 +405,10 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     )
 
 
-def _route_path(app: RouterApp, needs_key: bool) -> bytes:
+def _route_path(service: RouterService, app: RouterApp, needs_key: bool) -> bytes:
     """Where gateways ask that the core may answer; empty: it may answer none."""
-    is_open = app.direct.role == "client" and not needs_key
+    is_default = service.config.policy.name == LEAST_DELAY
+    is_open = is_default and app.direct.role == "client" and not needs_key
     return Endpoint.ROUTE.value.encode() if is_open else b""
 
 

@@ -70,7 +70,7 @@ def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (module, text) in _BUILT_IN.items():
         if name in typed[:1]:
-            import_module(module).add_to(commands)
+            _own(module).add_to(commands)
         else:
             commands.add_parser(name, help=text)
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
@@ -80,6 +80,15 @@ def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
         else:
             commands.add_parser(name, help=f"see kvroute {name} --help")
     return parser
+
+
+def _own(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        if error.name == "router._core":
+            import_module("router.index.compiled")  # says what is wrong with it
+        raise
 
 
 def _imported(entry: EntryPoint) -> ModuleType:

@@ -51,8 +51,6 @@ class PlaneOptions:
     told_with: frozenset[bytes] = frozenset()
     long_prompt_tokens: int = 0
     route_path: bytes = b""
-    policy: str = ""
-    costs_are_delays: bool = False
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()
 

@@ -1122,10 +1122,6 @@ async def told_where(router: RouterProcess, stub: EngineStub, prompt: Any) -> di
         by_core = (await router.post("/route", body)).json
     answer = await router.post("/route", body, headers=MSGPACK)
     by_python = msgspec.msgpack.decode(answer.body)
-    hit, _, why = by_python.pop("reason").partition("; ")
-    said = by_core.pop("reason")
-    assert said.startswith(hit)
-    assert said.split(":")[-1] in why or not why
     assert by_core.pop("routing_seconds") > 0
     assert by_python.pop("routing_seconds") > 0
     assert by_core == by_python

@@ -193,8 +193,6 @@ void take_prepared(nb::dict from, Options& options) {
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
     options.route_path = text_of(from["route_path"]);
-    options.policy = nb::cast<std::string>(from["policy"]);
-    options.costs_are_delays = nb::cast<bool>(from["costs_are_delays"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.insert(text_of(each));
     for (nb::handle each : from["told_with"]) options.told_with.insert(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {

@@ -137,6 +137,7 @@ public:
     std::shared_ptr<RecentPrefixes> recent;
 
     bool needs_outlook() const { return policy_.needs_outlook(); }
+    const Weights& weights() const { return policy_.weights(); }
 
     void match(const Question& question, Scratch& scratch) const;
     const Ranking& rank(const Question& question, Scratch& scratch);

@@ -26,8 +26,14 @@ std::string for_people(u64 number) {
     return text;
 }
 
+std::string for_people(double tokens) {
+    const double whole = std::nearbyint(tokens);
+    std::string text(whole < 0 ? 1 : 0, '-');
+    return text.append(for_people(static_cast<u64>(std::abs(whole))));
+}
+
 // See `Candidate.hit_in_words` of router/scoring/types.py.
-std::string reason_of(const Answer& answer, bool costs_are_delays) {
+std::string hit_in_words(const Answer& answer) {
     const Prediction& found = answer.prediction;
     std::string text = for_people(found.gpu_cached_tokens);
     text.append(" of ").append(for_people(found.prompt_tokens)).append(" tokens cached");
@@ -40,12 +46,29 @@ std::string reason_of(const Answer& answer, bool costs_are_delays) {
     }
     if (!answer.by_tier.empty()) text += ")";
     if (found.is_suspect) text += "; discounted, since events were lost";
-    if (costs_are_delays) {
-        const double delay = std::round(answer.cost);
-        text.append(": a delay of ").append(delay < 0 ? "-" : "");
-        text.append(for_people(static_cast<u64>(std::abs(delay)))).append(" prefill tokens");
-    }
     return text;
+}
+
+// As router/scoring/reasons.py says it of a delay.
+std::string reason_of(const Answer& answer) {
+    std::string text = hit_in_words(answer);
+    const auto add = [&text](const std::string& number, sv what) {
+        text.append("; ").append(number).append(" ").append(what);
+    };
+    if (answer.junction_tokens > 0) {
+        add(for_people(answer.junction_tokens), "more are worth as much to later prompts");
+    }
+    if (answer.coming_tokens > 0) add(for_people(answer.coming_tokens), "being computed there");
+    const decide::Delays& of = answer.delays;
+    const std::pair<double, sv> terms[] = {{of.ahead, "ahead of it"},
+                                           {of.own, "to compute"},
+                                           {of.work, "for the machine's time"},
+                                           {of.behind, "for those behind it"},
+                                           {of.evicted, "for what it evicts"}};
+    for (const auto& [delay, what] : terms) {
+        if (delay >= 0.5) add(for_people(delay), what);
+    }
+    return text.append(": a delay of ").append(for_people(of.sum())).append(" prefill tokens");
 }
 
 void append_text(std::string& out, sv name, sv value) {
@@ -89,21 +112,21 @@ std::string json_escaped(sv text) {
     return made;
 }
 
-std::string answer_body(const Answer& answer, sv policy, bool costs_are_delays, double routing_s) {
+std::string answer_body(const Answer& answer, double routing_s) {
     const Prediction& found = answer.prediction;
     std::string out = "{";
     append_text(out, "replica", found.replica);
     out.append("\"dp_rank\":");
     out.append(found.dp_rank < 0 ? "null" : std::to_string(found.dp_rank)).append(",");
     append_text(out, "model", found.model);
-    append_text(out, "policy", policy);
+    append_text(out, "policy", "least_delay");
     append_count(out, "prompt_tokens", found.prompt_tokens);
     out += "\"cost\":";
-    append_number(out, answer.cost, 1e-3);
+    append_number(out, answer.delays.sum(), 1e-3);
     out += ",";
     append_hit(out, answer);
     append_count(out, "expected_tokens", found.expected_tokens);
-    append_text(out, "reason", reason_of(answer, costs_are_delays));
+    append_text(out, "reason", reason_of(answer));
     out += "\"routing_seconds\":";
     append_number(out, routing_s, 1e-6);
     out += "}";

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "decide/least_delay.hpp"
 #include "plane/decider.hpp"
 
 namespace kvroute::plane {
@@ -13,15 +14,16 @@ namespace kvroute::plane {
 // Where a request would go, and why, without its being sent.
 struct Answer {
     Prediction prediction;
-    double cost = 0;  // as the policy counts
+    decide::Delays delays;  // by the policy least_delay; what it costs is their sum
+    u64 junction_tokens = 0;  // behind the hit, worth as much to later prompts
+    u64 coming_tokens = 0;    // that are being computed there; 0: no more than are on the GPU
     std::vector<std::pair<std::string, u64>> by_tier;  // what each lower tier adds to the GPU's hit
 };
 
 // A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
 std::string json_escaped(std::string_view text);
 
-// As `RouteView` of router/http/views.py. `costs_are_delays`: in tokens to compute.
-std::string answer_body(const Answer& answer, std::string_view policy, bool costs_are_delays,
-                        double routing_s);
+// As `RouteView` of router/http/views.py.
+std::string answer_body(const Answer& answer, double routing_s);
 
 }  // namespace kvroute::plane

@@ -479,10 +479,9 @@ bool Client::is_told_where() {
     if (!ask || !decider->decides_alone(ask->model)) return false;
     const std::optional<Answer> answer = decider->look(question(*ask, {}));
     if (!answer) return false;
-    const Options& options = thread_.options();
     const double routing_s = clock_now() - began;
     Respond respond{200, {{"content-type", "application/json"}}, {}};
-    respond.body = answer_body(*answer, options.policy, options.costs_are_delays, routing_s);
+    respond.body = answer_body(*answer, routing_s);
     respond.fields.emplace_back("content-length", std::to_string(respond.body.size()));
     thread_.post(0, Told{answer->prediction.model, routing_s});
     this->respond(respond);

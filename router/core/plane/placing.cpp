@@ -226,11 +226,17 @@ std::optional<Answer> Placing::look(const Question& question) {
     if (!choice) return std::nullopt;
     Answer answer;
     answer.prediction = predicted(*choice, *read);
-    answer.cost = choice->cost;
+    const decide::CachedTokens& cached = choice->cached();
+    const decide::Wanted wanted{{}, {}, static_cast<i64>(question.ask.tokens.size()),
+                                choice->prefill_tokens_per_s, {}};
+    answer.delays = decide::delays_at(choice->number, wanted, *choice->able, decider_->weights(),
+                                      choice->mean_congestion);
+    answer.junction_tokens = static_cast<u64>(cached.junction);
+    if (cached.recent > cached.gpu) answer.coming_tokens = static_cast<u64>(cached.recent);
     for (const decide::TierShare& share : choice->able->shares_of(choice->lower())) {
         answer.by_tier.emplace_back(share.tier, static_cast<u64>(share.tokens));
     }
-    const i64 hit = choice->cached().all;
+    const i64 hit = cached.all;
     answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
         read->known->in_mirror[choice->cache->id], *read->prompt,
         static_cast<i64>(question.ask.tokens.size()), {hit, hit}));
@@ -286,7 +292,8 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
 
     choice.able = &ranking.able;
     choice.number = ranking.first;
-    choice.cost = ranking.order.costs[ranking.first];
+    choice.mean_congestion = ranking.order.mean_congestion;
+    choice.prefill_tokens_per_s = ranking.prefill_tokens_per_s;
     const decide::State& state = choice.state();
     // What an estimate or a peer promises is Python's to follow.
     if (state.estimate_trust != 0.0 || choice.lower().pull_from != decide::kNobody) return std::nullopt;

@@ -77,7 +77,7 @@ private:
         std::unique_lock<std::mutex> books, mirror_books;
         const decide::Candidates* able = nullptr;  // until this thread makes its next decision
         u32 number = 0;  // of the best among these
-        double cost = 0;
+        double mean_congestion = 0, prefill_tokens_per_s = 0;  // that it was found with
         const decide::Replica* replica = nullptr;
         const decide::Cache* cache = nullptr;
         std::optional<int> dp_rank;

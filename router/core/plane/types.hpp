@@ -268,8 +268,6 @@ struct Options {
     std::unordered_set<std::string> prepared_with, told_with;
     // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
     std::string route_path;
-    std::string policy;  // its name
-    bool costs_are_delays = false;
     u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
     Networks trusted_proxies;   // whose word counts for where a request comes from
