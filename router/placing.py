@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ from router.tracing import TRACEPARENT
 if TYPE_CHECKING:
     from router._core import Placing
     from router.service import RouterService
+
+logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.05
 _LOOK_AGAIN_S = 0.25
@@ -87,7 +90,7 @@ class NativeDecisions(ReplicaListener):
         )
         service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
-        self._is_on = False
+        self._is_on = self._has_failed = False
         self._has_changed = asyncio.Event()
         self._wanted: OrderedDict[str, None] = OrderedDict()
         """Adapters that requests have named, the latest at the end."""
@@ -124,7 +127,7 @@ class NativeDecisions(ReplicaListener):
             if self._has_changed.is_set():
                 self._seen = None
                 self._has_changed.clear()
-            self._refresh(plane)
+            self._refresh_safely(plane)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with timeout(REFRESH_S):
                     await self._has_changed.wait()
@@ -153,6 +156,18 @@ class NativeDecisions(ReplicaListener):
         """From now on everything is asked here."""
         plane.plane.decide_by(None)
         self._is_on = False
+
+    def _refresh_safely(self, plane: DataPlane) -> None:
+        """An old picture must not stay: whatever fails, Python decides until the core is told."""
+        try:
+            self._refresh(plane)
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the data plane could not be told of the fleet; Python decides")
+            self._has_failed, self._seen, self._told = True, None, None
+            self.stop(plane)
+        else:
+            self._has_failed = False
 
     def _refresh(self, plane: DataPlane) -> None:
         admission, observers = self._service.admission, self._service.observers
