@@ -394,7 +394,7 @@ class Plane:
         left        the client left before anything was sent on, or placed
         failed      an attempt, before its first byte: how, and why
         not_now     status, seconds to wait or None
-        first_byte  status, seconds
+        first_byte  status
         progress    events of the stream since the last
         beginning   a part of the beginning of the body
         ended       how, status, seconds, bytes of the body, the failure in mid-body or None, events
@@ -455,14 +455,12 @@ class Plane:
         tokens: Sequence[int],
         is_stream: bool,
         is_comparable: bool,
-        is_awaited: bool,
         tokenization_s: float,
         more: tuple[Any, ...] | None,
     ) -> None:
         """A prompt was read.
 
         Args:
-            is_awaited: Its end is told at once.
             more: The body to send or None, the salt or None, session, tenant, fields for the engine
                 and of the response, lengths to keep, whether the client names the model
                 otherwise, and the class of its key or None.
@@ -481,7 +479,6 @@ class Plane:
     def give_up(self, origin: str, silent_s: float) -> None: ...
     def decide_by(self, placing: Placing | None) -> None: ...
     def cut_all(self) -> None: ...
-    def close_idle(self) -> None: ...
     def stop(self) -> None: ...
     def counts(self) -> dict[str, int]: ...
     def clients(self) -> int: ...

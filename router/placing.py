@@ -1,8 +1,8 @@
 """What the data plane may decide without Python, and by what: told to the core whenever it changes.
 
-Only completions of token ids, and only where nothing has to be known of them that the core does
-not know. Everything else is asked here, as ever. A change of a replica reaches the core at once,
-any other within `REFRESH_S`.
+Those are completions of token ids, and what `router.preparing` has made token ids of. All else is
+asked in Python. A change of a replica or of an event stream reaches the core at once, any other
+within `REFRESH_S`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class NativeDecisions(ReplicaListener):
 
     @override
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """It is not healthy already."""
+        """The core hears of it as of a change of its state."""
 
     @override
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
@@ -174,11 +174,11 @@ class NativeDecisions(ReplicaListener):
         may = not (admission.is_full or observers.taps or admission.is_shutting_down)
         # Where somebody waits, whoever comes has to wait as well, though there were room.
         may = may and (self._room is None or self._room.is_empty)
+        if may and self._is_due():
+            self._tell()
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)
-        if may and self._is_due():
-            self._tell()
 
     def _is_due(self) -> bool:
         """Whether something may have changed that the core should know."""

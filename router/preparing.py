@@ -299,7 +299,6 @@ class Preparation:
             tokens,
             spec.stream,
             is_comparable,
-            False,
             seconds,
             more if has_more else None,
         )

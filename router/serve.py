@@ -352,6 +352,7 @@ def _plane(
             functools.partial(_count_refusal, service),
             settling.running,
             settling.settled,
+            settling.left,
             settling.handed_over,
             lambda model, seconds: service.metrics.decided(model, None, seconds),
             lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
@@ -407,9 +408,10 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
 
 def _route_path(service: RouterService, app: RouterApp, needs_key: bool) -> bytes:
     """Where gateways ask that the core may answer; empty: it may answer none."""
-    is_default = service.config.policy.name == LEAST_DELAY
-    is_open = is_default and app.direct.role == "client" and not needs_key
-    return Endpoint.ROUTE.value.encode() if is_open else b""
+    config = service.config
+    says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
+    is_open = app.direct.role == "client" and not needs_key
+    return Endpoint.ROUTE.value.encode() if says_all and is_open else b""
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

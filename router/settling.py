@@ -73,6 +73,11 @@ class Settling:
         if begun is not None and begun.placed is not None:
             begun.placed.served(self._attempt(settled.replica), settled, routed)
 
+    def left(self, number: int) -> None:
+        """There was no memory to tell of its end: nothing is kept of it."""
+        self._observers.forget(number)
+        self._end_passing(number)
+
     def handed_over(self, number: int, failed: FailedFirst) -> None:
         """A replica did not serve one.
 
@@ -86,9 +91,12 @@ class Settling:
         begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
         if begun is not None and begun.placed is not None and attempt is not None:
             begun.placed.failed(attempt, found.value)
+        self._end_passing(number)  # it may have to wait for its next attempt
+
+    def _end_passing(self, number: int) -> None:
         passed = self._passed.pop(number, None)
         if passed is not None and self._entrance is not None:
-            self._entrance.room.over(passed)  # it may have to wait for its next attempt
+            self._entrance.room.over(passed)
 
     def _pass_by(self, number: int, settled: Settled) -> None:
         """Let the line know of a request that did not have to wait, once."""

@@ -601,7 +601,7 @@ class Passage:
             self._line.error = error.code
         if self._trace is not None:
             self._trace.error = error.code
-        self._exchange.respond(error.status, headers, body, True)
+        self._exchange.respond(error.status, headers, body)
         self._close()
 
     def _close(self) -> None:

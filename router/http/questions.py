@@ -113,7 +113,7 @@ class RouteQuestion(Passage):
             (b"content-type", content_type.encode()),
             (b"content-length", b"%d" % len(body)),
         ]
-        self._exchange.respond(200, headers, body, True)
+        self._exchange.respond(200, headers, body)
         self._close()
 
     @override

@@ -202,9 +202,7 @@ class RequestObservers:
         Returns:
             How it failed.
         """
-        shown = self._shown.pop(number, None)
-        if shown is not None:
-            self.log.forget(shown)
+        self.forget(number)
         not_now = Failure.UNAVAILABLE if retry_after_s is None else Failure.BUSY
         found = not_now if failure is None else failure_of(failure)
         if replica_id not in self.replicas:
@@ -217,6 +215,16 @@ class RequestObservers:
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
         return found
+
+    def forget(self, number: int) -> None:
+        """Show no more of a request that the data plane has decided.
+
+        Args:
+            number: The request's, in the data plane.
+        """
+        shown = self._shown.pop(number, None)
+        if shown is not None:
+            self.log.forget(shown)
 
     def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
         """Log a request that the data plane has decided and that is still being served.

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
-from router.plane.relays import IS_CONTROL, PlaneProxy, broken_events
+from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
 from router.plane.secured import Secured
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
@@ -89,12 +90,14 @@ class PlaneListener(NamedTuple):
     on_refusal: Callable[[str], object]
     """Why a connection was ended."""
     on_running: Callable[..., None]
-    """Of a request that the core decided, by its number, where it takes a while, and once more at
-    its first byte."""
+    """Told of a request that the core decided, by its number, where it takes a while, and once more
+    at its first byte."""
     on_settled: Callable[..., None]
-    """Of such a request when it is over."""
+    """Told of such a request when it is over."""
+    on_left: Callable[[int], object]
+    """Told of a request that is over without a record of its end, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
-    """Of a replica that did not serve such a request; it is opened next, or served elsewhere."""
+    """Told of a replica that did not serve such a request, which goes elsewhere or is opened next."""
     on_told: Callable[[str, float], object]
     """A gateway that asked where a request would go was told: the model, and seconds."""
     on_second_attempt: Callable[[str], object]
@@ -142,26 +145,26 @@ class DataPlane:
 
     def _by_kind(self) -> dict[str, Callable[..., None]]:
         """Who is told of an event."""
-        listener = self._listener
+        listener, to_relay = self._listener, self._to_relay
         return {
             "opened": self._opened,
             "prepare": self._prepares.prepare,
             "body": self._body,
             "left": self._left,
-            "failed": self._failed,
-            "not_now": self._not_now,
-            "first_byte": self._first_byte,
-            "progress": self._progress,
-            "beginning": self._beginning,
-            "ended": self._ended,
-            "refused": self._refused,
+            "failed": partial(to_relay, PlaneRelay.on_failed),
+            "not_now": partial(to_relay, PlaneRelay.on_not_now),
+            "first_byte": partial(to_relay, PlaneRelay.on_first_byte),
+            "progress": partial(to_relay, PlaneRelay.on_progress),
+            "beginning": partial(to_relay, PlaneRelay.on_beginning),
+            "ended": partial(to_relay, PlaneRelay.on_ended),
+            "refused": _of_none(listener.on_refusal),
             "running": listener.on_running,
             "settled": listener.on_settled,
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
-            "second_attempt": self._second_attempt,
-            "told": self._told_where,
-            "long_prompt": self._long_prompt,
+            "second_attempt": _of_none(listener.on_second_attempt),
+            "told": _of_none(listener.on_told),
+            "long_prompt": _of_none(listener.on_long_prompt),
         }
 
     @property
@@ -183,7 +186,7 @@ class DataPlane:
         asyncio.get_running_loop().add_reader(self.plane.fileno(), self._on_events)
 
     def give_up(self, origin: str, silent_s: float) -> None:
-        """End the exchanges with a replica that is known not to respond; see `UpstreamClient`.
+        """End the exchanges with a replica that is known not to respond.
 
         Args:
             origin: Its key.
@@ -193,7 +196,7 @@ class DataPlane:
             self._plane.give_up(origin, silent_s)
 
     def counts(self) -> dict[str, int]:
-        """Of connections to replicas."""
+        """What is counted of connections to replicas."""
         return {} if self._plane is None else self._plane.counts()
 
     def cut_all(self) -> None:
@@ -310,6 +313,7 @@ class DataPlane:
     def _left(self, number: int) -> None:
         self._controls.pop(number, None)
         self._prepares.left(number)
+        self._listener.on_left(number)
         exchange = self._exchanges.get(number)
         if exchange is not None:
             exchange.is_gone = True
@@ -330,47 +334,10 @@ class DataPlane:
     def _overtaken(self, number: int, *what: Any) -> None:
         self._listener.on_handed_over(number, FailedFirst(*what))
 
-    def _second_attempt(self, _number: int, outcome: str) -> None:
-        self._listener.on_second_attempt(outcome)
-
-    def _long_prompt(self, _number: int) -> None:
-        self._listener.on_long_prompt()
-
-    def _told_where(self, _number: int, model: str, routing_s: float) -> None:
-        self._listener.on_told(model, routing_s)
-
-    def _refused(self, _number: int, reason: str) -> None:
-        self._listener.on_refusal(reason)
-
-    def _failed(self, number: int, failure: str, why: str) -> None:
+    def _to_relay(self, tell: Callable[..., None], number: int, *what: Any) -> None:
         relay = self._proxy.relays.get(number)
         if relay is not None:
-            relay.on_failed(failure, why)
-
-    def _not_now(self, number: int, status: int, retry_after_s: int | None) -> None:
-        relay = self._proxy.relays.get(number)
-        if relay is not None:
-            relay.on_not_now(status, retry_after_s)
-
-    def _first_byte(self, number: int, status: int, seconds: float) -> None:
-        relay = self._proxy.relays.get(number)
-        if relay is not None:
-            relay.on_first_byte(status, seconds)
-
-    def _progress(self, number: int, events: int) -> None:
-        relay = self._proxy.relays.get(number)
-        if relay is not None:
-            relay.on_progress(events)
-
-    def _beginning(self, number: int, data: bytes) -> None:
-        relay = self._proxy.relays.get(number)
-        if relay is not None:
-            relay.on_beginning(data)
-
-    def _ended(self, number: int, *what: Any) -> None:
-        relay = self._proxy.relays.get(number)
-        if relay is not None:
-            relay.on_ended(*what)
+            tell(relay, *what)
 
     # --- of requests for the application behind ---------------------------------------------------
 
@@ -426,3 +393,12 @@ class DataPlane:
             IS_CONTROL,
             0,
         )
+
+
+def _of_none(tell: Callable[..., object]) -> Callable[..., None]:
+    """Tells of an event that no request has."""
+
+    def told(_number: int, *what: Any) -> None:
+        tell(*what)
+
+    return told

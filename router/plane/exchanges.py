@@ -161,14 +161,13 @@ class PlaneExchange:
 
     # --- the response -----------------------------------------------------------------------------
 
-    def respond(self, status: int, headers: Sequence[Header], body: bytes, is_whole: bool) -> None:  # noqa: ARG002
-        """Respond; the response is whole.
+    def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """Send the whole response.
 
         Args:
-            status: Its status.
+            status: As on the wire.
             headers: All but those of the framing, names in lower case.
-            body: Its body.
-            is_whole: Always.
+            body: May be empty.
         """
         if self.is_gone or self.response_started:
             return

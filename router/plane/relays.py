@@ -190,7 +190,7 @@ class PlaneRelay:
         """The replica responds 429, 502, 503 or 504."""
         self._take(lambda: self._not_now(status, retry_after_s))
 
-    def on_first_byte(self, status: int, _seconds: float) -> None:
+    def on_first_byte(self, status: int) -> None:
         """The response has begun."""
         attempt = self._attempt
         assert attempt is not None
@@ -390,7 +390,7 @@ class PlaneRelay:
             (b"retry-after", b"%d" % after_s),
             *self._request.response_headers,
         ]
-        self._exchange.respond(status, headers, body, True)
+        self._exchange.respond(status, headers, body)
         self._finish(end, status)
 
     def _finish(self, end: End, status: int | None) -> None:

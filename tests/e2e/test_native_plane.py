@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -1160,3 +1161,31 @@ async def test_a_question_that_cannot_be_answered_is_refused_as_by_python(
         nonsense = await router.post("/route", {"model": stub.model, "prompt": [1, -2]})
         assert nonsense.status == 400
         assert "prompt" in nonsense.error["message"]
+
+
+def with_a_small_stack() -> None:
+    """For the threads of the process that begins."""
+    resource.setrlimit(resource.RLIMIT_STACK, (256 * 1024, 256 * 1024))
+
+
+async def test_many_questions_in_one_segment_are_answered_in_order() -> None:
+    """Each is answered at once: where each answer began the next one, they would fill the stack."""
+    async with engines(1, has_events=True) as (stub,):
+        with router_process(NATIVE, limit=with_a_small_stack) as router:
+            async with router.serving(stub):
+                await until_native(router, stub)
+                asked = [
+                    json.dumps({"model": stub.model, "prompt": [1] * (1 + number % 7)}).encode()
+                    for number in range(600)
+                ]
+                row = b"".join(
+                    b"POST /route HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+                    % (len(body), body)
+                    for body in asked
+                )
+                async with connect(router.port) as client:
+                    await client.write(row)
+                    for number in range(len(asked)):
+                        answer = await client.read_answer()
+                        assert answer.status == 200
+                        assert answer.json["prompt_tokens"] == 1 + number % 7

@@ -109,6 +109,7 @@ NOBODY_LISTENS = PlaneListener(
     on_refusal=lambda reason: None,
     on_running=lambda *what: None,
     on_settled=lambda *what: None,
+    on_left=lambda number: None,
     on_handed_over=lambda number, failed: None,
     on_told=lambda model, seconds: None,
     on_second_attempt=lambda outcome: None,

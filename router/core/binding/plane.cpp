@@ -100,7 +100,7 @@ struct AsTuple {
                               not_now.retry_after_s ? nb::cast(*not_now.retry_after_s) : nb::none());
     }
     nb::object operator()(const FirstByte& first) const {
-        return nb::make_tuple("first_byte", id, first.status, first.seconds);
+        return nb::make_tuple("first_byte", id, first.status);
     }
     nb::object operator()(const Progress& progress) const {
         return nb::make_tuple("progress", id, progress.events);
@@ -150,14 +150,16 @@ struct AsTuple {
     }
 };
 
-// There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off.
-nb::object untold(Plane& plane, const Event& event) {
+// There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off, and whoever
+// is told of its request hears that it is over.
+void let_go(Plane& plane, const Event& event, nb::list& found) {
     const bool is_body = std::holds_alternative<BodyRead>(event.what);
+    if (is_body || std::holds_alternative<Settled>(event.what)) {
+        found.append(nb::make_tuple("left", event.id));
+    }
     const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
                              std::holds_alternative<Prepare>(event.what);
     plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
-    const bool is_followed = is_body || std::holds_alternative<Settled>(event.what);
-    return is_followed ? nb::object(nb::make_tuple("left", event.id)) : nb::none();
 }
 
 nb::list events_of(Plane& plane) {
@@ -175,8 +177,7 @@ nb::list events_of(Plane& plane) {
                 found.append(std::visit(AsTuple{events[at].id}, events[at].what));
             } catch (const std::exception&) {
                 has_memory = false;
-                const nb::object instead = untold(plane, events[at]);
-                if (!instead.is_none()) found.append(instead);
+                let_go(plane, events[at], found);
             }
         }
         if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
@@ -262,14 +263,13 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
 // A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
 // lengths to keep, and whether the engine has to be told the model's name.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
-           bool is_comparable, bool is_awaited, double tokenization_s, nb::handle more) {
+           bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
     ask.model = std::move(model);
     ask.tokens = kvroute::binding::tokens_of(tokens);
     if (ask.tokens.empty()) throw nb::value_error("no tokens");
     ask.is_stream = is_stream;
     ask.is_comparable = is_comparable;
-    ask.is_awaited = is_awaited;
     ask.tokenization_s = tokenization_s;
     if (!more.is_none()) {
         ask.body = optional_text(more[0]);
@@ -461,7 +461,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
              nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),
              nb::arg("timeouts"), nb::arg("flags"), nb::arg("dialect"))
         .def("place", &place, nb::arg("id"), nb::arg("model"), nb::arg("tokens"),
-             nb::arg("is_stream"), nb::arg("is_comparable"), nb::arg("is_awaited"),
+             nb::arg("is_stream"), nb::arg("is_comparable"),
              nb::arg("tokenization_s"), nb::arg("more").none())
         .def("accept_host", [](Plane& self, nb::bytes host) {
             self.hosts().accept({host.c_str(), host.size()});
@@ -481,7 +481,6 @@ void kvroute::binding::bind_plane(nb::module_& module) {
              },
              nb::arg().none())
         .def("cut_all", &Plane::cut_all)
-        .def("close_idle", &Plane::close_idle)
         .def("stop", &Plane::stop, nb::call_guard<nb::gil_scoped_release>())
         .def("counts", &counts_of)
         .def("clients", &Plane::clients)

@@ -11,12 +11,11 @@ using sv = std::string_view;
 
 constexpr sv kHexDigits = "0123456789abcdef";
 
-void append_number(std::string& out, double value, double unit) {
-    std::array<char, 32> digits;
-    const double rounded = std::round(value / unit) * unit;
-    const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), rounded,
-                                            std::chars_format::fixed, unit < 1e-4 ? 6 : 3);
-    out.append(digits.data(), error == std::errc() ? end : digits.data());
+void append_number(std::string& out, double value, int places) {
+    std::array<char, 400> digits;  // enough for any number that is finite
+    const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), value,
+                                            std::chars_format::fixed, places);
+    out.append(digits.data(), end);
 }
 
 // With a comma before every three digits.
@@ -122,13 +121,13 @@ std::string answer_body(const Answer& answer, double routing_s) {
     append_text(out, "policy", "least_delay");
     append_count(out, "prompt_tokens", found.prompt_tokens);
     out += "\"cost\":";
-    append_number(out, answer.delays.sum(), 1e-3);
+    append_number(out, answer.delays.sum(), 3);
     out += ",";
     append_hit(out, answer);
     append_count(out, "expected_tokens", found.expected_tokens);
     append_text(out, "reason", reason_of(answer));
     out += "\"routing_seconds\":";
-    append_number(out, routing_s, 1e-6);
+    append_number(out, routing_s, 6);
     out += "}";
     return out;
 }

@@ -1,4 +1,8 @@
 // What a gateway that asks where a request would go is told. No I/O.
+//
+// The words are those of router/scoring/reasons.py, and the fields those of router/http/views.py, which
+// Python answers with: told here, a question takes 0.02 ms where it took 0.2 (`--rows route` of
+// benchmarks/peers), and an end-to-end test holds both to each other.
 #pragma once
 
 #include <string>

@@ -1,4 +1,3 @@
-#include "plane/answer.hpp"
 #include "plane/client.hpp"
 
 #include <netinet/in.h>
@@ -12,6 +11,7 @@
 #include <cstring>
 
 #include "http/write.hpp"
+#include "plane/answer.hpp"
 #include "plane/ask.hpp"
 #include "plane/splice.hpp"
 #include "plane/thread.hpp"
@@ -63,12 +63,24 @@ bool lists(sv items, sv lower_name) {
     return false;
 }
 
-// As JSON has it between quotation marks; what is refused is shown as far as it is plain.
-std::string escaped(sv text) {
-    std::string made;
-    for (const char each : text) {
-        if (each == '"' || each == '\\') made += '\\';
-        made += static_cast<u8>(each) < 0x20 || static_cast<u8>(each) > 0x7E ? '?' : each;
+// Does something whichever way a block is left.
+template <typename Call>
+class OnExit {
+public:
+    explicit OnExit(Call call) : call_(std::move(call)) {}
+    ~OnExit() { call_(); }
+    OnExit(const OnExit&) = delete;
+    OnExit& operator=(const OnExit&) = delete;
+
+private:
+    Call call_;
+};
+
+// What is refused is shown as far as it is plain.
+std::string plain(sv text) {
+    std::string made(text);
+    for (char& each : made) {
+        if (static_cast<u8>(each) < 0x20 || static_cast<u8>(each) > 0x7E) each = '?';
     }
     return made;
 }
@@ -155,7 +167,7 @@ void Client::on_no_memory() {
     // Whoever was told of the request learns that it is over.
     if (was_forwarded_) {
         report(End::abandoned);
-    } else if (is_told_) {
+    } else if (is_told_ || stage_ == Stage::deciding) {  // or it was prepared
         thread_.post(exchange_, Left{});
     }
     refuse(503, "overloaded", "the router is out of memory; try again");
@@ -289,6 +301,9 @@ void Client::refuse_handshake() {
 
 // Takes what has come, as far as the stage allows.
 void Client::proceed() {
+    if (is_proceeding_) return;  // a request that is responded to at once: the loop below goes on
+    is_proceeding_ = true;
+    const OnExit done([this] { is_proceeding_ = false; });
     while (is_open()) {
         if (stage_ == Stage::idle) {
             if (in_.empty() || !take_head()) break;
@@ -296,7 +311,7 @@ void Client::proceed() {
                    (is_piece_wanted_ || is_awaited_)) {
             if (in_.empty()) break;
             take_body();
-            break;
+            if (stage_ == Stage::deciding) break;
         } else if (stage_ == Stage::draining) {
             if (in_.empty()) break;
             drain_body();
@@ -470,14 +485,14 @@ Client::Care Client::care() const {
 
 // Whether a gateway got its answer. Those that speak another language than JSON get it in Python.
 bool Client::is_told_where() {
-    const double began = clock_now();
     Decider* const decider = thread_.decider();
     const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
                            head_.find("content-type").find("msgpack") != sv::npos;
     if (decider == nullptr || is_packed) return false;
     const std::optional<Ask> ask = read_ask(body_, true);
     if (!ask || !decider->decides_alone(ask->model)) return false;
-    const std::optional<Answer> answer = decider->look(question(*ask, {}));
+    const double began = clock_now();
+    const std::optional<Answer> answer = decider->look({.ask = *ask, .now = began});
     if (!answer) return false;
     const double routing_s = clock_now() - began;
     Respond respond{200, {{"content-type", "application/json"}}, {}};
@@ -534,7 +549,7 @@ bool Client::is_placed(Ask ask) {
     std::optional<Placed> placed = decider->place(question(ask, head_.find("x-request-id")));
     if (!placed) return false;
     if (!complete(*placed, ask)) return false;
-    asked_ = {path_, ask.is_stream, ask.is_comparable, ask.is_awaited, ask.salt.has_value(),
+    asked_ = {path_, ask.is_stream, ask.is_comparable, ask.salt.has_value(),
               placed->prediction.has_adapter, ask.tokenization_s};
     request_id_ = std::move(placed->request_id);
     booking_ = std::move(placed->booking);
@@ -653,7 +668,7 @@ void Client::refuse(int status, const char* code, sv message) {
     refused_at_ = thread_.now();
     in_.clear();
     const char* const kind = status < 500 ? "invalid_request_error" : "server_error";
-    std::string body = "{\"error\": {\"message\": \"" + escaped(message) + "\", \"type\": \"" + kind +
+    std::string body = "{\"error\": {\"message\": \"" + json_escaped(plain(message)) + "\", \"type\": \"" + kind +
                        "\", \"code\": \"" + code + "\"}}";
     std::string text;
     http::append_status(text, status);
@@ -936,7 +951,7 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         first_byte_s_ = thread_.now() - started_at_;
         booking_->first_byte(thread_.now());
     } else if (!forward_.is_control) {
-        thread_.post(exchange_, FirstByte{head.status, thread_.now() - started_at_});
+        thread_.post(exchange_, FirstByte{head.status});
     }
     http::append_status(out, head.status, head.reason);
     const sv connection = head.find("connection");
@@ -1183,6 +1198,7 @@ void Client::end_exchange() {
     stage_ = is_body_whole_ ? Stage::idle : Stage::draining;
     is_held_ = false;
     idle_since_ = receiving_since_ = thread_.now();
+    if (is_proceeding_) return;
     proceed();
     if (has_left_half_) leave_if_unfinished();
 }

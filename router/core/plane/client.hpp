@@ -200,6 +200,7 @@ private:
     Upstream* upstream_ = nullptr;
     // Where it was decided without Python
     bool is_awaited_ = false;  // its body, before anybody is told
+    bool is_proceeding_ = false;  // with what has come
     bool asks_where_ = false;  // and where it would go, no more
     u8 path_ = 0;              // of `Options::prepared`
     Bodies::Share share_;      // of the memory for such

@@ -44,9 +44,9 @@ struct Placed {
 // A request that could be decided here.
 struct Question {
     const Ask& ask;
-    std::string forwarded_for;    // its client, behind whom trusted proxies name before it
-    std::string_view forwarded_proto;
-    std::string_view request_id;  // that the client gives; empty: none
+    std::string forwarded_for = {};    // its client, behind whom trusted proxies name before it
+    std::string_view forwarded_proto = {};
+    std::string_view request_id = {};  // that the client gives; empty: none
     double now = 0;
     std::string_view not_at = {};  // a replica's name
 };

@@ -227,19 +227,19 @@ std::optional<Answer> Placing::look(const Question& question) {
     Answer answer;
     answer.prediction = predicted(*choice, *read);
     const decide::CachedTokens& cached = choice->cached();
-    const decide::Wanted wanted{{}, {}, static_cast<i64>(question.ask.tokens.size()),
-                                choice->prefill_tokens_per_s, {}};
-    answer.delays = decide::delays_at(choice->number, wanted, *choice->able, decider_->weights(),
-                                      choice->mean_congestion);
+    const auto prompt_tokens = static_cast<i64>(answer.prediction.prompt_tokens);
+    const decide::Ranking& ranking = *choice->ranking;
+    const decide::Wanted wanted{{}, {}, prompt_tokens, ranking.prefill_tokens_per_s, {}};
+    answer.delays = decide::delays_at(ranking.first, wanted, ranking.able, decider_->weights(),
+                                      ranking.order.mean_congestion);
     answer.junction_tokens = static_cast<u64>(cached.junction);
     if (cached.recent > cached.gpu) answer.coming_tokens = static_cast<u64>(cached.recent);
-    for (const decide::TierShare& share : choice->able->shares_of(choice->lower())) {
+    for (const decide::TierShare& share : choice->lower_shares()) {
         answer.by_tier.emplace_back(share.tier, static_cast<u64>(share.tokens));
     }
     const i64 hit = cached.all;
     answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
-        read->known->in_mirror[choice->cache->id], *read->prompt,
-        static_cast<i64>(question.ask.tokens.size()), {hit, hit}));
+        read->known->in_mirror[choice->cache->id], *read->prompt, prompt_tokens, {hit, hit}));
     return answer;
 }
 
@@ -290,13 +290,11 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
     if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
 
-    choice.able = &ranking.able;
-    choice.number = ranking.first;
-    choice.mean_congestion = ranking.order.mean_congestion;
-    choice.prefill_tokens_per_s = ranking.prefill_tokens_per_s;
+    choice.ranking = &ranking;
     const decide::State& state = choice.state();
+    const bool is_pulled = ranking.able.lower[ranking.first].pull_from != decide::kNobody;
     // What an estimate or a peer promises is Python's to follow.
-    if (state.estimate_trust != 0.0 || choice.lower().pull_from != decide::kNobody) return std::nullopt;
+    if (state.estimate_trust != 0.0 || is_pulled) return std::nullopt;
     choice.replica = &(*served.fleet)[state.replica];
     choice.cache = &choice.replica->caches.front();
     if (choice.replica->has_ranks()) {
@@ -315,8 +313,9 @@ std::optional<Placed> Placing::book(const Question& question, const Read& read) 
     const Served& served = *read.served;
     const decide::State& state = choice->state();
     const decide::CachedTokens& cached = choice->cached();
-    const auto prompt_tokens = static_cast<i64>(question.ask.tokens.size());
-    const i64 uncached = std::max<i64>(prompt_tokens - std::max(cached.all, cached.recent), 0);
+    Prediction prediction = predicted(*choice, read);
+    const auto prompt_tokens = static_cast<i64>(prediction.prompt_tokens);
+    const auto uncached = static_cast<i64>(prediction.uncached_tokens);
     const mirror::LookUp look_ups[] = {{read.prompt, nullptr}};
     mirror::Sent sent;
     sent.model = served.in_mirror;
@@ -328,26 +327,27 @@ std::optional<Placed> Placing::book(const Question& question, const Read& read) 
     sent.uncached_tokens = uncached;
     sent.hit_tokens = cached.all;
     sent.speed = state.speed;
-    for (const decide::TierShare& share : choice->able->shares_of(choice->lower())) {
+    for (const decide::TierShare& share : choice->lower_shares()) {
         sent.loads.emplace_back(share.tier, share.tokens);
     }
     sent.junction_tokens = cached.junction;
     const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
     sent.keep = keep;
-    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_,
-                                            *choice->replica, uncached, prompt_tokens,
-                                            choice->dp_rank, sent, question.now);
     if (decider_->recent) {
         const KeySpace& space = served.index->index.space();
         decider_->recent->remember(choice->cache->id, read.prompt->prefix_keys(space, decide::kKeyStep),
                                    question.now);
     }
-    choice->books.unlock();  // whatever fails from here on ends the booking, which takes them
+    // Whatever fails from here on ends the booking, which takes the mutexes.
+    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_,
+                                            *choice->replica, uncached, prompt_tokens,
+                                            choice->dp_rank, sent, question.now);
+    choice->books.unlock();
     choice->mirror_books.unlock();
 
     Placed placed;
-    placed.prediction = predicted(*choice, read);
-    placed.prediction.expected_tokens = booking->expected_tokens();
+    prediction.expected_tokens = booking->expected_tokens();
+    placed.prediction = std::move(prediction);
     placed.booking = std::move(booking);
     placed.forward = served.ways[state.replica];
     const u64 to_compute = placed.prediction.prompt_tokens - std::min(placed.prediction.prompt_tokens,

@@ -75,16 +75,16 @@ private:
     // Where it goes, with the mutexes of both books held.
     struct Choice {
         std::unique_lock<std::mutex> books, mirror_books;
-        const decide::Candidates* able = nullptr;  // until this thread makes its next decision
-        u32 number = 0;  // of the best among these
-        double mean_congestion = 0, prefill_tokens_per_s = 0;  // that it was found with
+        const decide::Ranking* ranking = nullptr;  // until this thread makes its next decision
         const decide::Replica* replica = nullptr;
         const decide::Cache* cache = nullptr;
         std::optional<int> dp_rank;
 
-        const decide::State& state() const { return able->states[number]; }
-        const decide::CachedTokens& cached() const { return able->cached[number]; }
-        const decide::Lower& lower() const { return able->lower[number]; }
+        const decide::State& state() const { return ranking->able.states[ranking->first]; }
+        const decide::CachedTokens& cached() const { return ranking->able.cached[ranking->first]; }
+        std::span<const decide::TierShare> lower_shares() const {
+            return ranking->able.shares_of(ranking->able.lower[ranking->first]);
+        }
     };
 
     static Prediction predicted(const Choice& choice, const Read& read);

@@ -49,10 +49,6 @@ void Plane::cut_all() {
     for (auto& thread : threads_) thread->cut_all();
 }
 
-void Plane::close_idle() {
-    for (auto& thread : threads_) thread->close_idle();
-}
-
 void Plane::stop() {
     for (auto& thread : threads_) thread->stop();
 }

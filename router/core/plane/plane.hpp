@@ -30,7 +30,6 @@ public:
     void wake();
     void give_up(const std::string& origin, double silent_s);
     void cut_all();
-    void close_idle();
     void stop();
     PoolCounts counts() const;
     u64 clients() const;

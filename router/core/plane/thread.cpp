@@ -43,6 +43,16 @@ std::pair<std::string, int> shown(const sockaddr_storage& from) {
     return {"", 0};
 }
 
+// What there is no memory for ends one client's request, and nothing else.
+template <typename Call>
+void guarded(Client* client, Call call) {
+    try {
+        call();
+    } catch (const std::bad_alloc&) {
+        if (client != nullptr && client->is_open()) client->on_no_memory();
+    }
+}
+
 }  // namespace
 
 // --- events ---------------------------------------------------------------------------------------
@@ -51,9 +61,9 @@ Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 Outbox::~Outbox() { ::close(signal_); }
 
 void Outbox::post(Event event, bool is_awaited) {
-    const auto* const settled = std::get_if<Settled>(&event.what);
-    const bool can_wait = settled != nullptr && !settled->asked.is_awaited;
-    is_awaited |= !can_wait && !std::holds_alternative<Told>(event.what);
+    const bool can_wait = std::holds_alternative<Settled>(event.what) ||
+                          std::holds_alternative<Told>(event.what);
+    is_awaited |= !can_wait;
     {
         std::lock_guard locked(mutex_);
         events_.push_back(std::move(event));
@@ -142,7 +152,8 @@ void Thread::look_after() {
     common_.outbox.nudge();
     pool_.look_after(now_);
     for (std::size_t place = 0; place < clients_.size(); ++place) {
-        if (clients_[place]) clients_[place]->look_after(now_);
+        Client* const client = clients_[place].get();
+        if (client != nullptr) guarded(client, [&] { client->look_after(now_); });
     }
     std::lock_guard locked(mutex_);
     counts_ = pool_.counts();
@@ -249,14 +260,6 @@ void Thread::cut_all() {
     wake();
 }
 
-void Thread::close_idle() {
-    {
-        std::lock_guard locked(mutex_);
-        mail_.closes_idle = true;
-    }
-    wake();
-}
-
 void Thread::stop() {
     {
         std::lock_guard locked(mutex_);
@@ -279,24 +282,28 @@ void Thread::read_mail() {
         std::lock_guard locked(mutex_);
         mail = std::exchange(mail_, {});
     }
-    for (Command& command : mail.commands) obey(command);
+    for (Command& command : mail.commands) {
+        Client* const client = client_of(command.id);
+        guarded(client, [&] { obey(command, client); });
+    }
     for (const GiveUp& each : mail.give_ups) pool_.give_up(each.origin, now_, each.silent_s);
     for (std::size_t place = 0; place < clients_.size(); ++place) {
         Client* client = clients_[place].get();
         if (client == nullptr || !client->is_open()) continue;
-        if (mail.cuts_all && client->is_serving()) {
-            client->cut(End::abandoned);
-        } else if (mail.closes_idle && !client->is_serving()) {
-            client->close();
-        }
+        if (mail.cuts_all && client->is_serving()) client->cut(End::abandoned);
     }
     is_stopping_ |= mail.stops;
 }
 
-void Thread::obey(Command& command) {
-    const u32 place = command.id >> 32 & 0xFFFFFF;
-    Client* client = place < clients_.size() ? clients_[place].get() : nullptr;
-    if (client == nullptr || client->exchange() != command.id) {
+// Null: it has left.
+Client* Thread::client_of(ExchangeId id) const {
+    const u32 place = id >> 32 & 0xFFFFFF;
+    Client* const client = place < clients_.size() ? clients_[place].get() : nullptr;
+    return client != nullptr && client->exchange() == id ? client : nullptr;
+}
+
+void Thread::obey(Command& command, Client* client) {
+    if (client == nullptr) {
         // The client left before the command came; whoever forwards or places waits to learn of it.
         if (std::holds_alternative<Forward>(command.order)) {
             Ended ended;

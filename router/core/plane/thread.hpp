@@ -75,7 +75,6 @@ public:
     void wake_for_mail();
     void give_up(GiveUp what);
     void cut_all();
-    void close_idle();
     void stop();  // and wait for it
     PoolCounts counts() const;
     u64 clients() const { return open_clients_.load(std::memory_order_relaxed); }
@@ -124,13 +123,14 @@ private:
     struct Mail {
         std::vector<Command> commands;
         std::vector<GiveUp> give_ups;
-        bool cuts_all = false, closes_idle = false, stops = false;
+        bool cuts_all = false, stops = false;
     };
 
     void run();
     void accept();
     void read_mail();
-    void obey(Command& command);
+    Client* client_of(ExchangeId id) const;
+    void obey(Command& command, Client* client);
     void look_after();
     void make_room();
     void wake();

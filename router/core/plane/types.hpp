@@ -95,14 +95,13 @@ struct Ask {
     std::vector<u64> keep;            // lengths at which the engine is told to keep windows and states
     std::optional<double> tokenization_s;
     bool is_comparable = true;  // the engine's report counts what was predicted
-    bool is_awaited = false;    // somebody waits for its end
     std::optional<u64> priority_class;  // 0 goes first; none: the usual one
     bool is_renamed = false;    // `model` is not how the client names it: the engine has to be told
 };
 // The same for as long as it is under way.
 struct Asked {
     u8 path = 0;
-    bool is_stream = false, is_comparable = true, is_awaited = false;
+    bool is_stream = false, is_comparable = true;
     bool has_salt = false, has_adapter = false;
     std::optional<double> tokenization_s;
 };
@@ -168,7 +167,6 @@ struct NotNow {
 };
 struct FirstByte {
     int status = 200;
-    double seconds = 0;
 };
 struct Progress {
     u64 events = 0;  // of an event stream since the last

@@ -63,7 +63,7 @@ class Waiting:
     def respond(self, body: bytes = b"ok", status: int = 200, has_length: bool = True) -> None:
         """Respond; without a length the plane frames the body as the client knows it."""
         length = [(b"content-length", b"%d" % len(body))] if has_length else []
-        self.exchange.respond(status, length, body, True)
+        self.exchange.respond(status, length, body)
 
     def client_left(self) -> None:
         """The plane says so."""

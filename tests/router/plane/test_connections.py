@@ -403,7 +403,7 @@ async def test_a_body_that_breaks_its_announced_length_ends_the_connection() -> 
         served.goes = False
         await client.send("GET", "/x")
         exchange = (await served.until_waiting()).exchange
-        exchange.respond(200, [(b"content-length", b"3")], b"four", True)
+        exchange.respond(200, [(b"content-length", b"3")], b"four")
         assert await client.is_closed()
 
 

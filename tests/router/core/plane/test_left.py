@@ -15,5 +15,5 @@ def test_whoever_places_a_request_learns_that_its_client_has_left() -> None:
             client.sendall(LAST)
             assert read_all(client).endswith(b"ok")
         (number,) = served.opened
-        served.plane.place(number, "model", [1, 2], False, True, False, 0.0, None)
+        served.plane.place(number, "model", [1, 2], False, True, 0.0, None)
         served.until(lambda: served.left == [number])
