@@ -285,9 +285,7 @@ class NativeDecisions(ReplicaListener):
     def _way(self, replica: Replica) -> tuple[Any, ...] | None:
         """As `Placing` takes it; None where it is not known yet, or may not be gone."""
         origin, times = replica.origin, self._service.config.server.timeouts
-        hosts = self._addresses.latest(origin.host)
-        if origin.allows is not None:
-            hosts = [host for host in hosts if origin.allows(host)]
+        hosts = origin.allowed(self._addresses.latest(origin.host))
         if not hosts:
             return None
         secure_host = origin.host if origin.tls else ""

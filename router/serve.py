@@ -60,6 +60,7 @@ from router.service import RouterService
 from router.settling import Settling
 from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
 from router.tokenize import Endpoint
+from router.upstream import KEPT_S
 
 if TYPE_CHECKING:
     from router.placing import NativeDecisions
@@ -67,9 +68,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-_IDLE_S = 4.0
-"""How long an unused connection to a replica is kept. Less than common servers do (uvicorn, and
-with it vLLM: 5 s), so that the router closes first and a request rarely meets one being closed."""
 _MAX_IDLE = 256
 """Of them, for each replica."""
 _OUT_OF_MEMORY = "overloaded"
@@ -386,7 +384,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         request_s=server.timeouts.client_body_s,
         client_stall_s=server.timeouts.client_stall_s,
         keep_alive_s=_KEEP_ALIVE_S,
-        idle_s=_IDLE_S,
+        idle_s=KEPT_S,
         max_idle=_MAX_IDLE,
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(_reserved_files_from(), 2**31 - 1),

@@ -298,7 +298,7 @@ def _headline(glance: Glance) -> Text:
     """The one line that says whether anything is wrong."""
     if glance.silence is not None:
         seen = _time_of_day(glance.overview.now)
-        text = f"{glance.silence}; showing the state of {seen}"
+        text = f"showing the state of {seen}; {glance.silence}"
         return plain(text, _STYLES[Level.BAD])
     headline = glance.overview.headline
     has_problems = any(replica.problems for replica in glance.overview.replicas)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from kvevents.lookups import addresses, is_numeric
+
+logger = logging.getLogger(__name__)
 
 _LOOKED_UP_S = 5.0
 """How long the addresses of a name are taken for known."""
@@ -19,14 +22,14 @@ class Addresses:
         self._looking_up: dict[str, asyncio.Task[None]] = {}
 
     def known(self, host: str) -> list[str] | None:
-        """Those of *host*; None if it has to be looked up."""
+        """Returns those of *host*; None if it has to be looked up."""
         found = self._known.get(host)
         if found is None or found[0] < asyncio.get_running_loop().time():
             return None
         return found[1]
 
     def latest(self, host: str) -> Sequence[str]:
-        """Those of *host*, or what they were; none while they are looked up for the first time."""
+        """Returns those of *host*, or what they were; none while it is looked up first."""
         if is_numeric(host):
             return (host,)
         if self.known(host) is None and host not in self._looking_up:
@@ -38,13 +41,14 @@ class Addresses:
     async def _look_up_for_later(self, host: str) -> None:
         try:
             await self.look_up(host)
-        except (OSError, UnicodeError):
+        except Exception:
+            logger.debug("%s: it could not be looked up", host, exc_info=True)
             self.forget(host)
         finally:
             del self._looking_up[host]
 
     async def look_up(self, host: str) -> list[str]:
-        """Those of *host*.
+        """Look *host* up.
 
         Raises:
             OSError: It has none.

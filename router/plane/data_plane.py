@@ -97,7 +97,7 @@ class PlaneListener(NamedTuple):
     on_left: Callable[[int], object]
     """Told of a request that is over without a record of its end, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
-    """Told of a replica that did not serve such a request, which goes elsewhere or is opened next."""
+    """Told of a replica that did not serve such a request, which goes elsewhere or is opened."""
     on_told: Callable[[str, float], object]
     """A gateway that asked where a request would go was told: the model, and seconds."""
     on_second_attempt: Callable[[str], object]

@@ -250,18 +250,20 @@ class PlaneRelay:
         except (OSError, UnicodeError) as error:
             self.on_failed("connect", str(error))
             return
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
+            return
         self._take(lambda: self._connect(attempt, hosts, may_reuse))
 
     def _connect(self, attempt: Attempt, hosts: list[str], may_reuse: bool) -> None:
         if self.is_over:
             return
-        allows = attempt.origin.allows
-        if allows is not None:
-            hosts = [host for host in hosts if allows(host)]
-        if not hosts:
-            self._failed_before("connect", "nothing may be connected to there")
+        allowed = attempt.origin.allowed(hosts)
+        if not allowed:
+            why = f"{', '.join(hosts)} lies where nothing may be connected to"
+            self._failed_before("connect", why)
             return
-        self._forward(attempt, hosts, may_reuse)
+        self._forward(attempt, allowed, may_reuse)
 
     def _forward(self, attempt: Attempt, hosts: Sequence[str], may_reuse: bool) -> None:
         request, origin, plane = self._request, attempt.origin, self._proxy.plane

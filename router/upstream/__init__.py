@@ -19,14 +19,16 @@ from router.upstream.errors import (
     ConnectTimeout,
     FirstByteTimeout,
     IdleTimeout,
+    KeptConnectionClosed,
     OutOfResources,
     ResponseBroken,
     ResponseTooLarge,
     UpstreamError,
 )
-from router.upstream.origin import Allows, Header, Origin, OriginError, Timeouts
+from router.upstream.origin import KEPT_S, Allows, Header, Origin, OriginError, Timeouts
 
 __all__ = [
+    "KEPT_S",
     "Allows",
     "ClosedBeforeResponse",
     "ConnectFailed",
@@ -34,6 +36,7 @@ __all__ = [
     "FirstByteTimeout",
     "Header",
     "IdleTimeout",
+    "KeptConnectionClosed",
     "Origin",
     "OriginError",
     "OutOfResources",

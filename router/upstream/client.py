@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import TypeVar
 
 import aiohttp
@@ -24,19 +26,18 @@ from router.upstream.errors import (
     ConnectTimeout,
     FirstByteTimeout,
     IdleTimeout,
+    KeptConnectionClosed,
     OutOfResources,
     ResponseBroken,
     ResponseTooLarge,
     UpstreamError,
 )
-from router.upstream.origin import Allows, Header, Origin, Timeouts
+from router.upstream.origin import KEPT_S, Allows, Header, Origin, Timeouts
 
-_KEPT_S = 4.0
-"""How long an unused connection is kept. Less than common servers do (uvicorn, and with it vLLM:
-5 s), so that we close first and a request rarely meets a connection being closed."""
 _NOT_BY_ITSELF = ("accept", "accept-encoding", "content-type", "user-agent")
 """Headers that are sent where the caller says so."""
 _MAX_REACHED = 16_384
+_TARGET = re.compile(rb"/[!-\"$-~]*")
 _SHORTAGES = {
     errno.EMFILE: "open_files",
     errno.ENFILE: "open_files",
@@ -85,9 +86,9 @@ class UpstreamResponse:
             return await _in_time(self._response.content.readany(), self._idle_s, rule, IdleTimeout)
         except BaseException as error:
             self.abort()
+            # RuntimeError is aiohttp's where the client has been closed.
             if isinstance(error, (aiohttp.ClientError, OSError, RuntimeError)):
-                rule = f"{self._origin}: the connection was closed before the end of the response"
-                raise ResponseBroken(rule) from None
+                raise ResponseBroken(_cut_off(self._origin)) from None
             raise
 
     def abort(self) -> None:
@@ -140,8 +141,9 @@ class UpstreamClient:
             RuntimeError: The client is closed.
         """
         url = _url(origin, target)
-        if origin.allows is not None and is_numeric(origin.host) and not origin.allows(origin.host):
-            raise ConnectFailed(_not_allowed(origin, origin.host))
+        if is_numeric(origin.host) and not origin.allowed([origin.host]):
+            raise ConnectFailed(f"{origin}: no connection: {_not_allowed(origin.host)}")
+        use = _Use()
         asked = self._session(origin.allows).request(
             method.decode("ascii"),
             url,
@@ -149,13 +151,14 @@ class UpstreamClient:
             data=body or None,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s),
+            trace_request_ctx=use,
         )
-        first_byte_s = timeouts.connect_s + timeouts.first_byte_s
-        rule = f"{origin}: no first byte within {timeouts.first_byte_s:g} s"
+        limit_s = timeouts.connect_s + timeouts.first_byte_s
+        rule = f"{origin}: no first byte within {limit_s:g} s"
         try:
-            found = await _in_time(_begun(asked), first_byte_s, rule, FirstByteTimeout)
+            found = await _in_time(_with_first_byte(asked), limit_s, rule, FirstByteTimeout)
         except (OSError, aiohttp.ClientError, MemoryError) as error:
-            raise self._failure(error, origin, timeouts) from None
+            raise self._failure(error, origin, timeouts, use) from None
         if len(self._reached) < _MAX_REACHED:
             self._reached.add(origin.key)
         return UpstreamResponse(*found, origin, timeouts.idle_s)
@@ -173,16 +176,16 @@ class UpstreamClient:
         """Send one small request and read the whole response: `(status, headers, body)`.
 
         It takes no longer than the three timeouts together, however slowly the body trickles. A
-        request whose connection is closed before the response, as kept ones may be, is sent again.
+        request whose kept connection turns out to be closed is sent again, once.
 
         Args:
-            origin: As for `send`, like the next four.
-            method: Its method.
-            target: Its path and query.
-            body: Its body.
+            origin: As for `send`, like all others but one.
+            method: As on the wire.
+            target: The path and query.
+            body: Whole; may be empty.
             timeouts: For each phase of the exchange.
             max_bytes: Bound on the response's body.
-            headers: As for `send`.
+            headers: Without those that the client sets.
         Raises:
             ResponseTooLarge: The body is longer than *max_bytes*; at most one buffer beyond it was
                 read.
@@ -193,7 +196,9 @@ class UpstreamClient:
             async with timeout(limit_s):
                 try:
                     response = await self.send(origin, method, target, headers, body, timeouts)
-                except ClosedBeforeResponse:
+                except KeptConnectionClosed:
+                    if method == b"GET":  # aiohttp has sent it twice by itself
+                        raise
                     response = await self.send(origin, method, target, headers, body, timeouts)
                 content = await _read_whole(response, max_bytes, origin)
         except asyncio.TimeoutError:
@@ -218,18 +223,23 @@ class UpstreamClient:
                 connector=aiohttp.TCPConnector(
                     ssl=True if self._ssl_context is None else self._ssl_context,
                     limit=0,
-                    keepalive_timeout=_KEPT_S,
+                    keepalive_timeout=KEPT_S,
                     use_dns_cache=False,
                     resolver=_Resolver(allows),
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                trace_configs=[_traced()],
                 auto_decompress=False,
                 skip_auto_headers=_NOT_BY_ITSELF,
             )
         return session
 
     def _failure(
-        self, error: OSError | aiohttp.ClientError | MemoryError, origin: Origin, times: Timeouts
+        self,
+        error: OSError | aiohttp.ClientError | MemoryError,
+        origin: Origin,
+        times: Timeouts,
+        use: _Use,
     ) -> UpstreamError:
         """What becomes of *error* for the caller."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
@@ -239,12 +249,12 @@ class UpstreamClient:
             message = f"{origin}: no connection: the router is out of {resource}"
             return OutOfResources(message, resource)
         if isinstance(error, aiohttp.ClientConnectorError):
-            why = _not_allowed_there(error) or error.os_error.strerror or type(error).__name__
-            return ConnectFailed(f"{origin}: no connection: {why}")
-        if isinstance(error, aiohttp.ClientSSLError):
-            return ConnectFailed(f"{origin}: no connection: {type(error).__name__}")
-        if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
-            return ClosedBeforeResponse(f"{origin}: closed the connection before its response")
+            return ConnectFailed(f"{origin}: no connection: {_why(error.os_error)}")
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return ResponseBroken(_cut_off(origin))
+        if isinstance(error, (aiohttp.ClientConnectionError, OSError)):
+            kind = KeptConnectionClosed if use.is_kept else ClosedBeforeResponse
+            return kind(f"{origin}: closed the connection before its response")
         return ResponseBroken(f"{origin}: the response is not HTTP, or over a bound")
 
     def _shortage(self, error: BaseException, origin: Origin) -> str | None:
@@ -277,10 +287,13 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await addresses(host)
+        try:
+            found = await addresses(host)
+        except (UnicodeError, RuntimeError) as error:  # no name, or no thread to look it up in
+            raise OSError(None, str(error)) from error
         allowed = [each for each in found if self._allows is None or self._allows(each)]
         if not allowed:
-            raise _NotAllowed(found[0])
+            raise OSError(None, _not_allowed(found[0]))
         return [
             ResolveResult(
                 hostname=host,
@@ -298,24 +311,46 @@ class _Resolver(AbstractResolver):
         """There is nothing to close."""
 
 
-class _NotAllowed(OSError):
-    """A name leads where nothing may be connected to."""
+class _Use:
+    """What is known of the connection that a request went over."""
+
+    is_kept = False
+    """From a request before; the server may have closed it and never seen this one."""
 
 
-def _not_allowed(origin: Origin, address: str) -> str:
-    return f"{origin}: no connection: {address} lies where nothing may be connected to"
+def _traced() -> aiohttp.TraceConfig:
+    async def is_reused(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_kept = True
+
+    found = aiohttp.TraceConfig()
+    found.on_connection_reuseconn.append(is_reused)
+    return found
 
 
-def _not_allowed_there(error: aiohttp.ClientConnectorError) -> str | None:
-    cause = error.os_error
-    if not isinstance(cause, _NotAllowed):
-        return None
-    return f"{cause.args[0]} lies where nothing may be connected to"
+def _why(error: OSError) -> str:
+    """The reason, with the system's words, which asyncio leaves out."""
+    text = error.strerror or str(error) or type(error).__name__
+    if (
+        error.errno is None
+        or error.errno <= 0
+        or isinstance(error, (ssl.SSLError, socket.gaierror))
+    ):
+        return text
+    of_system = os.strerror(error.errno)
+    return text if of_system in text else f"{text}: {of_system}"
+
+
+def _not_allowed(address: str) -> str:
+    return f"{address} lies where nothing may be connected to"
+
+
+def _cut_off(origin: Origin) -> str:
+    return f"{origin}: the connection was closed before the end of the response"
 
 
 def _url(origin: Origin, target: bytes) -> URL:
-    if b" " in target or not target.isascii():
-        raise ValueError("request: the target must be ASCII and hold no space")
+    if not _TARGET.fullmatch(target):
+        raise ValueError("request: the target must begin with / and hold visible ASCII without #")
     return URL(f"{origin.key}{origin.base_path}{target.decode('ascii')}", encoded=True)
 
 
@@ -326,7 +361,9 @@ def _fields(origin: Origin, headers: Sequence[Header]) -> CIMultiDict[str]:
     return fields
 
 
-async def _begun(asked: Awaitable[aiohttp.ClientResponse]) -> tuple[aiohttp.ClientResponse, bytes]:
+async def _with_first_byte(
+    asked: Awaitable[aiohttp.ClientResponse],
+) -> tuple[aiohttp.ClientResponse, bytes]:
     """A response, and the first bytes of its body; empty where it has none."""
     response = await asked
     try:

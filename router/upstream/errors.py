@@ -5,7 +5,8 @@
     │   ├── ConnectTimeout      ... or not within connect_s
     │   └── OutOfResources      ... or this process gets no socket; says nothing about the server
     ├── ClosedBeforeResponse    the server closed the connection before its response
-    ├── FirstByteTimeout        neither a body byte nor the response's end within first_byte_s
+    │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
+    ├── FirstByteTimeout        no byte of a body, nor the end of the response, in time
     ├── IdleTimeout             a body that had begun fell silent for idle_s
     ├── ResponseBroken          not HTTP/1.1, over a bound, or cut off before its end
     └── ResponseTooLarge        a fetched body over max_bytes
@@ -43,8 +44,14 @@ class ClosedBeforeResponse(UpstreamError):
     """The server closed the connection before its response."""
 
 
+class KeptConnectionClosed(ClosedBeforeResponse):
+    """The same, on a connection that was kept from an exchange before. Either the server closed it
+    as idle and never saw the request, or the request made it close."""
+
+
 class FirstByteTimeout(UpstreamError):
-    """Neither a byte of the body nor the end of the response arrived within `first_byte_s`."""
+    """Neither a byte of the body nor the end of the response arrived within
+    `connect_s` and `first_byte_s` together."""
 
 
 class IdleTimeout(UpstreamError):

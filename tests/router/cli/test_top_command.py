@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import msgspec
@@ -173,7 +174,7 @@ def test_every_problem_has_a_line_and_the_worst_come_first() -> None:
 def test_silence_is_reported_with_the_time_of_the_state_shown() -> None:
     """A stale view that looks current would mislead."""
     first = shown(glance(replica(1), silence="no connection"))[0]
-    assert first.startswith("no connection; showing the state of ")
+    assert re.fullmatch(r"showing the state of \d\d:\d\d:\d\d; no connection", first.strip())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from router.upstream import (
     ConnectTimeout,
     FirstByteTimeout,
     IdleTimeout,
+    KeptConnectionClosed,
     Origin,
     OriginError,
     OutOfResources,
@@ -188,6 +189,8 @@ async def test_the_request_arrives_with_host_length_and_base_path(client: Upstre
         (b"POST", b"/a", (b"x", b"1\x00")),
         (b"POST", b"/a HTTP/1.1\r\nevil: 2\r\n\r\n", (b"x", b"1")),
         (b"POST", b"/a b", (b"x", b"1")),
+        (b"POST", b"/a#b", (b"x", b"1")),
+        (b"POST", b"@elsewhere:1/", (b"x", b"1")),
     ],
 )
 async def test_a_request_that_would_break_its_own_framing_is_not_sent(
@@ -340,6 +343,84 @@ async def test_a_server_that_hangs_up_on_accepting_is_noticed_at_once(
             *(post(client, server.origin) for _ in range(100)), return_exceptions=True
         )
         assert {type(result) for result in results} <= {ClosedBeforeResponse, ConnectFailed}
+
+
+async def test_a_kept_connection_that_was_closed_is_told_from_a_fresh_one(
+    client: UpstreamClient,
+) -> None:
+    """The server may close an idle connection in the very moment a request is written to it, or
+    because of the request: the caller decides whether to send it again. A fetch does, once."""
+    served = []
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(answer(b"%d" % len(served)))
+        served.append(connection)
+        if len(served) < 3:
+            # Close only once the next request is under way: the race itself, not a close that was
+            # noticed before.
+            await connection.read_request()
+        else:
+            await connection.wait_closed()
+
+    async with raw_server(handle) as server:
+        assert await read_all(await post(client, server.origin)) == b"0"
+        with pytest.raises(KeptConnectionClosed):
+            await post(client, server.origin)
+        assert await read_all(await post(client, server.origin)) == b"1"
+        _, _, body = await client.fetch(server.origin, b"POST", b"/", b"", PATIENT, 100)
+        assert body == b"2"
+        assert server.accepted == 3
+        await client.close()
+
+
+@pytest.mark.parametrize(("method", "most"), [(b"POST", 1), (b"GET", 2)])
+async def test_a_server_that_closes_on_every_request_is_not_asked_for_ever(
+    client: UpstreamClient, method: bytes, most: int
+) -> None:
+    """A prompt that kills its engine must not be sent to it again; the library repeats a GET."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+
+    async with raw_server(handle) as server:
+        with pytest.raises(ClosedBeforeResponse):
+            await client.fetch(server.origin, method, b"/", b"", PATIENT, 100)
+        assert server.accepted == most
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), UnicodeError("no name")])
+async def test_a_lookup_that_cannot_be_made_is_a_connect_failure(
+    client: UpstreamClient, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anything else would end the health checks of that replica for good."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(ConnectFailed, match=str(error)):
+        await post(client, Origin.parse("http://somewhere.test"))
+
+
+async def test_a_refused_connection_says_so(client: UpstreamClient) -> None:
+    """An operator sees only this of a replica that is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConnectFailed, match="Connection refused"):
+        await post(client, Origin.parse(f"http://127.0.0.1:{port}"))
+
+
+async def test_a_body_that_is_cut_off_before_its_first_byte_says_so(client: UpstreamClient) -> None:
+    """It was HTTP, and within all bounds."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
+
+    async with raw_server(handle) as server:
+        with pytest.raises(ResponseBroken, match="before the end of the response"):
+            await post(client, server.origin)
 
 
 async def test_a_close_before_any_byte_says_that_none_was_received(client: UpstreamClient) -> None:
