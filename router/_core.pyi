@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 from kvevents.events import BlockHash
 from router.index.base import ApplyResult, Hit, SourceId
 from router.mirror.types import ByTier, Coming, Outlook
+from router.overload.engine_order import OrderFacts
+from router.placing import ServedName
 from router.scoring import Candidate, Weights
 
 core_version: int
@@ -332,23 +334,17 @@ class Placing:
         mirror: Mirror,
         decider: Decider,
         quiet_s: float,
-        ageing_tokens_per_s: float,
-        usual_class: int,
+        order: OrderFacts,
     ) -> None: ...
     def serve(
         self,
-        models: list[tuple[Any, ...]],
+        models: dict[str, ServedName],
         in_mirror: list[int],
     ) -> None:
         """What is served, in place of what was.
 
         Args:
-            models: A name; the base model's, its number in the mirror, its fleet, its index, the
-                ways to each replica of the fleet - origin, host, port, authority, base path, fields
-                replaced and reported, timeouts, whether clients are told of hits, whether the
-                engine orders by a header, what it calls the model or nothing - the most tokens of a
-                prompt, the adapter, how long a stream's first byte may take, and whether its
-                requests are all prepared.
+            models: By name.
             in_mirror: The mirror's number of each cache, by that of the books.
         """
     def under_way(self) -> int: ...
@@ -473,6 +469,7 @@ class Plane:
     def respond(
         self, id: int, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes
     ) -> None: ...
+    def respond_out_of_memory(self, id: int) -> None: ...
     def read_body(self, id: int) -> None: ...
     def pass_on(self, id: int) -> None: ...
     def cut(self, id: int) -> None: ...

@@ -40,6 +40,7 @@ from router.routing.models import Model
 from router.routing.ranker import Ranker
 from router.tokenize import PRIORITY_HEADER, HintForm, PromptLimits
 from router.tracing import TRACEPARENT
+from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Placing
@@ -61,6 +62,45 @@ class Parts(NamedTuple):
     ranker: Ranker
     mirror: Mirror
     load: LoadTracker
+
+
+class Way(NamedTuple):
+    """How requests for a name reach a replica; the core reads it by these names."""
+
+    origin: str
+    """Connections are kept by it."""
+    hosts: tuple[str, ...]
+    port: int
+    secure_host: str
+    """To whose certificate the replica has to show; empty: plain HTTP."""
+    authority: bytes
+    base_path: bytes
+    replaced: tuple[tuple[bytes, bytes | None], ...]
+    reported: tuple[Header, ...]
+    timeouts: tuple[float, float, float]
+    """In seconds: to connect, for a whole response, and between two parts of a body."""
+    shows_hit: bool
+    is_ordered: bool
+    """Whether its engine is told in a header when to compute a request."""
+    name: str = ""
+    """What it calls the model; empty: as the client does."""
+
+
+class ServedName(NamedTuple):
+    """What the core is told of a name; it reads this by these names."""
+
+    model: str
+    in_mirror: int
+    fleet: Any
+    index: Any
+    ways: list[Way]
+    """To each replica of the fleet, in its order."""
+    most_tokens: int
+    """Of a prompt; longer ones are asked in Python."""
+    adapter: str | None
+    stream_first_byte_s: float
+    is_read_first: bool
+    """Whether something is said to engines that only Python knows."""
 
 
 class NativeDecisions(ReplicaListener):
@@ -85,8 +125,7 @@ class NativeDecisions(ReplicaListener):
         self._placing: Placing = core.Placing(
             *(parts.load.books, parts.mirror.core, parts.ranker.decider),
             service.config.events.self_repair_quiet_s,
-            service.config.overload.ageing_tokens_per_s,
-            EngineOrder(service.config.overload).class_of(None),
+            EngineOrder(service.config.overload).facts,
         )
         service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
@@ -191,17 +230,19 @@ class NativeDecisions(ReplicaListener):
         return True
 
     def _tell(self) -> None:
-        models, caches, told, forms = [], {}, [], {}
-        ways: dict[str, Any] = {}
+        models: dict[str, ServedName] = {}
+        caches: dict[int, int] = {}
+        forms: dict[str, HintForm | None] = {}
+        told: list[Any] = []
+        ways: dict[str, Way | None] = {}
         for name, model, adapter in self._names():
             found = self._served(name, model, adapter, ways)
             if found is None:
                 continue
-            fields, fleet, form = found
-            models.append((name, *fields))
+            served, fleet, forms[name] = found
+            models[name] = served
             caches.update(self._numbers(fleet))
-            told.append((name, fleet, *fields))
-            forms[name] = form
+            told.append((name, fleet, served))
         self._forms = forms
         if told == self._told:
             return
@@ -232,8 +273,8 @@ class NativeDecisions(ReplicaListener):
         return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
 
     def _served(
-        self, name: str, model: Model, adapter: str | None, ways: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], KnownFleet, HintForm | None] | None:
+        self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
+    ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """What the core is told of a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
@@ -243,22 +284,28 @@ class NativeDecisions(ReplicaListener):
         for replica in replicas:
             if replica.id not in ways:
                 ways[replica.id] = self._way(replica)
-        known = [ways[replica.id] for replica in replicas]
-        if len(forms) > 1 or any(way is None for way in known):
-            return None
         named = [
-            (*way, _name_at(replica, name, model))
-            for way, replica in zip(known, replicas, strict=True)
+            way._replace(name=_name_at(replica, name, model))
+            for replica in replicas
+            if (way := ways[replica.id]) is not None
         ]
+        if len(forms) > 1 or len(named) < len(replicas):
+            return None
         fleet = ranker.fleet_of(model.name if adapter is None else name, replicas, index)
         longest = longest_certain(replicas, name) or _ANY_LENGTH
         (form,) = forms
-        fields = (
-            *(model.name, self._parts.mirror.number_of_model(model.name)),
-            *(fleet.core, index.shared, named, longest, adapter),
-            *(self._service.config.server.timeouts.first_byte_s, form is not None),
+        served = ServedName(
+            model.name,
+            self._parts.mirror.number_of_model(model.name),
+            fleet.core,
+            index.shared,
+            named,
+            longest,
+            adapter,
+            self._service.config.server.timeouts.first_byte_s,
+            is_read_first=form is not None,
         )
-        return fields, fleet, form
+        return served, fleet, form
 
     def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
         """Whether something is said to engines, or estimated of them, that is made in Python."""
@@ -282,20 +329,21 @@ class NativeDecisions(ReplicaListener):
             if (source := SourceId(replica.id, each.dp_rank)) in suspects
         )
 
-    def _way(self, replica: Replica) -> tuple[Any, ...] | None:
-        """As `Placing` takes it; None where it is not known yet, or may not be gone."""
+    def _way(self, replica: Replica) -> Way | None:
+        """The way to a replica; None where it is not known yet, or may not be gone."""
         origin, times = replica.origin, self._service.config.server.timeouts
         hosts = origin.allowed(self._addresses.latest(origin.host))
         if not hosts:
             return None
         secure_host = origin.host if origin.tls else ""
-        return (
+        return Way(
             *(origin.key, tuple(hosts), origin.port, secure_host),
             *(origin.host_header, origin.target_prefix),
-            tuple(replica.headers),
-            ((b"x-kv-replica", replica.id.encode()),),
-            (times.connect_s, times.whole_response_s, times.idle_s),
-            *(self._shows_hits, _is_ordered(replica)),
+            replaced=tuple(replica.headers),
+            reported=((b"x-kv-replica", replica.id.encode()),),
+            timeouts=(times.connect_s, times.whole_response_s, times.idle_s),
+            shows_hit=self._shows_hits,
+            is_ordered=_is_ordered(replica),
         )
 
 

@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from router.config import OverloadConfig
 from router.overload.entrance import PriorityClasses
-from router.overload.line import place_of
+from router.overload.line import LONGEST_TOKENS, place_of
 
 _CLASS_BITS = 58
 """Of 63: there are at most 16 classes, and at 1e8 tokens a second places fit. At more, all that
 wait are equal, and go as they come."""
+
+
+class OrderFacts(NamedTuple):
+    """What these numbers are made of, for the compiled core, which makes the same."""
+
+    ageing_tokens_per_s: float
+    usual_class: int
+    """Of requests whose headers and keys name none."""
+    class_bits: int = _CLASS_BITS
+    longest_tokens: int = LONGEST_TOKENS
 
 
 class EngineOrder:
@@ -32,6 +43,11 @@ class EngineOrder:
         self._classes = PriorityClasses(config)
         self._ageing_tokens_per_s = config.ageing_tokens_per_s
         self._clock = clock
+
+    @property
+    def facts(self) -> OrderFacts:
+        """What its numbers are made of."""
+        return OrderFacts(self._ageing_tokens_per_s, self.class_of(None))
 
     def class_of(self, of_key: str | None) -> int:
         """The class of requests whose headers name none; 0 goes first.

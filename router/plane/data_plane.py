@@ -256,7 +256,7 @@ class DataPlane:
     def _refuse_without_memory(self, number: int) -> None:
         try:
             self._listener.on_refusal("overloaded")
-            self._respond(number, 503, "the router is out of memory; try again", "overloaded")
+            self.plane.respond_out_of_memory(number)
         except MemoryError:  # not even for that
             self.plane.cut(number)
         if number not in self._proxy.relays:  # which are told how they end

@@ -9,7 +9,18 @@
 
 namespace kvroute::binding {
 
-std::shared_ptr<decide::Books> decide_books_of(nanobind::handle books);
+using BooksPointer = std::shared_ptr<decide::Books>;
+
+struct FleetHandle {
+    std::shared_ptr<const decide::Fleet> fleet;
+};
+
+// By its name; of a plug-in: nothing.
+decide::Policy::Kind kind_of(const std::string& name);
+// From `router.scoring.Weights`.
+decide::Weights weights_of(nanobind::handle from);
+
+BooksPointer decide_books_of(nanobind::handle books);
 // Of a `Decider` of this module.
 std::shared_ptr<decide::Decider> decider_of(nanobind::handle decider);
 std::shared_ptr<const decide::Fleet> fleet_of(nanobind::handle fleet);

@@ -5,12 +5,15 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 29;  // as CORE_VERSION of router/index/compiled.py
+    module.attr("core_version") = 30;  // as CORE_VERSION of router/index/compiled.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
     kvroute::binding::bind_http(module);
     kvroute::binding::bind_index(module);
     kvroute::binding::bind_plane(module);
     kvroute::binding::bind_mirror(module);
+    kvroute::binding::bind_load(module);
+    kvroute::binding::bind_policy(module);
+    kvroute::binding::bind_fleet(module);
     kvroute::binding::bind_decide(module);
 }

@@ -13,6 +13,7 @@
 #include "binding/module.hpp"
 #include "binding/support.hpp"
 #include "plane/ask.hpp"
+#include "plane/errors.hpp"
 #include "plane/placing.hpp"
 #include "plane/plane.hpp"
 #include "plane/splice.hpp"
@@ -28,6 +29,11 @@ std::string text_of(nb::handle from) {
     Py_ssize_t size = 0;
     if (PyBytes_AsStringAndSize(from.ptr(), &data, &size) < 0) throw nb::python_error();
     return {data, static_cast<std::size_t>(size)};
+}
+
+template <class Value>
+Value read(nb::handle object, const char* field) {
+    return nb::cast<Value>(object.attr(field));
 }
 
 nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -194,10 +200,12 @@ void take_prepared(nb::dict from, Options& options) {
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
     options.route_path = text_of(from["route_path"]);
-    for (nb::handle each : from["prepared_with"]) options.prepared_with.insert(text_of(each));
-    for (nb::handle each : from["told_with"]) options.told_with.insert(text_of(each));
+    for (nb::handle each : from["prepared_with"]) options.prepared_with.add(text_of(each));
+    for (nb::handle each : from["told_with"]) options.told_with.add(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {
-        options.trusted_proxies.add(nb::cast<std::string>(each[0]), nb::cast<int>(each[1]));
+        const bool is_one =
+            options.trusted_proxies.add(nb::cast<std::string>(each[0]), nb::cast<int>(each[1]));
+        if (!is_one) throw nb::value_error("trusted_proxies: no network");
     }
     for (nb::handle each : from["prepared"]) {
         options.prepared.emplace_back(text_of(each[0]), static_cast<u8>(nb::cast<int>(each[1])));
@@ -217,8 +225,8 @@ Options options_of(nb::dict from) {
     options.max_connections = nb::cast<u64>(from["max_connections"]);
     options.reserved_from = nb::cast<int>(from["reserved_from"]);
     options.second_share = nb::cast<double>(from["second_share"]);
-    for (nb::handle each : from["dropped"]) options.dropped.insert(text_of(each));
-    if (from.contains("prepared")) take_prepared(from, options);
+    for (nb::handle each : from["dropped"]) options.dropped.add(text_of(each));
+    take_prepared(from, options);
     for (nb::handle each : from["broken_events"]) options.broken_events.push_back(text_of(each));
     return options;
 }
@@ -289,51 +297,59 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
-// A way to a replica: origin, hosts, port, secure host, authority, base path, replaced, reported, timeouts,
-// whether clients are told of hits, whether the engine orders by a header, and what it calls the model, if
-// not as they do.
+// From an `OrderFacts` of router/overload/engine_order.py.
+Ordering ordering_of(nb::handle from) {
+    return {read<double>(from, "ageing_tokens_per_s"), read<u64>(from, "usual_class"),
+            read<int>(from, "class_bits"), read<u64>(from, "longest_tokens")};
+}
+
+// From a `Way` of router/placing.py.
 Forward way_of(nb::handle from) {
     Forward made;
-    made.origin = nb::cast<std::string>(from[0]);
-    made.addresses = addresses_of(nb::object(from[1]), nb::cast<int>(from[2]));
-    made.secure_host = nb::cast<std::string>(from[3]);
-    made.authority = text_of(from[4]);
-    made.base_path = text_of(from[5]);
-    for (nb::handle each : nb::object(from[6])) {
+    made.origin = read<std::string>(from, "origin");
+    made.addresses = addresses_of(from.attr("hosts"), read<int>(from, "port"));
+    made.secure_host = read<std::string>(from, "secure_host");
+    made.authority = text_of(from.attr("authority"));
+    made.base_path = text_of(from.attr("base_path"));
+    for (nb::handle each : from.attr("replaced")) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
     }
-    made.reported = fields_of(nb::object(from[7]));
+    made.reported = fields_of(from.attr("reported"));
     std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) =
-        nb::cast<std::tuple<double, double, double>>(from[8]);
-    made.shows_hit = nb::cast<bool>(from[9]);
+        read<std::tuple<double, double, double>>(from, "timeouts");
+    made.shows_hit = read<bool>(from, "shows_hit");
+    made.is_ordered = read<bool>(from, "is_ordered");
     return made;
 }
 
-// A name: the base model's, its number in the mirror, fleet, index, the ways to each replica of the
-// fleet, the most tokens of a prompt, the adapter, and how long a stream's first byte may take.
-std::pair<std::string, std::shared_ptr<const Served>> served_of(nb::handle from) {
+// From a `ServedName` of router/placing.py.
+std::shared_ptr<Served> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
-    made->model = nb::cast<std::string>(from[1]);
-    made->in_mirror = nb::cast<u32>(from[2]);
-    made->fleet = kvroute::binding::fleet_of(nb::object(from[3]));
-    made->index = nb::cast<std::shared_ptr<kvroute::SharedIndex>>(nb::object(from[4]));
-    for (nb::handle way : nb::object(from[5])) {
+    made->model = read<std::string>(from, "model");
+    made->in_mirror = read<u32>(from, "in_mirror");
+    made->fleet = kvroute::binding::fleet_of(from.attr("fleet"));
+    made->index = read<std::shared_ptr<kvroute::SharedIndex>>(from, "index");
+    for (nb::handle way : from.attr("ways")) {
         made->ways.push_back(way_of(way));
-        made->ways.back().is_ordered = nb::cast<bool>(nb::object(way[10]));
-        made->names.push_back(nb::cast<std::string>(way[11]));
+        made->names.push_back(read<std::string>(way, "name"));
     }
-    made->most_tokens = nb::cast<u64>(from[6]);
-    made->adapter = nb::cast<std::optional<std::string>>(nb::object(from[7]));
-    made->stream_first_byte_s = nb::cast<double>(from[8]);
-    made->is_read_first = nb::cast<bool>(from[9]);
+    made->most_tokens = read<u64>(from, "most_tokens");
+    made->adapter = read<std::optional<std::string>>(from, "adapter");
+    made->stream_first_byte_s = read<double>(from, "stream_first_byte_s");
+    made->is_read_first = read<bool>(from, "is_read_first");
     if (made->ways.size() != made->fleet->size()) throw nb::value_error("a way for each replica");
-    return {nb::cast<std::string>(from[0]), std::move(made)};
+    return made;
 }
 
-void serve(Placing& placing, nb::list models, std::vector<u32> in_mirror) {
+void serve(Placing& placing, nb::dict models, std::vector<u32> in_mirror) {
+    const auto numbers = std::make_shared<const CacheNumbers>(std::move(in_mirror));
     Placing::Models made;
-    for (nb::handle each : models) made.insert(served_of(each));
-    placing.serve(std::move(made), std::move(in_mirror));
+    for (const auto& [name, each] : models) {
+        std::shared_ptr<Served> served = served_of(each);
+        served->numbers = numbers;
+        made.emplace(nb::cast<std::string>(name), std::move(served));
+    }
+    placing.serve(std::move(made));
 }
 
 nb::dict counts_of(const Plane& plane) {
@@ -422,11 +438,10 @@ void kvroute::binding::bind_plane(nb::module_& module) {
     module.def("with_model", &with_model_of);
     nb::class_<Placing>(module, "Placing")
         .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s,
-                         double ageing_tokens_per_s, u64 usual_class) {
+                         nb::handle order) {
             using namespace kvroute::binding;
             return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
-                                             decider_of(decider), quiet_s,
-                                             Ordering{ageing_tokens_per_s, usual_class});
+                                             decider_of(decider), quiet_s, ordering_of(order));
         }))
         .def("serve", &serve)
         .def("under_way", &Placing::under_way)
@@ -471,6 +486,8 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("ring", &Plane::ring)
         .def("wake", &Plane::wake)
         .def("respond", &respond)
+        .def("respond_out_of_memory",
+             [](Plane& self, ExchangeId id) { self.send({id, out_of_memory()}); })
         .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })
         .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })
         .def("cut", [](Plane& self, ExchangeId id) { self.send({id, Cut{}}); })

@@ -1,5 +1,7 @@
 #include "http/fields.hpp"
 
+#include <algorithm>
+
 #include "http/text.hpp"
 
 namespace kvroute::http {
@@ -10,6 +12,17 @@ bool same_name(std::string_view any_case, std::string_view lower_name) {
         if (lower(any_case[at]) != lower_name[at]) return false;
     }
     return true;
+}
+
+std::string lower_name(std::string_view name) {
+    std::string made(name);
+    for (char& each : made) each = lower(each);
+    return made;
+}
+
+bool begins_with(std::string_view any_case, std::string_view lower_prefix) {
+    return any_case.size() >= lower_prefix.size() &&
+           same_name(any_case.substr(0, lower_prefix.size()), lower_prefix);
 }
 
 std::string_view value_of(const std::vector<Field>& fields, std::string_view lower_name) {
@@ -46,6 +59,19 @@ std::string_view take_element(std::string_view& list) {
         element.remove_suffix(1);
     }
     return element;
+}
+
+bool lists(std::string_view elements, std::string_view name) {
+    const std::string sought = lower_name(name);
+    while (!elements.empty()) {
+        if (same_name(take_element(elements), sought)) return true;
+    }
+    return false;
+}
+
+bool Names::contain(std::string_view any_case) const {
+    return std::any_of(names_.begin(), names_.end(),
+                       [&](const std::string& each) { return same_name(any_case, each); });
 }
 
 }  // namespace kvroute::http

@@ -1,6 +1,7 @@
 // Fields of a message (RFC 9110 5): names and values as views of the bytes that were parsed.
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -20,7 +21,26 @@ std::string_view value_of(const std::vector<Field>& fields, std::string_view low
 // Whether the field is about one connection, and so goes no further than that.
 bool is_hop_by_hop(std::string_view any_case_name);
 
+std::string lower_name(std::string_view any_case_name);
+
+// `lower_prefix`: in lower case.
+bool begins_with(std::string_view any_case, std::string_view lower_prefix);
+
 // Takes the first element off a list (RFC 9110 5.6.1): "a , b" gives "a" and leaves "b".
 std::string_view take_element(std::string_view& list);
+
+// Whether a list has an element, whatever the case of either (RFC 9110 7.6.1: what is about the
+// connection alone).
+bool lists(std::string_view elements, std::string_view name);
+
+// A few names of fields.
+class Names {
+public:
+    void add(std::string lower_name) { names_.push_back(std::move(lower_name)); }
+    bool contain(std::string_view any_case) const;
+
+private:
+    std::vector<std::string> names_;
+};
 
 }  // namespace kvroute::http

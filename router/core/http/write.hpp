@@ -9,6 +9,8 @@
 
 namespace kvroute::http {
 
+// Which every client must skip, and one that waits with its body waits for (RFC 9110 15.2.1).
+inline constexpr std::string_view kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
 inline constexpr std::string_view kLineEnd = "\r\n";  // also behind the fields, and behind a chunk
 inline constexpr std::string_view kChunkEnd = kLineEnd;
 inline constexpr std::string_view kLastChunk = "0\r\n\r\n";

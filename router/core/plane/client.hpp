@@ -117,7 +117,7 @@ private:
     bool is_told_where();
     enum class Care : u8 { none, prepared, told };  // that its fields ask for
     Care care() const;
-    bool is_placed(Ask ask);
+    bool is_placed(Ask ask, std::shared_ptr<const Model> model = nullptr);
     Question question(const Ask& ask, std::string_view request_id) const;
     std::string forwarded_for() const;
     std::string_view forwarded_proto() const;
@@ -130,6 +130,9 @@ private:
     void refuse_handshake();
     void refuse(const http::Problem& problem);
     void refuse(int status, const char* code, std::string_view message);
+    static bool is_not_now(int status) {
+        return status == 429 || status == 502 || status == 503 || status == 504;
+    }
     // Sending it on
     void compose_request(const Forward& forward, std::string& head) const;
     bool is_kept_back(const Forward& forward, std::string_view name,

@@ -41,9 +41,16 @@ struct Placed {
     std::string request_id;
 };
 
+// What requests name. Never changes: another one takes its place.
+struct Model {
+    virtual ~Model() = default;
+    bool is_read_first = false;  // something is to be said to engines that only Python knows
+};
+
 // A request that could be decided here.
 struct Question {
     const Ask& ask;
+    std::shared_ptr<const Model> model = nullptr;  // that it names; null: it is looked up
     std::string forwarded_for = {};    // its client, behind whom trusted proxies name before it
     std::string_view forwarded_proto = {};
     std::string_view request_id = {};  // that the client gives; empty: none
@@ -56,8 +63,8 @@ struct Answer;
 class Decider {
 public:
     virtual ~Decider() = default;
-    // Whether nobody has to read a request for a model, by its name, whose token ids are known.
-    virtual bool decides_alone(std::string_view model) = 0;
+    // What is known by a name; null: nothing.
+    virtual std::shared_ptr<const Model> model(const std::string& name) = 0;
     // Nothing: it is left to Python.
     virtual std::optional<Placed> place(const Question& question) = 0;
     // Where a request would go. Nothing: as before.

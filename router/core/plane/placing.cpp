@@ -18,10 +18,9 @@ constexpr std::size_t kMostRequestId = 128;
 class FromMirror final : public decide::Outlooks {
 public:
     FromMirror(mirror::Mirror& mirror, mirror::ModelId model, const KeySpace& space,
-               const std::vector<mirror::CacheId>& in_mirror,
-               const std::vector<decide::CacheId>& in_books)
-        : mirror_(mirror), model_(model), space_(space), in_mirror_(in_mirror),
-          in_books_(in_books) {}
+               const CacheNumbers& numbers)
+        : mirror_(mirror), model_(model), space_(space), in_mirror_(numbers.in_mirror),
+          in_books_(numbers.in_books) {}
 
     void outlooks(std::string_view, std::span<const Cache> caches, double now,
                   std::span<decide::Outlook> out) override {
@@ -147,15 +146,14 @@ void tell(Forward& forward, const Question& question, const std::string& request
 
 // The place of a request in its engine's line, by its tokens to compute; as `EngineOrder.numbers`.
 u64 order_of(const Ordering& ordering, std::optional<u64> priority_class, u64 tokens) {
-    constexpr u64 kLongestTokens = 4096;
-    constexpr int kClassBits = 58;
     const std::chrono::duration<double> since_1970 =
         std::chrono::system_clock::now().time_since_epoch();
-    const double aged = std::nearbyint(ordering.ageing_tokens_per_s * since_1970.count());
-    const double place = static_cast<double>(std::min(tokens, kLongestTokens)) + aged;
-    const u64 most = (u64{1} << kClassBits) - 1;
+    const double aged = ordering.ageing_tokens_per_s * since_1970.count();
+    const double place =
+        std::nearbyint(static_cast<double>(std::min(tokens, ordering.longest_tokens)) + aged);
+    const u64 most = (u64{1} << ordering.class_bits) - 1;
     const u64 within = place < static_cast<double>(most) ? static_cast<u64>(place) : most;
-    return (priority_class.value_or(ordering.usual_class) << kClassBits) + within;
+    return (priority_class.value_or(ordering.usual_class) << ordering.class_bits) + within;
 }
 
 // The whole prompt's keys at every step that is asked for, with no mutex held.
@@ -172,30 +170,32 @@ void hash(Prompt& prompt, SharedIndex& index) {
 
 }  // namespace
 
-void Placing::serve(Models models, std::vector<mirror::CacheId> in_mirror) {
-    auto known = std::make_shared<Known>();
-    known->models = std::move(models);
-    known->in_mirror = std::move(in_mirror);
-    for (decide::CacheId id = 0; id < known->in_mirror.size(); ++id) {
-        const mirror::CacheId other = known->in_mirror[id];
+CacheNumbers::CacheNumbers(std::vector<mirror::CacheId> by_books) : in_mirror(std::move(by_books)) {
+    for (decide::CacheId id = 0; id < in_mirror.size(); ++id) {
+        const mirror::CacheId other = in_mirror[id];
         if (other == decide::kNobody) continue;
-        if (other >= known->in_books.size()) known->in_books.resize(other + 1, decide::kNobody);
-        known->in_books[other] = id;
+        if (other >= in_books.size()) in_books.resize(other + 1, decide::kNobody);
+        in_books[other] = id;
     }
-    std::lock_guard locked(mutex_);
-    known_ = std::move(known);
 }
 
-std::shared_ptr<const Placing::Known> Placing::known() const {
+void Placing::serve(Models models) {
+    auto known = std::make_shared<const Models>(std::move(models));
     std::lock_guard locked(mutex_);
-    return known_;
+    models_.swap(known);
 }
 
-bool Placing::decides_alone(std::string_view model) {
-    const std::shared_ptr<const Known> known = this->known();
-    const auto found = known->models.find(std::string(model));
-    return found != known->models.end() && !found->second->is_read_first;
+std::shared_ptr<const Served> Placing::served(const std::string& name) const {
+    std::shared_ptr<const Models> known;
+    {
+        std::lock_guard locked(mutex_);
+        known = models_;
+    }
+    const auto found = known->find(name);
+    return found == known->end() ? nullptr : found->second;
 }
+
+std::shared_ptr<const Model> Placing::model(const std::string& name) { return served(name); }
 
 Prediction Placing::predicted(const Choice& choice, const Read& read) {
     const decide::CachedTokens& cached = choice.cached();
@@ -239,20 +239,19 @@ std::optional<Answer> Placing::look(const Question& question) {
     }
     const i64 hit = cached.all;
     answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
-        read->known->in_mirror[choice->cache->id], *read->prompt, prompt_tokens, {hit, hit}));
+        read->served->numbers->in_mirror[choice->cache->id], *read->prompt, prompt_tokens, {hit, hit}));
     return answer;
 }
 
 std::optional<Placing::Read> Placing::read(const Question& question) const {
-    std::shared_ptr<const Known> known = this->known();
-    const auto found = known->models.find(question.ask.model);
-    if (found == known->models.end()) return std::nullopt;
-    std::shared_ptr<const Served> served = found->second;
-    if (question.ask.tokens.size() > served->most_tokens) return std::nullopt;
+    // Whatever it was handed is its own.
+    auto served = std::static_pointer_cast<const Served>(question.model);
+    if (served == nullptr) served = this->served(question.ask.model);
+    if (served == nullptr || question.ask.tokens.size() > served->most_tokens) return std::nullopt;
     auto prompt = std::make_shared<Prompt>(question.ask.tokens, served->adapter, question.ask.salt,
                                            std::vector<u8>());
     hash(*prompt, *served->index);
-    return Read{std::move(known), std::move(served), std::move(prompt)};
+    return Read{std::move(served), std::move(prompt)};
 }
 
 std::optional<Placing::Choice> Placing::choose(const Question& question, const Read& read) const {
@@ -285,7 +284,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     choice.mirror_books = std::unique_lock(mirror_books_->mutex, std::defer_lock);
     std::lock(choice.books, choice.mirror_books);
     FromMirror outlooks(mirror_books_->mirror, served.in_mirror, served.index->index.space(),
-                        read.known->in_mirror, read.known->in_books);
+                        *served.numbers);
     asked.outlooks = &outlooks;
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
     if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
@@ -321,7 +320,7 @@ std::optional<Placed> Placing::book(const Question& question, const Read& read) 
     sent.model = served.in_mirror;
     sent.index = served.index;
     sent.source = choice->cache->source_in(served.index.get());
-    sent.cache = read.known->in_mirror[choice->cache->id];
+    sent.cache = served.numbers->in_mirror[choice->cache->id];
     sent.prompts = look_ups;
     sent.prompt_tokens = prompt_tokens;
     sent.uncached_tokens = uncached;

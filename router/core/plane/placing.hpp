@@ -17,8 +17,16 @@
 
 namespace kvroute::plane {
 
-// What is served by one name. Never changes: another one takes its place.
-struct Served {
+// The numbers that mirror and books have given to the same caches.
+struct CacheNumbers {
+    explicit CacheNumbers(std::vector<mirror::CacheId> by_books);
+
+    std::vector<mirror::CacheId> in_mirror;  // by that of the books; kNobody: none
+    std::vector<decide::CacheId> in_books;   // the other way round
+};
+
+// What is served by one name.
+struct Served final : Model {
     std::string model;           // the base model's name
     mirror::ModelId in_mirror = 0;
     std::shared_ptr<const decide::Fleet> fleet;
@@ -27,14 +35,16 @@ struct Served {
     std::vector<Forward> ways;   // to each replica, by its number; without what is of one request
     std::vector<std::string> names;  // what each calls the model; empty: as the client does
     double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
-    bool is_read_first = false;  // something is to be said to engines that only Python knows
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
+    std::shared_ptr<const CacheNumbers> numbers;
 };
 
 // Where requests stand among those that wait in an engine: see router/overload/engine_order.py.
 struct Ordering {
     double ageing_tokens_per_s = 0;
     u64 usual_class = 0;
+    int class_bits = 0;      // of a number, below those of its class
+    u64 longest_tokens = 0;  // for which one waits more than for fewer
 };
 
 class Placing final : public Decider {
@@ -46,12 +56,11 @@ public:
           decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)),
           ordering_(ordering) {}
 
-    // Names and what they stand for, in place of what there was. `in_mirror`: the mirror's number of
-    // each cache, by the number that the books have given it.
+    // Names and what they stand for, in place of what there was.
     using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
-    void serve(Models models, std::vector<mirror::CacheId> in_mirror);
+    void serve(Models models);
 
-    bool decides_alone(std::string_view model) override;
+    std::shared_ptr<const Model> model(const std::string& name) override;
     std::optional<Placed> place(const Question& question) override;
     std::optional<Answer> look(const Question& question) override;
 
@@ -60,15 +69,8 @@ public:
     QuietMoments& quiet() { return *quiet_; }
 
 private:
-    struct Known {
-        Models models;
-        std::vector<mirror::CacheId> in_mirror;
-        std::vector<decide::CacheId> in_books;  // the other way round; kNobody: none
-    };
-
     // What a request names, and its prompt, hashed.
     struct Read {
-        std::shared_ptr<const Known> known;
         std::shared_ptr<const Served> served;
         std::shared_ptr<Prompt> prompt;
     };
@@ -88,7 +90,7 @@ private:
     };
 
     static Prediction predicted(const Choice& choice, const Read& read);
-    std::shared_ptr<const Known> known() const;
+    std::shared_ptr<const Served> served(const std::string& name) const;
     std::optional<Read> read(const Question& question) const;
     std::optional<Choice> choose(const Question& question, const Read& read) const;
     std::optional<Placed> book(const Question& question, const Read& read) const;
@@ -99,8 +101,8 @@ private:
     std::shared_ptr<QuietMoments> quiet_;
     Ordering ordering_;
     std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
-    mutable std::mutex mutex_;  // guards `known_`
-    std::shared_ptr<const Known> known_ = std::make_shared<Known>();
+    mutable std::mutex mutex_;  // guards `models_`
+    std::shared_ptr<const Models> models_ = std::make_shared<Models>();
 };
 
 }  // namespace kvroute::plane

@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "http/fields.hpp"
 #include "plane/networks.hpp"
 
 namespace kvroute::plane {
@@ -69,8 +69,6 @@ struct Respond {
     Fields fields;
     std::string body;
 };
-// Where there is no memory for a request.
-Respond out_of_memory();
 // More of the body is wanted.
 struct ReadBody {};
 // The response of a replica that says "not now" is the client's after all.
@@ -256,14 +254,14 @@ struct Options {
     u64 max_connections = 0;       // to replicas, of a thread; 0: no bound
     int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
     double second_share = 0;        // of requests, that may be tried beside a late attempt; 0: none
-    std::unordered_set<std::string> dropped;  // a client's fields that are not for replicas
+    http::Names dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
     // Targets of requests that may be decided here once somebody has read their prompts, with the
     // dialect of each. The first is that of completions, which are read here where they are token ids.
     std::vector<std::pair<std::string, u8>> prepared;
     bool prepares_all = false;  // also those that could be read here; with their fields
     // A client's fields with which a request is prepared, and those with which it is told at once.
-    std::unordered_set<std::string> prepared_with, told_with;
+    http::Names prepared_with, told_with;
     // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
     std::string route_path;
     u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never

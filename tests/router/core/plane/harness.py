@@ -9,27 +9,28 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import trustme
 
-from router.plane import PemFiles, Secured, load_openssl
+from router.plane import PemFiles, PlaneOptions, Secured, load_openssl
 
 NAME = "127.0.0.1"
 DEADLINE_S = 20.0
 OPTIONS: dict[str, Any] = {
-    **{"head_bytes": 65536, "max_body_bytes": 8 << 20, "max_held_bytes": 8 << 20},
-    **{"request_s": 10.0, "client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 5.0},
-    **{
-        "max_idle": 8,
-        "max_connections": 0,
-        "reserved_from": 1 << 30,
-        "dropped": [],
-    },
-    **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""]},
+    **asdict(
+        PlaneOptions(
+            **{"head_bytes": 65536, "max_body_bytes": 8 << 20, "max_held_bytes": 8 << 20},
+            **{"request_s": 10.0, "client_stall_s": 10.0, "keep_alive_s": 10.0, "idle_s": 5.0},
+            **{"max_idle": 8, "max_connections": 0, "reserved_from": 1 << 30},
+            second_share=0.0,
+            dropped=frozenset(),
+        )
+    ),
+    "broken_events": [b"data: broken\n\n", b""],
 }
 LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 """A request behind which the connection is closed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from router.plane import Secured
 from tests.router.core.index.threads import load
-from tests.router.core.plane.harness import NAME, Authority, secured
+from tests.router.core.plane.harness import NAME, OPTIONS, Authority, secured
 
 CLIENTS, REQUESTS = 6, 25
 BODY = b'{"model": "m", "prompt": [1, 2, 3]}'
@@ -147,21 +147,9 @@ def main(path: Path, folder: Path | None) -> None:
     port, listeners_port = (each.getsockname()[1] for each in listeners)
     listeners[1].setblocking(False)
     options = {
-        **{"head_bytes": 65536, "max_body_bytes": 1 << 20, "max_held_bytes": 1 << 20},
-        **{
-            "request_s": 10.0,
-            "client_stall_s": 10.0,
-            "keep_alive_s": 10.0,
-            "idle_s": 1.0,
-            "max_idle": 8,
-        },
-        **{
-            "max_connections": 0,
-            "reserved_from": 1 << 30,
-            "second_share": 0.0,
-            "dropped": [b"x-b"],
-        },
-        **{"second_share": 0.0, "broken_events": [b"data: broken\n\n", b""]},
+        **OPTIONS,
+        **{"max_body_bytes": 1 << 20, "max_held_bytes": 1 << 20, "idle_s": 1.0},
+        "dropped": [b"x-b"],
     }
     plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
     threads = [

@@ -1,0 +1,282 @@
+// A client's requests that are decided without Python, and their second attempts.
+#include "http/write.hpp"
+#include "plane/answer.hpp"
+#include "plane/ask.hpp"
+#include "plane/client.hpp"
+#include "plane/splice.hpp"
+#include "plane/thread.hpp"
+
+namespace kvroute::plane {
+namespace {
+
+using sv = std::string_view;
+
+constexpr u64 kMostAwaited = 4 << 20;  // of a body, before anybody is told of it
+
+}  // namespace
+
+// --- without Python -------------------------------------------------------------------------------
+
+// Whether it could be a request that is decided here, once its body has come.
+bool Client::may_decide() {
+    const Options& options = thread_.options();
+    const u64 most = std::min(kMostAwaited, options.max_body_bytes);
+    const bool may = thread_.decider() != nullptr && head_.method == "POST" &&
+                     !head_.expects_continue && !is_of_reserve_ &&
+                     head_.framing == http::Framing::length && head_.length <= most;
+    if (!may) return false;
+    asks_where_ = !options.route_path.empty() && options.route_path == head_.origin_form;
+    if (asks_where_) return true;
+    for (path_ = 0; path_ < options.prepared.size(); ++path_) {
+        if (options.prepared[path_].first == head_.origin_form) return true;
+    }
+    return false;
+}
+
+// Whether its body can be held, by what its head says of its length.
+bool Client::has_room() {
+    std::optional<Bodies::Share> share = thread_.bodies().take(head_.length);
+    if (!share) return false;
+    share_ = std::move(*share);
+    return true;
+}
+
+// The body has come. False: all has to be told.
+bool Client::decide() {
+    is_awaited_ = false;
+    const Care care = this->care();
+    if (care == Care::told) return false;
+    if (asks_where_) return care == Care::none && is_told_where();
+    Decider* const decider = thread_.decider();
+    if (path_ == 0 && decider != nullptr && care == Care::none) {
+        std::optional<Ask> ask = read_ask(body_);
+        auto model = ask ? decider->model(ask->model) : nullptr;
+        if (model != nullptr && !model->is_read_first) {
+            return is_placed(std::move(*ask), std::move(model));
+        }
+    }
+    prepare(care == Care::prepared);
+    return true;
+}
+
+Client::Care Client::care() const {
+    const Options& options = thread_.options();
+    if (!thread_.hosts().accepts(head_.find("host"))) return Care::told;
+    Care found = options.prepares_all ? Care::prepared : Care::none;
+    for (const http::Field& field : head_.fields) {
+        if (options.told_with.contain(field.name)) return Care::told;
+        if (options.prepared_with.contain(field.name)) found = Care::prepared;
+    }
+    return found;
+}
+
+// Whether a gateway got its answer. Those that speak another language than JSON get it in Python.
+bool Client::is_told_where() {
+    Decider* const decider = thread_.decider();
+    const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
+                           head_.find("content-type").find("msgpack") != sv::npos;
+    if (decider == nullptr || is_packed) return false;
+    const std::optional<Ask> ask = read_ask(body_, true);
+    auto model = ask ? decider->model(ask->model) : nullptr;
+    if (model == nullptr || model->is_read_first) return false;
+    const double began = clock_now();
+    const std::optional<Answer> answer =
+        decider->look({.ask = *ask, .model = std::move(model), .now = began});
+    if (!answer) return false;
+    const double routing_s = clock_now() - began;
+    Respond respond{200, {{"content-type", "application/json"}}, {}};
+    respond.body = answer_body(*answer, routing_s);
+    respond.fields.emplace_back("content-length", std::to_string(respond.body.size()));
+    thread_.post(0, Told{answer->prediction.model, routing_s});
+    this->respond(respond);
+    return true;
+}
+
+void Client::prepare(bool by_fields) {
+    Prepare prepare{path_, {}, body_};
+    if (by_fields) prepare.fields = fields();
+    thread_.post(exchange_, std::move(prepare));
+}
+
+Question Client::question(const Ask& ask, sv request_id) const {
+    return {ask, nullptr, forwarded_for(), forwarded_proto(), request_id, clock_now()};
+}
+
+// Who asks. Lines of one name are the same as commas in one (RFC 9110, 5.3).
+std::string Client::forwarded_for() const {
+    std::string chain;
+    for (const http::Field& field : head_.fields) {
+        if (!is_trusted_) break;
+        if (!http::same_name(field.name, "x-forwarded-for") || field.value.empty()) continue;
+        chain += field.value;
+        chain += ", ";
+    }
+    return chain + host_;
+}
+
+sv Client::forwarded_proto() const {
+    sv proto = channel_.is_secure() ? "https" : "http";
+    for (const http::Field& field : head_.fields) {
+        if (is_trusted_ && http::same_name(field.name, "x-forwarded-proto")) proto = field.value;
+    }
+    return proto;
+}
+
+void Client::place(Ask ask) {
+    if (stage_ != Stage::deciding || is_told_) return;
+    if (!is_placed(std::move(ask))) tell_opened();
+}
+
+void Client::open_to_others() {
+    if (stage_ == Stage::deciding && !is_told_) tell_opened();
+}
+
+bool Client::is_placed(Ask ask, std::shared_ptr<const Model> model) {
+    const double began = clock_now();
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return false;
+    Question asked = question(ask, head_.find("x-request-id"));
+    asked.model = std::move(model);
+    std::optional<Placed> placed = decider->place(asked);
+    if (!placed) return false;
+    if (!complete(*placed, ask)) return false;
+    asked_ = {path_, ask.is_stream, ask.is_comparable, ask.salt.has_value(),
+              placed->prediction.has_adapter, ask.tokenization_s};
+    request_id_ = std::move(placed->request_id);
+    booking_ = std::move(placed->booking);
+    prediction_ = std::move(placed->prediction);
+    const u64 long_tokens = thread_.options().long_prompt_tokens;
+    if (long_tokens && prediction_.uncached_tokens >= long_tokens) {
+        thread_.post(0, LongPromptSent{});
+    }
+    routing_s_ = clock_now() - began;
+    first_byte_s_ = 0;
+    thread_.usual().add_request();
+    shown_ = Shown::not_yet;
+    forward(std::move(placed->forward));
+    if (booking_ && stage_ == Stage::trying) expect_first_byte(std::move(ask));
+    return true;
+}
+
+// What this request is sent with, wherever that is. False: its body cannot be changed as it should be.
+bool Client::complete(Placed& placed, const Ask& ask) const {
+    std::optional<std::string> body = ask.body;
+    if (!placed.name.empty()) {
+        body = with_model(body ? sv(*body) : sv(body_), placed.name);
+        if (!body) return false;
+    }
+    placed.forward.body = std::move(body);
+    placed.forward.dialect = thread_.options().prepared[path_].second;
+    // Engines read it where requests are OpenAI's, and at no other of these paths.
+    if (placed.forward.is_ordered && placed.forward.dialect == 0) {
+        placed.forward.replaced.emplace_back("x-vllm-priority", std::to_string(placed.order));
+    }
+    for (const auto& field : ask.added) placed.forward.added.push_back(field);
+    for (const auto& field : ask.reported) placed.forward.reported.push_back(field);
+    return true;
+}
+
+// Python decides after all: the replica did not serve it.
+void Client::hand_over(HandedOver why) {
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    booking_->ended(false, thread_.now());
+    booking_.reset();
+    stop_waiting();
+    was_forwarded_ = false;
+    stage_ = Stage::deciding;
+    why.replica = prediction_.replica;
+    thread_.post(exchange_, std::move(why));
+    tell_opened();
+}
+// --- a second attempt -----------------------------------------------------------------------------
+
+// Only a stream's: of any other response the first byte is there when all has been generated, and
+// nobody knows how much that is.
+void Client::expect_first_byte(Ask ask) {
+    if (!thread_.usual().is_on() || !asked_.is_stream) return;
+    usual_ = thread_.usual().at(forward_.origin);
+    attempted_at_ = clock_now();
+    const std::optional<double> late_after_s = usual_->late_after(forward_.work_tokens);
+    if (!late_after_s) return;
+    late_at_ = attempted_at_ + *late_after_s;
+    ask_ = std::move(ask);
+}
+
+void Client::on_late() {
+    late_at_ = 0;
+    late_ = Late(usual_);
+    if (booking_ && ask_ && !second_) try_second(*std::exchange(ask_, std::nullopt));
+}
+
+// Beside the first attempt, at another replica. Where first bytes are late there too, the whole fleet
+// is slow, and more work would make it slower.
+void Client::try_second(const Ask& ask) {
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return;
+    Question elsewhere = question(ask, request_id_);
+    elsewhere.not_at = prediction_.replica;
+    std::optional<Placed> placed = decider->place(elsewhere);
+    if (!placed || !complete(*placed, ask)) return;
+    if (thread_.usual().at(placed->forward.origin)->has_late() || !thread_.usual().take()) {
+        thread_.post(0, SecondAttempt{"not_allowed"});
+        return;
+    }
+    thread_.post(0, SecondAttempt{"begun"});
+    second_ = std::make_unique<Second>(*this, std::move(*placed));
+    Second& second = *second_;
+    compose_request(second.placed.forward, second.request);
+    second.started_at = clock_now();
+    const Forward& forward = second.placed.forward;
+    second.upstream = thread_.pool().start(second, forward, second.request,
+                                           forward.body ? sv(*forward.body) : sv(body_),
+                                           thread_.now());
+    second.is_starting = false;
+    if (second.has_failed) on_second_failed();
+}
+
+// Its first byte is here, or is not waited for any longer.
+void Client::stop_waiting() {
+    second_.reset();
+    late_ = {};
+    late_at_ = 0;
+}
+
+void Client::on_second_failed() {
+    thread_.post(0, SecondAttempt{"failed"});
+    second_.reset();
+}
+
+void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
+    if (is_last) second_->upstream = nullptr;
+    if (head.status >= 500 || is_not_now(head.status)) {
+        on_second_failed();
+        return;
+    }
+    thread_.post(0, SecondAttempt{"won"});
+    // The late one may have been about to respond: it took at least as long.
+    usual_->learn(forward_.work_tokens, clock_now() - attempted_at_);
+    be_overtaken({{}, Failure::late, 0, std::nullopt});
+    on_response(head, piece, is_last);
+}
+
+// The second attempt takes the place of the first.
+void Client::be_overtaken(HandedOver first) {
+    const std::unique_ptr<Second> second = std::move(second_);
+    if (upstream_ != nullptr) upstream_->abandon();
+    booking_->ended(false, thread_.now());
+    first.replica = std::move(prediction_.replica);
+    thread_.post(exchange_, Overtaken{std::move(first)});
+    late_ = {};
+    late_at_ = 0;
+    upstream_ = std::exchange(second->upstream, nullptr);
+    if (upstream_ != nullptr) upstream_->pass_to(*this);
+    booking_ = std::move(second->placed.booking);
+    prediction_ = std::move(second->placed.prediction);
+    asked_.has_adapter = prediction_.has_adapter;
+    forward_ = std::move(second->placed.forward);
+    request_.swap(second->request);  // which is being sent, perhaps
+    usual_ = thread_.usual().at(forward_.origin);
+    attempted_at_ = second->started_at;
+}
+
+}  // namespace kvroute::plane

@@ -1,0 +1,33 @@
+#include "plane/errors.hpp"
+
+#include "plane/answer.hpp"
+
+namespace kvroute::plane {
+namespace {
+
+std::string plain(std::string_view text) {
+    std::string made(text);
+    for (char& each : made) {
+        if (static_cast<u8>(each) < 0x20 || static_cast<u8>(each) > 0x7E) each = '?';
+    }
+    return made;
+}
+
+}  // namespace
+
+Respond error_response(int status, std::string_view code, std::string_view message) {
+    Respond made;
+    made.status = status;
+    made.body.append("{\"error\": {\"message\": \"").append(json_escaped(plain(message)));
+    made.body.append("\", \"type\": \"");
+    made.body += status < 500 ? "invalid_request_error" : "server_error";
+    made.body.append("\", \"code\": \"").append(code).append("\"}}");
+    if (status == 503) made.fields.emplace_back("retry-after", "1");
+    made.fields.emplace_back("content-type", "application/json");
+    made.fields.emplace_back("content-length", std::to_string(made.body.size()));
+    return made;
+}
+
+Respond out_of_memory() { return error_response(503, "overloaded", kOutOfMemory); }
+
+}  // namespace kvroute::plane

@@ -1,0 +1,19 @@
+// Responses of the plane's own that say what is wrong. No I/O.
+#pragma once
+
+#include <string_view>
+
+#include "plane/types.hpp"
+
+namespace kvroute::plane {
+
+inline constexpr std::string_view kOutOfMemory = "the router is out of memory; try again";
+
+// In OpenAI's form, as `error_body` of router/proxy/messages.py. What is not plain in `message` is
+// shown as `?`.
+Respond error_response(int status, std::string_view code, std::string_view message);
+
+// Where there is no memory for a request.
+Respond out_of_memory();
+
+}  // namespace kvroute::plane
