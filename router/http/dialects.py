@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 
+from kvevents.events import BlockHash
 from router.config import read_replica
 from router.doors import worker_number
 from router.errors import BadRequest, UnknownReplica
@@ -24,7 +25,7 @@ from router.http.gateway import tenant_salt
 from router.http.networks import Networks
 from router.http.openapi import Access
 from router.http.responses import ApiParts
-from router.index import HashedPrompt, Hit, SourceId
+from router.index import GroupHit, HashedPrompt, HashesFound, Hit, SourceId
 from router.replicas import Replica
 from router.routing.models import Model
 from router.tokenize import tenant_salt_of
@@ -32,6 +33,13 @@ from router.tokenize import tenant_salt_of
 _TokenIds = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)
 ]
+_MOST_HASHES = 65_536
+_HASHES_AT_ONCE = 65_536
+"""Looked up before others have their turn on the event loop: some milliseconds."""
+_MOST_HASH_DIGITS = 1024
+_Hashes = Annotated[list[int | str], msgspec.Meta(min_length=1, max_length=_MOST_HASHES)]
+"""As the engine announces them: numbers, or digests in hexadecimal digits."""
+_BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _MAX_CHANGE_BYTES = 65_536
 _MEMORY_TIERS = ("CPU", "cpu")
@@ -55,6 +63,46 @@ class DynamoQuery(msgspec.Struct, frozen=True):
     token_ids: _TokenIds
     lora_name: _Text | None = None
     cache_salt: _Text | None = None
+
+
+class MooncakeHashQuery(msgspec.Struct, frozen=True):
+    """The same, by block hashes."""
+
+    model: _Text
+    seq_hashes: _Hashes | None = None
+    block_hash: _Hashes | None = None
+    """Its older name."""
+    block_size: _BlockSize = None
+    tenant_id: _Text = "default"
+    instance_id: _Text | None = None
+
+    @property
+    def hashes(self) -> Sequence[int | str] | None:
+        return self.seq_hashes or self.block_hash
+
+    @property
+    def name(self) -> str:
+        return "seq_hashes"
+
+
+class DynamoHashQuery(msgspec.Struct, frozen=True):
+    """The same, by block hashes."""
+
+    model_name: _Text
+    block_hashes: _Hashes
+    block_size: _BlockSize = None
+
+    @property
+    def model(self) -> str:
+        return self.model_name
+
+    @property
+    def hashes(self) -> Sequence[int | str]:
+        return self.block_hashes
+
+    @property
+    def name(self) -> str:
+        return "block_hashes"
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -98,10 +146,15 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
         return _json(dynamo_answer(await dialects.look_up(request, asked.model_name, asked)))
 
     @app.post("/mooncake/query_by_hash", **asking)
+    async def mooncake_query_by_hash(request: Request) -> Response:
+        asked = await dialects.read(request, MooncakeHashQuery)
+        found = await dialects.look_up_hashes(request, asked, asked.instance_id)
+        return _json(mooncake_answer(found, asked.tenant_id))
+
     @app.post("/dynamo/query_by_hash", **asking)
-    async def query_by_hash() -> Response:
-        rule = "hashes of other indexers are not kept: ask /query with token_ids"
-        raise BadRequest("$", "hashes", rule)
+    async def dynamo_query_by_hash(request: Request) -> Response:
+        asked = await dialects.read(request, DynamoHashQuery)
+        return _json(dynamo_answer(await dialects.look_up_hashes(request, asked)))
 
     @app.get("/dynamo/workers", **asking)
     async def workers() -> Response:
@@ -160,9 +213,7 @@ class _Dialects:
     ) -> dict[str, list[Holding]]:
         """Who has how much of a prompt."""
         key: Key | None = request.state.key
-        if key is not None and key.usage is not None:
-            key.usage.check_model(model_name)
-        model, adapter = self._parts.models.resolve(model_name)
+        model, adapter = self._resolve(key, model_name)
         salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
         if of_key is not None:
             salt = tenant_salt_of(of_key.secret, salt)
@@ -171,6 +222,38 @@ class _Dialects:
             model.index.prepare, asked.token_ids, lora_name, salt, None
         )
         return holdings(model, prompt)
+
+    async def look_up_hashes(
+        self,
+        request: Request,
+        asked: MooncakeHashQuery | DynamoHashQuery,
+        instance_id: str | None = None,
+    ) -> dict[str, list[Holding]]:
+        """Who has how much of a prompt that is known by its hashes alone: all replicas, or one."""
+        key: Key | None = request.state.key
+        model, _ = self._resolve(key, asked.model)
+        if tenant_salt(key, "/route") is not None:
+            rule = "a key that keeps its prompts to itself asks /query with token_ids"
+            raise BadRequest(f"$.{asked.name}", "hashes", rule)
+        hashes = _read_hashes(asked.hashes, asked.name)
+        found: defaultdict[str, list[Holding]] = defaultdict(list)
+        looked_up = 0
+        for source in list(model.index.slots):
+            if instance_id not in (None, source.replica):
+                continue
+            held = model.index.match_hashes(source, hashes, asked.block_size)
+            found[source.replica].append(_held(source, held))
+            looked_up += len(hashes)
+            if looked_up >= _HASHES_AT_ONCE:
+                looked_up = 0
+                await asyncio.sleep(0)
+        return dict(found)
+
+    def _resolve(self, key: Key | None, model_name: str) -> tuple[Model, str | None]:
+        """The model of a name, and its adapter, if the key may ask about it."""
+        if key is not None and key.usage is not None:
+            key.usage.check_model(model_name)
+        return self._parts.models.resolve(model_name)
 
     def known(self, instance_id: str | int) -> Replica | None:
         """The replica that another indexer's client names so."""
@@ -188,6 +271,26 @@ def _decode(body: bytes, kind: type[_Asked]) -> _Asked:
         raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
+
+
+def _read_hashes(hashes: Sequence[int | str] | None, name: str) -> list[BlockHash]:
+    if not hashes:
+        raise BadRequest(f"$.{name}", "missing", "must be a list of block hashes")
+    return [_read_hash(each, f"$.{name}[{index}]") for index, each in enumerate(hashes)]
+
+
+def _read_hash(given: int | str, place: str) -> BlockHash:
+    if isinstance(given, int):
+        if not -(2**63) <= given < 2**64:
+            raise BadRequest(place, "a number of more bits", "must be an integer of 64 bits")
+        return given
+    try:
+        if len(given) <= _MOST_HASH_DIGITS and given:
+            return bytes.fromhex(given)
+    except ValueError:
+        pass
+    rule = f"must be a digest in hexadecimal digits, at most {_MOST_HASH_DIGITS} of them"
+    raise BadRequest(place, f"{len(given)} characters", rule)
 
 
 def _replica_of(asked: Registration) -> dict[str, Any]:
@@ -239,6 +342,8 @@ class Holding(NamedTuple):
     """With what memory would bring back."""
     all_tiers: int
     groups: Sequence[Mapping[str, Any]]
+    exactness: Mapping[str, Any] = {}
+    """Of an answer that may not be exact: whether it is, and why not."""
 
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
@@ -257,13 +362,24 @@ def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
 
 
 def _holding(model: Model, prompt: HashedPrompt, source: SourceId, hit: Hit) -> Holding:
+    return _as_holding(source, hit, model.index.explain(prompt, source), {})
+
+
+def _held(source: SourceId, found: HashesFound) -> Holding:
+    exactness: dict[str, Any] = {"exact": found.problem is None}
+    if found.problem is not None:
+        exactness["problem"] = found.problem
+    return _as_holding(source, found.hit, found.groups, exactness)
+
+
+def _as_holding(
+    source: SourceId, hit: Hit, by_group: Sequence[GroupHit], exactness: Mapping[str, Any]
+) -> Holding:
     in_memory = sum(tokens for tier, tokens in hit.by_tier if tier in _MEMORY_TIERS)
-    groups = [
-        {"group": each.group, "kind": each.kind, "tokens": each.tokens}
-        for each in model.index.explain(prompt, source)
-    ]
+    groups = [{"group": each.group, "kind": each.kind, "tokens": each.tokens} for each in by_group]
     memory = min(hit.gpu_cached_tokens + in_memory, hit.cached_tokens)
-    return Holding(source.dp_rank, hit.gpu_cached_tokens, memory, hit.cached_tokens, groups)
+    gpu, total = hit.gpu_cached_tokens, hit.cached_tokens
+    return Holding(source.dp_rank, gpu, memory, total, groups, exactness)
 
 
 def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
@@ -282,6 +398,7 @@ def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict
                 "CPU": max(each.memory for each in ranks),
                 "DISK": max(each.all_tiers for each in ranks),
                 "groups": _groups(ranks),
+                **_exactness(ranks),
             }
             for replica, ranks in found.items()
         }
@@ -308,6 +425,7 @@ def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
                 "cpu": max(each.memory for each in ranks),
                 "disk": max(each.all_tiers for each in ranks),
                 "groups": _groups(ranks),
+                **_exactness(ranks),
             }
             for name, ranks in named.items()
         },
@@ -320,3 +438,9 @@ def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
     return {
         str(each["group"]): {"kind": each["kind"], "tokens": each["tokens"]} for each in best.groups
     }
+
+
+def _exactness(ranks: Sequence[Holding]) -> Mapping[str, Any]:
+    """Of the first rank whose answer is not exact, else of any."""
+    inexact = (each.exactness for each in ranks if not each.exactness.get("exact", True))
+    return next(inexact, ranks[0].exactness)

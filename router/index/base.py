@@ -201,6 +201,18 @@ class GroupHit:
 
 
 @dataclass(frozen=True, slots=True)
+class HashesFound:
+    """What a source would reuse of a prompt that is known by block hashes alone."""
+
+    hit: Hit
+    groups: tuple[GroupHit, ...]
+    held: int
+    """How many of the hashes the source, or a store that it shares, holds."""
+    problem: str | None
+    """Why the hit may be less than what the source would reuse; None: it is exact."""
+
+
+@dataclass(frozen=True, slots=True)
 class WaitingStatistics:
     """Runs of blocks that wait until their parent's prefix is known."""
 

@@ -20,15 +20,17 @@ import msgspec
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheLayout
+from kvevents.sealing import held_key
 from router._core import Core, HitMap, SharedIndex, StateError
 from router.index.base import (
     NO_HIT,
     ApplyResult,
     DumpError,
     GroupHit,
+    HashesFound,
     Hit,
     LayoutHints,
     SourceId,
@@ -532,11 +534,39 @@ class PrefixIndex:
             return ()
         computed = self._computed(source, known, prompt)
         accepted = self.core.group_hits(prompt.hashed, known.slot, computed)
-        return tuple(
-            GroupHit(index, group.kind.value, tokens)
-            for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
-            if group.kind is not GroupKind.NOT_CACHED
-        )
+        return _group_hits(layout, accepted)
+
+    def match_hashes(
+        self, source: SourceId, hashes: Sequence[BlockHash], block_size: int | None = None
+    ) -> HashesFound:
+        """What a source would reuse of a prompt of which there are only its engine's own hashes.
+
+        Args:
+            source: No hit where it is unknown.
+            hashes: One a hash block, from the first on, in the form in which the engine announces
+                them. The prompt is taken to go on behind them.
+            block_size: Tokens that the caller takes a hash to stand for, where it says so.
+        """
+        known = self._sources.get(source)
+        layout = known.layout if known else None
+        if known is None or layout is None:
+            return HashesFound(NO_HIT, (), 0, "its cache layout is not known yet")
+        key_id = None if known.finder.known is None else known.finder.known.key_id
+        key = None if key_id is None else held_key(key_id)
+        if key is not None:
+            hashes = [key.seal(each) if isinstance(each, bytes) else each for each in hashes]
+        numbers = self.core.hash_numbers(list(hashes))
+        hit, accepted, held, is_whole = self.core.match_hashes(known.slot, numbers)
+        problem = None
+        if not held:
+            problem = known.finder.key_problem or (
+                "it holds none of these hashes: nothing of the prompt, or its engine has others"
+            )
+        elif block_size not in (None, layout.hash_block_size):
+            problem = f"its hashes stand for {layout.hash_block_size} tokens each"
+        elif not is_whole:
+            problem = "a tier below its GPU has blocks of its own, under other hashes"
+        return HashesFound(hit, _group_hits(layout, accepted), held, problem)
 
     def computed_of(
         self, source: SourceId, prompts: Iterable[HashedPrompt]
@@ -715,6 +745,14 @@ class PrefixIndex:
             key_problem=known.finder.key_problem,
             is_incomplete=lost or (found["given_up"] > 0 and chain is None),
         )
+
+
+def _group_hits(layout: KVCacheLayout, accepted: Sequence[int]) -> tuple[GroupHit, ...]:
+    return tuple(
+        GroupHit(index, group.kind.value, tokens)
+        for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
+        if group.kind is not GroupKind.NOT_CACHED
+    )
 
 
 def _counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.blocks import Prefix
 from tests.support.engine_stub import engines, prompt_ids, unique
 from tests.support.hybrid_stub import HybridStub
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
@@ -96,19 +97,114 @@ async def test_bad_questions_are_refused(router: RouterProcess, path: str, body:
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
 
 
-async def test_unknown_models_and_hashes_are_named(router: RouterProcess) -> None:
-    """Who asks by hashes learns what to ask instead."""
+async def test_by_hashes_both_are_told_the_same(router: RouterProcess) -> None:
+    """A program that has the engine's hashes needs no tokens."""
+    async with HybridStub(unique("hybrid")) as stub, router.serving(stub):
+        ids = prompt_ids(96, 3)
+        hashes = Prefix(ids).hashes
+        body = {"model": stub.model, "block_size": 16}
+        stub.store(ids)
+        await router.until_applied(stub)
+        by_tokens = await router.post("/mooncake/query", {**body, "token_ids": [*ids, 7]})
+        for name in ("seq_hashes", "block_hash"):
+            found = await router.post("/mooncake/query_by_hash", {**body, name: hashes})
+            expected = {**by_tokens.json["default"][stub.name], "exact": True}
+            assert found.json == {"default": {stub.name: expected}}
+        question = {"model_name": stub.model, "block_hashes": hashes[:3]}
+        ((_, found),) = (
+            (await router.post("/dynamo/query_by_hash", question)).json["instances"].items()
+        )
+        assert (found["longest_matched"], found["exact"]) == (48, True)
+        stub.slide_on(ids)
+        await router.until_applied(stub)
+        slid = (await router.post("/mooncake/query_by_hash", {**body, "seq_hashes": hashes})).json
+        assert slid["default"][stub.name]["longest_matched"] == 0
+        assert slid["default"][stub.name]["groups"]["0"]["tokens"] == 96
+        assert slid["default"][stub.name]["exact"]
+
+
+async def test_an_answer_by_hashes_says_where_it_cannot_be_exact(router: RouterProcess) -> None:
+    """Hashes that a replica does not hold may be another engine's."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        ids = prompt_ids(32, 4)
+        stub.store(ids)
+        await router.until_applied(stub)
+        body = {"model": stub.model, "seq_hashes": ["ab" * 32, 5, -1]}
+        found = (await router.post("/mooncake/query_by_hash", body)).json["default"][stub.name]
+        assert (found["longest_matched"], found["exact"]) == (0, False)
+        assert "none of these hashes" in found["problem"]
+        body = {"model": stub.model, "seq_hashes": Prefix(ids).hashes, "block_size": 64}
+        found = (await router.post("/mooncake/query_by_hash", body)).json["default"][stub.name]
+        assert (found["longest_matched"], found["problem"]) == (
+            32,
+            "its hashes stand for 16 tokens each",
+        )
+        nobody = {**body, "instance_id": "nobody"}
+        assert (await router.post("/mooncake/query_by_hash", nobody)).json == {"default": {}}
+
+
+@pytest.mark.parametrize(
+    ("hashes", "place"),
+    [
+        ([], "seq_hashes"),
+        (["xyz"], "$.seq_hashes[0]"),
+        ([1, ""], "$.seq_hashes[1]"),
+        ([2**64], "$.seq_hashes[0]"),
+        ([-(2**63) - 1], "$.seq_hashes[0]"),
+        (["a" * 1026], "$.seq_hashes[0]"),
+        ([1.5], "seq_hashes[0]"),
+        ([0] * 65_537, "seq_hashes"),
+        (None, "$.seq_hashes"),
+    ],
+)
+async def test_hashes_that_are_none_are_refused(
+    router: RouterProcess, hashes: object, place: str
+) -> None:
+    """Bounded, with their place."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "seq_hashes": hashes}
+        answer = await router.post("/mooncake/query_by_hash", body)
+        assert answer.status == 400
+        assert place in answer.error["message"]
+
+
+async def test_unknown_models_are_named(router: RouterProcess) -> None:
+    """Whatever they are asked by."""
     unknown = await router.post("/dynamo/query", {"model_name": "nobody-has-it", "token_ids": [1]})
     assert unknown.status == 404
     by_hash = await router.post("/dynamo/query_by_hash", {"block_hashes": [1], "model_name": "m"})
-    assert by_hash.status == 400
-    assert "token_ids" in by_hash.error["message"]
+    assert by_hash.status == 404
 
 
 async def test_keys_are_asked_for() -> None:
     """What is cached is told to nobody else."""
     keys = {"client_api_key": "a-key", "operator_api_key": "b-key"}
     with router_process({"health": QUICK_HEALTH, "server": keys}) as router:
-        for path in ("/mooncake/query", "/dynamo/query", "/dynamo/register", "/dynamo/unregister"):
+        by_hash = ("/mooncake/query_by_hash", "/dynamo/query_by_hash")
+        for path in (
+            "/mooncake/query",
+            "/dynamo/query",
+            *by_hash,
+            "/dynamo/register",
+            "/dynamo/unregister",
+        ):
             assert (await router.post(path, {})).status == 401, path
         assert (await router.get("/dynamo/workers")).status == 401
+
+
+async def test_a_key_that_keeps_its_prompts_to_itself_is_told_nothing_by_hashes() -> None:
+    """A hash does not say whose prompt it is: guesses would find those of others."""
+    salted = {"name": "team-a", "key": "a-key", "cache_salt": "salt-of-team-a"}
+    keys = {"client_api_keys": [salted], "operator_api_key": "b-key"}
+    server = {**keys, "clients_see_hits": True}
+    config = {"health": QUICK_HEALTH, "server": server}
+    async with engines(1, has_events=True) as (stub,):
+        with router_process(config) as router:
+            operator = {"authorization": "Bearer b-key"}
+            replica = {"id": stub.name, "url": stub.url, "models": [stub.model]}
+            assert (await router.post("/replicas", replica, operator)).status == 201
+            body = {"model": stub.model, "seq_hashes": [1]}
+            headers = {"authorization": "Bearer a-key"}
+            refused = await router.post("/mooncake/query_by_hash", body, headers)
+            assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+            assert "token_ids" in refused.error["message"]

@@ -520,6 +520,28 @@ public:
         return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
     }
 
+    // Hashes as the core keeps them, for `match_hashes`.
+    EngineHashes hash_numbers(const nb::list& hashes) {
+        EngineHashes found;
+        found.numbers.reserve(hashes.size());
+        for (nb::handle each : hashes) found.numbers.push_back(hash_of(index_.space(), each));
+        return found;
+    }
+
+    nb::tuple match_hashes(u32 slot, const EngineHashes& hashes) {
+        FoundByHashes found;
+        NamedShares shares;
+        {
+            Guarded guarded(mutex_);
+            check(slot);
+            found = matcher_.match_hashes(slot, hashes.numbers);
+            shares = named(slot, found.hit.by_tier);
+        }
+        nb::object hit = found.hit.hit.total ? make_hit(types_.hit, found.hit.hit, tuple_of(shares))
+                                             : types_.no_hit;
+        return nb::make_tuple(hit, found.by_group, found.held, found.is_whole);
+    }
+
     nb::bytes export_source(u32 slot) {
         std::vector<u8> bytes;
         {
@@ -803,6 +825,8 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("match_source", &Core::match_source)
         .def("match_tier", &Core::match_tier)
         .def("group_hits", &Core::group_hits)
+        .def("hash_numbers", &Core::hash_numbers)
+        .def("match_hashes", &Core::match_hashes)
         .def("export_source", &Core::export_source)
         .def("restore_source", &Core::restore_source)
         .def("sizes", &Core::sizes)

@@ -46,6 +46,14 @@ struct Computed {
     std::vector<std::vector<u64>> hashes;
 };
 
+// What a source would reuse of a prompt that is known by its engine's hashes alone.
+struct FoundByHashes {
+    TieredHit hit;
+    std::vector<u64> by_group;  // the longest prefix that each would accept, by group index
+    u64 held = 0;               // of the hashes, by the source or a store that it shares
+    bool is_whole = true;       // nothing is there that only other hashes lead to
+};
+
 // Turns 64 words of 64 bits over: bit j of word i becomes bit i of word j.
 inline void transpose(u64* words) {
     u64 mask = 0x00000000FFFFFFFFu;
@@ -112,19 +120,29 @@ public:
     std::vector<u64> group_hits(Prompt& prompt, u32 slot, const Computed* computed) {
         const u64 length = prompt.tokens().size();
         Source& of = index_.source(slot);
-        std::vector<u64> accepted;
-        if (length < 2 || !of.has_layout) return accepted;
+        if (length < 2 || !of.has_layout) return {};
         Alone alone;
         look_up(of, prompt, computed, alone);
-        Presence present{of.layout.hash_block_size, {}};
-        for (u32 group = 0; group < of.layout.groups.size(); ++group) {
-            present.groups.push_back(alone.bitmap(plane_of(group, 0), kUsual));
-        }
-        for (u32 group = 0; group < of.layout.groups.size(); ++group) {
-            accepted.push_back(
-                rule::longest_accepted(of.layout, group, present, length - 1, length));
-        }
-        return accepted;
+        return accepted_by_groups(of, alone, length);
+    }
+
+    // The hit of one source on a prompt of which there are only its engine's hashes, one a hash block
+    // of its layout. The prompt goes on behind the last of them.
+    FoundByHashes match_hashes(u32 slot, const std::vector<u64>& hashes) {
+        Source& of = index_.source(slot);
+        FoundByHashes found;
+        if (hashes.empty() || !of.has_layout) return found;
+        Alone alone;
+        alone.count = hashes.size();
+        look_up_computed(of, {slot, true, {hashes}}, alone);
+        if (!of.stores.empty()) look_up_shared(of, alone);
+        const u64 length = hashes.size() * of.layout.hash_block_size + of.read_lookahead + 1;
+        found.hit = hit_of(of, length, alone.count,
+                           [&](u32 plane, u32 where) { return alone.bitmap(plane, where); });
+        found.by_group = accepted_by_groups(of, alone, length);
+        for (u64 hash : hashes) found.held += is_held(of, hash);
+        found.is_whole = !index_.has_own_blocks_below(of);
+        return found;
     }
 
     // What a share is called: a tier, or a store.
@@ -210,6 +228,28 @@ private:
             words[index / 64] |= u64{1} << (index % 64);
         }
     };
+
+    // By the source, or by a store that it shares.
+    bool is_held(const Source& of, u64 hash) const {
+        bool found = index_.entry_of(of, hash) != kNone;
+        for (u32 number = 0; !found && number < of.stores.size(); ++number) {
+            found = index_.entry_of(index_.store_of(of, number), hash) != kNone;
+        }
+        return found;
+    }
+
+    static std::vector<u64> accepted_by_groups(const Source& of, const Alone& alone, u64 length) {
+        std::vector<u64> accepted;
+        Presence present{of.layout.hash_block_size, {}};
+        for (u32 group = 0; group < of.layout.groups.size(); ++group) {
+            present.groups.push_back(alone.bitmap(plane_of(group, 0), kUsual));
+        }
+        for (u32 group = 0; group < of.layout.groups.size(); ++group) {
+            accepted.push_back(
+                rule::longest_accepted(of.layout, group, present, length - 1, length));
+        }
+        return accepted;
+    }
 
     static Prompt::Step step_of(const Source& of) {
         return {of.layout.hash_block_size, of.read_lookahead};
