@@ -318,6 +318,30 @@ class UsageCapture:
 def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
     """Model, token ids and whether it streams; None where the body needs a closer look."""
 
+def read_report(method: str, target: bytes, body: bytes) -> bool | None:
+    """Whether a response had begun by a gateway's report; None where it needs a closer look."""
+
+class Booking:
+    """A request that the core has booked."""
+
+    def first_byte(self) -> None: ...
+    def generated(self, tokens: int) -> None: ...
+    def ended(self, was_served: bool) -> bool:
+        """Whether no other request that the core decided was there meanwhile, or shortly before."""
+
+class Place:
+    """One of the reservations that there may be; it goes back with its last reference."""
+
+    def give_back(self) -> None: ...
+
+class Reservations:
+    """What gateways have reserved: how many there may be, and those that were made by the core."""
+
+    def __init__(self, most: int) -> None: ...
+    def take(self) -> Place | None: ...
+    def forget(self, reservation_id: str) -> None: ...
+    def held(self) -> int: ...
+
 class Networks:
     """Networks that addresses belong to."""
 
@@ -337,6 +361,7 @@ class Placing:
         decider: Decider,
         quiet_s: float,
         order: OrderFacts,
+        reservations: Reservations,
     ) -> None: ...
     def serve(
         self,
@@ -402,6 +427,11 @@ class Plane:
                     the failure or None, status, seconds to wait or None; `opened` follows
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
+        reserved    a gateway that sends a request itself was told where: the id of its
+                    reservation, its booking, its place, the reason, tokens by lower tier, and all
+                    of `settled`
+        reported    what that gateway reports of it: its id, `first_token`, `output` or `end`, the
+                    body, and when
         told        where such a request would go: model, seconds of the decision; of no exchange
         long_prompt such a request has much to compute, and was sent; of no exchange
         running     such a request takes a while, or has its first byte since: as `settled`

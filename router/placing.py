@@ -20,8 +20,9 @@ from async_timeout import timeout
 from typing_extensions import override
 
 from router.config import RouterConfig
+from router.doors import address_of, worker_number
 from router.errors import UnknownModel
-from router.index import SourceId
+from router.index import PrefixIndex, SourceId
 from router.mirror import Mirror
 from router.overload import EngineOrder
 from router.plane import Addresses, DataPlane
@@ -64,6 +65,16 @@ class Parts(NamedTuple):
     load: LoadTracker
 
 
+class AtGateway(NamedTuple):
+    """What gateways call a replica, and know of it; the core reads it by these names."""
+
+    worker_id: int
+    endpoint: str
+    address: str
+    block_tokens: tuple[tuple[int, int], ...] = ()
+    """Of a block, by rank, where its engine has said so."""
+
+
 class Way(NamedTuple):
     """How requests for a name reach a replica; the core reads it by these names."""
 
@@ -82,6 +93,7 @@ class Way(NamedTuple):
     shows_hit: bool
     is_ordered: bool
     """Whether its engine is told in a header when to compute a request."""
+    at_gateway: AtGateway
     name: str = ""
     """What it calls the model; empty: as the client does."""
 
@@ -126,6 +138,7 @@ class NativeDecisions(ReplicaListener):
             *(parts.load.books, parts.mirror.core, parts.ranker.decider),
             service.config.events.self_repair_quiet_s,
             EngineOrder(service.config.overload).facts,
+            service.reservations.core,
         )
         service.observers.repair.quiet.count_also(self._placing)
         self._told: Any = None
@@ -285,7 +298,10 @@ class NativeDecisions(ReplicaListener):
             if replica.id not in ways:
                 ways[replica.id] = self._way(replica)
         named = [
-            way._replace(name=_name_at(replica, name, model))
+            way._replace(
+                name=_name_at(replica, name, model),
+                at_gateway=way.at_gateway._replace(block_tokens=_block_tokens(replica, index)),
+            )
             for replica in replicas
             if (way := ways[replica.id]) is not None
         ]
@@ -344,7 +360,20 @@ class NativeDecisions(ReplicaListener):
             timeouts=(times.connect_s, times.whole_response_s, times.idle_s),
             shows_hit=self._shows_hits,
             is_ordered=_is_ordered(replica),
+            at_gateway=AtGateway(
+                worker_number(replica.id), str(replica.origin), address_of(replica)
+            ),
         )
+
+
+def _block_tokens(replica: Replica, index: PrefixIndex) -> tuple[tuple[int, int], ...]:
+    """Tokens of a block of each rank that has announced its layout."""
+    found = []
+    for source in replica.sources:
+        layout = index.announced(SourceId(replica.id, source.dp_rank))
+        if layout is not None and layout.hash_block_size:
+            found.append((source.dp_rank, layout.hash_block_size))
+    return tuple(found)
 
 
 def _is_ordered(replica: Replica) -> bool:

@@ -27,8 +27,11 @@ import uvloop
 
 from router.app import RouterApp
 from router.config import RouterConfig
+from router.doors import Adopted
+from router.doors.adopted import RESERVE_PATH
 from router.errors import ConfigError, ConfigProblem
 from router.http.proxied_paths import dialect_of
+from router.http.selection import take_report
 from router.index import PrefixIndex
 from router.mirror import WORTH_TELLING
 from router.placing import native_decisions, prepared_with, told_with
@@ -341,6 +344,13 @@ def _plane(
         service.config.observability.access_log,
         service.entrance,
     )
+    reserved = Adopted(
+        service.reservations,
+        service.observers,
+        service.admission,
+        service.entrance,
+        service.config.policy.name,
+    )
     return DataPlane(
         app.direct,
         service.proxy,
@@ -353,6 +363,8 @@ def _plane(
             settling.left,
             settling.handed_over,
             lambda model, seconds: service.metrics.decided(model, None, seconds),
+            reserved.made,
+            functools.partial(take_report, service.reservations),
             lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
             service.tell_others_soon,
         ),
@@ -377,6 +389,7 @@ def _uvicorn_config(app: RouterApp) -> uvicorn.Config:
 def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     server = service.config.server
     needs_key = app.gateway.guard.needs_key("client")
+    tells_gateways = _tells_gateways(service, app, needs_key)
     return PlaneOptions(
         head_bytes=server.max_header_bytes,
         max_body_bytes=server.max_body_bytes,
@@ -391,7 +404,8 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         second_share=server.retries.late_share,
         dropped=app.gateway.dropped,
         prepares_all=needs_key or service.tracing is not None,
-        route_path=_route_path(service, app, needs_key),
+        route_path=Endpoint.ROUTE.value.encode() if tells_gateways else b"",
+        reserve_path=RESERVE_PATH.encode() if tells_gateways else b"",
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
@@ -404,12 +418,12 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     )
 
 
-def _route_path(service: RouterService, app: RouterApp, needs_key: bool) -> bytes:
-    """Where gateways ask that the core may answer; empty: it may answer none."""
+def _tells_gateways(service: RouterService, app: RouterApp, needs_key: bool) -> bool:
+    """Whether the core may answer gateways that ask where a request should go."""
     config = service.config
     says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
     is_open = app.direct.role == "client" and not needs_key
-    return Endpoint.ROUTE.value.encode() if says_all and is_open else b""
+    return says_all and is_open
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

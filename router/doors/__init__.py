@@ -6,15 +6,18 @@ The files; each imports only what is listed above it:
     names.py         what gateways call a replica
     asks.py          who asks, and what for
     reservations.py  what is booked until its gateway says that it is over, or falls silent
+    adopted.py       those that the compiled core makes by itself
     desk.py          decides, waits for room, books
     messages.py      of Envoy's external processing, gRPC's health checks, llm-d's indexer
     picker.py        one request of a gateway that asks by external processing
 """
 
+from router.doors.adopted import Adopted
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk
 from router.doors.names import address_of, names_of, worker_number
 from router.doors.reservations import (
+    DecidedReservation,
     Outcome,
     Reservation,
     Reservations,
@@ -23,7 +26,9 @@ from router.doors.reservations import (
 
 __all__ = [
     "NOBODY",
+    "Adopted",
     "Caller",
+    "DecidedReservation",
     "Desk",
     "Outcome",
     "Question",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from router.doors.asks import Caller, Question
-from router.doors.reservations import Claim, Outcome, Reservation, Reservations
+from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.observability.request_observer import RequestObservers
 from router.overload import EngineOrder, Entrance
@@ -76,7 +76,7 @@ class Desk:
             self._selections.keep(selection_id, _Selected(ask, decision, self.reservations.clock()))
         return decision
 
-    async def reserve(self, ask: Question, reservation_id: str | None = None) -> Reservation:
+    async def reserve(self, ask: Question, reservation_id: str | None = None) -> DecidedReservation:
         """Decide, wait for room where all replicas are full, and book.
 
         Args:
@@ -99,7 +99,7 @@ class Desk:
             claim.give_back()
             raise
 
-    def reserve_selected(self, selection_id: str, caller: Caller) -> Reservation:
+    def reserve_selected(self, selection_id: str, caller: Caller) -> DecidedReservation:
         """Book what `select` has decided under that id, once.
 
         Raises:
@@ -174,8 +174,8 @@ class Desk:
         ask: Question,
         decision: Decision,
         claim: Claim,
-        book: Callable[[Decision], Reservation],
-    ) -> Reservation:
+        book: Callable[[Decision], DecidedReservation],
+    ) -> DecidedReservation:
         """Book when a replica has room."""
         entrance, dispatcher, caller = self._parts.entrance, self._parts.dispatcher, ask.caller
         if entrance is None or not (decision.ranking or decision.may_wait):
@@ -184,7 +184,7 @@ class Desk:
         waiter = entrance.waiter(decision.model_name, ask.headers, *of_key)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
-        turn: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[DecidedReservation] = asyncio.get_running_loop().create_future()
         # It is booked at once: whoever is looked at next must find it there.
         waiter.start = lambda: _settle(turn, lambda: book(dispatcher.again(decision)))
         waiter.refuse = lambda error: None if turn.done() else turn.set_exception(error)
@@ -200,9 +200,9 @@ class Desk:
 
     def _book(
         self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
-    ) -> Reservation:
+    ) -> DecidedReservation:
         observers, waiter = self._parts.observers, claim.waiter
-        self.reservations.check_room(reservation_id)
+        place = self.reservations.take_place(reservation_id)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
         if waiter is not None:
             observer.waited_s = observers.clock() - waiter.arrived
@@ -210,9 +210,9 @@ class Desk:
             ask.headers, ask.caller.priority, observer.waited_s
         )
         attempt = next(decision.attempts(number_of=number_of))
-        reservation = Reservation(
+        reservation = DecidedReservation(
             *(reservation_id, ask.caller.name, decision, attempt, observer, claim),
-            self.reservations.clock,
+            *(place, self.reservations.clock),
         )
         observer.on_attempt(attempt)
         self.reservations.add(reservation)
@@ -224,7 +224,9 @@ def new_id() -> str:
     return f"{random.SystemRandom().getrandbits(128):032x}"
 
 
-def _settle(turn: asyncio.Future[Reservation], book: Callable[[], Reservation]) -> None:
+def _settle(
+    turn: asyncio.Future[DecidedReservation], book: Callable[[], DecidedReservation]
+) -> None:
     if turn.done():
         return
     try:

@@ -27,7 +27,7 @@ from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import address_of
-from router.doors.reservations import Outcome, Reservation
+from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.proxy import Attempt, Dialect, error_body
 from router.replicas import Replica
@@ -120,7 +120,7 @@ class Pick:
         self._size = 0
         self._head = _Head({}, "", None, False)
         self._caller = NOBODY
-        self._reservation: Reservation | None = None
+        self._reservation: DecidedReservation | None = None
         self._status: int | None = None
         self._is_response_duplex = False
 
@@ -239,7 +239,7 @@ class Pick:
             return [answer]
         return [answer, *_pieces(sent)]
 
-    async def _reserve(self, body: bytes) -> Reservation:
+    async def _reserve(self, body: bytes) -> DecidedReservation:
         head, parts = self._head, self._parts
         known = parts.find_path(head.path)
         session = head.headers.get(parts.session_header)
@@ -313,7 +313,7 @@ class Pick:
         if reservation is not None and not reservation.is_over:
             if piece.body:
                 reservation.prefill_complete()
-                reservation.observer.on_chunk(piece.body)
+                reservation.chunk(piece.body)
                 self._parts.desk.reservations.touch(reservation)
             if piece.end_of_stream:
                 self._end()
@@ -334,7 +334,7 @@ class Pick:
         if self._reservation is not None:
             self._reservation.end(Outcome.COMPLETED, self._status)
 
-    def _note_served(self, reservation: Reservation, served: str) -> None:
+    def _note_served(self, reservation: DecidedReservation, served: str) -> None:
         """The gateway may have tried another one by itself."""
         if not served:
             return

@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
 from router.doors.asks import Question
 from router.errors import Overloaded, ReservationExists, UnknownReservation
@@ -17,6 +19,10 @@ from router.overload import Waiter, WaitingRoom
 from router.proxy import Attempt, End, Failure
 from router.routing.admission import Admission
 from router.routing.decision import Decision
+
+if TYPE_CHECKING:
+    from router._core import Place
+    from router._core import Reservations as CoreReservations
 
 _SWEEP_S = 0.5
 
@@ -85,23 +91,154 @@ class Claim:
             self._room.over(waiter, response_tokens)
 
 
+class ReservationObserver(Protocol):
+    """Told of what becomes of one; see `ProxyObserver`."""
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        """The replica failed; return whether it is out of rotation."""
+        raise NotImplementedError
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        """The first token is there, so many seconds after it was reserved."""
+
+    def on_events(self, count: int) -> None:
+        """About so many more tokens."""
+
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        """What the engine said of the tokens."""
+
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        """It is over."""
+
+    def response_tokens(self) -> int | None:
+        """Those that were generated; None without a response."""
+        raise NotImplementedError
+
+
 class Reservation:
     """One booking, from its decision to its end."""
 
     __slots__ = (
         "_clock",
         "_on_over",
+        "_place",
         "_started_at",
         "attempt",
         "claim",
-        "decision",
         "has_begun",
         "holder",
         "id",
         "is_over",
         "observer",
+        "prompt_tokens",
         "touched_at",
     )
+
+    def __init__(
+        self,
+        reservation_id: str,
+        holder: str,
+        prompt_tokens: int,
+        attempt: Attempt,
+        observer: ReservationObserver,
+        claim: Claim,
+        place: Place,
+        clock: Callable[[], float],
+        started_at: float | None = None,
+    ) -> None:
+        self.id = reservation_id
+        self.holder = holder
+        """The key that it was made with, by name; nobody else may end it."""
+        self.prompt_tokens = prompt_tokens
+        self.attempt = attempt
+        """Where the gateway sends the request."""
+        self.observer = observer
+        self.claim = claim
+        self._place = place
+        self.is_over = self.has_begun = False
+        self._clock = clock
+        self._started_at = self.touched_at = clock() if started_at is None else started_at
+        self._on_over: Callable[[Reservation, Outcome], object] | None = None
+
+    def _seconds(self, at: float | None) -> float:
+        """From its beginning to a moment; None: now."""
+        return (self._clock() if at is None else at) - self._started_at
+
+    def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
+        """Have *call* told of its end."""
+        self._on_over = call
+
+    def prefill_complete(self, at: float | None = None) -> None:
+        """The first token of the response is there.
+
+        Args:
+            at: When, by the clock; None: now.
+        """
+        if not self.has_begun and not self.is_over:
+            self.has_begun = True
+            self.observer.on_first_byte(self.attempt, self._seconds(at))
+
+    def output(self, tokens: int, at: float | None = None) -> None:
+        """So many more tokens of the response.
+
+        Args:
+            tokens: How many.
+            at: When, by the clock; None: now.
+        """
+        if not self.is_over:
+            self.prefill_complete(at)
+            self.observer.on_events(tokens)
+
+    def report(self, usage: bytes) -> None:
+        """What the engine said of the tokens: a JSON object with the `usage` of its response."""
+        self.observer.on_usage(True, usage, b"")
+
+    def end(
+        self,
+        outcome: Outcome,
+        status: int | None = None,
+        failure: Failure | None = None,
+        at: float | None = None,
+    ) -> None:
+        """It is over; a second call changes nothing.
+
+        Args:
+            outcome: How.
+            status: Of the replica's response; None: 200 where that is complete.
+            failure: How the replica failed, where that is known.
+            at: When, by the clock; None: now.
+        """
+        if self.is_over:
+            return
+        self.is_over = True
+        if status is None and outcome is Outcome.COMPLETED:
+            status = 200
+        try:
+            self._tell_end(outcome, status, failure, self._seconds(at))
+        finally:
+            self.claim.give_back(self.observer.response_tokens())
+            self._place.give_back()
+            if self._on_over is not None:
+                self._on_over(self, outcome)
+
+    def _tell_end(
+        self, outcome: Outcome, status: int | None, failure: Failure | None, seconds: float
+    ) -> None:
+        if outcome is Outcome.COMPLETED and not self.has_begun:
+            self.has_begun = True  # a response that is not streamed is there at once
+            self.observer.on_first_byte(self.attempt, seconds)
+        if failure is None and status is not None and status >= 500:
+            failure = Failure.UNAVAILABLE if status in _NOT_NOW else Failure.SERVER_ERROR
+        if failure is not None:
+            self.observer.on_failure(self.attempt, failure)
+        end = _ENDS.get(outcome) or (End.REPLICA_DIED if self.has_begun else End.NO_REPLICA)
+        self.observer.on_end(end, status, seconds)
+
+
+class DecidedReservation(Reservation):
+    """One that was decided in Python."""
+
+    __slots__ = ("_observer", "decision")
 
     def __init__(
         self,
@@ -111,85 +248,30 @@ class Reservation:
         attempt: Attempt,
         observer: RequestObserver,
         claim: Claim,
+        place: Place,
         clock: Callable[[], float],
     ) -> None:
-        self.id = reservation_id
-        self.holder = holder
-        """The key that it was made with, by name; nobody else may end it."""
+        tokens = decision.prompt_tokens
+        super().__init__(reservation_id, holder, tokens, attempt, observer, claim, place, clock)
         self.decision = decision
-        self.attempt = attempt
-        """Where the gateway sends the request."""
-        self.observer = observer
-        self.claim = claim
-        self.is_over = self.has_begun = False
-        self._clock = clock
-        self._started_at = self.touched_at = clock()
-        self._on_over: Callable[[Reservation, Outcome], object] | None = None
+        self._observer = observer
 
     @property
-    def seconds(self) -> float:
-        """Since it was made."""
-        return self._clock() - self._started_at
+    def expected_tokens(self) -> int | None:
+        """Prompt tokens that will be cached when the engine admits it, as it was booked; None where
+        that is not followed."""
+        return self._observer.request.expected_tokens
 
-    def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
-        """Have *call* told of its end."""
-        self._on_over = call
-
-    def prefill_complete(self) -> None:
-        """The first token of the response is there."""
-        if not self.has_begun and not self.is_over:
-            self.has_begun = True
-            self.observer.on_first_byte(self.attempt, self.seconds)
-
-    def output(self, tokens: int) -> None:
-        """So many more tokens of the response."""
-        if not self.is_over:
-            self.prefill_complete()
-            self.observer.on_events(tokens)
-
-    def report(self, usage: bytes) -> None:
-        """What the engine said of the tokens: a JSON object with the `usage` of its response."""
-        self.observer.on_usage(True, usage, b"")
+    def chunk(self, piece: bytes) -> None:
+        """A piece of the response's body."""
+        self._observer.on_chunk(piece)
 
     def served_by(self, attempt: Attempt) -> None:
         """The gateway has sent it to another replica of the decision, as where it tried again."""
         if not self.is_over and attempt.replica_id != self.attempt.replica_id:
-            self.observer.on_failure(self.attempt, Failure.CONNECT)
+            self._observer.on_failure(self.attempt, Failure.CONNECT)
             self.attempt = attempt
-            self.observer.on_attempt(attempt)
-
-    def end(
-        self, outcome: Outcome, status: int | None = None, failure: Failure | None = None
-    ) -> None:
-        """It is over; a second call changes nothing.
-
-        Args:
-            outcome: How.
-            status: Of the replica's response; None: 200 where that is complete.
-            failure: How the replica failed, where that is known.
-        """
-        if self.is_over:
-            return
-        self.is_over = True
-        if status is None and outcome is Outcome.COMPLETED:
-            status = 200
-        try:
-            self._tell_end(outcome, status, failure)
-        finally:
-            self.claim.give_back(self.observer.response_tokens())
-            if self._on_over is not None:
-                self._on_over(self, outcome)
-
-    def _tell_end(self, outcome: Outcome, status: int | None, failure: Failure | None) -> None:
-        if outcome is Outcome.COMPLETED and not self.has_begun:
-            self.has_begun = True  # a response that is not streamed is there at once
-            self.observer.on_first_byte(self.attempt, self.seconds)
-        if failure is None and status is not None and status >= 500:
-            failure = Failure.UNAVAILABLE if status in _NOT_NOW else Failure.SERVER_ERROR
-        if failure is not None:
-            self.observer.on_failure(self.attempt, failure)
-        end = _ENDS.get(outcome) or (End.REPLICA_DIED if self.has_begun else End.NO_REPLICA)
-        self.observer.on_end(end, status, self.seconds)
+            self._observer.on_attempt(attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +295,8 @@ class Reservations:
         self, limit: int, idle_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._limit = limit
+        self.core: CoreReservations = import_module("router._core").Reservations(limit)
+        """Has a place for each of them, and knows those that the compiled core has made."""
         self._idle_s = idle_s
         self.clock = clock
         self._held: OrderedDict[str, Reservation] = OrderedDict()
@@ -229,11 +313,28 @@ class Reservations:
         """
         if reservation_id in self._held:
             raise ReservationExists
-        if len(self._held) >= self._limit:
-            raise Overloaded(f"holds {self._limit} reservations, its limit")
+        if self.core.held() >= self._limit:
+            raise self._full()
+
+    def take_place(self, reservation_id: str) -> Place:
+        """A place for another one, which has it until its end.
+
+        Raises:
+            ReservationExists: There is one of that id.
+            Overloaded: There are as many as there may be.
+        """
+        if reservation_id in self._held:
+            raise ReservationExists
+        place = self.core.take()
+        if place is None:
+            raise self._full()
+        return place
+
+    def _full(self) -> Overloaded:
+        return Overloaded(f"holds {self._limit} reservations, its limit")
 
     def add(self, reservation: Reservation) -> None:
-        """Hold one that was made after `check_room`."""
+        """Hold one that has a place."""
         self._held[reservation.id] = reservation
         reservation.on_over(self._over)
         self._look_later()
@@ -261,6 +362,10 @@ class Reservations:
             if reservation.attempt.replica_id == replica_id:
                 reservation.end(Outcome.REPLICA_GONE)
 
+    def count_gone(self) -> None:
+        """Count one that ended before it was held, since its replica was removed."""
+        self._ends[Outcome.REPLICA_GONE.value] += 1
+
     def end_all(self) -> None:
         """The router stops."""
         for reservation in list(self._held.values()):
@@ -277,6 +382,7 @@ class Reservations:
     def _over(self, reservation: Reservation, outcome: Outcome) -> None:
         self._ends[outcome.value] += 1
         self._held.pop(reservation.id, None)
+        self.core.forget(reservation.id)
 
     def _look_later(self) -> None:
         if self._timer is None and self._held:

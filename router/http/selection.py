@@ -13,7 +13,17 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Receive
 
-from router.doors import NOBODY, Caller, Outcome, Question, Reservation, names_of, worker_number
+from router.doors import (
+    NOBODY,
+    Caller,
+    DecidedReservation,
+    Outcome,
+    Question,
+    Reservation,
+    Reservations,
+    names_of,
+    worker_number,
+)
 from router.doors.desk import new_id
 from router.errors import (
     BadRequest,
@@ -199,9 +209,7 @@ def _add_reports(app: FastAPI, doors: _Doors, access: Access) -> None:
     )
     async def output(request: Request, reservation_id: str) -> Response:
         report = await doors.read_report(request, OutputReport)
-        reservation = doors.get(request, reservation_id)
-        reservation.output(report.tokens)
-        _report_usage(reservation, report)
+        _note_output(doors.get(request, reservation_id), report, None)
         return _json(_NOTED)
 
     @app.delete(
@@ -210,13 +218,45 @@ def _add_reports(app: FastAPI, doors: _Doors, access: Access) -> None:
     )
     async def end(request: Request, reservation_id: str) -> Response:
         report = await doors.read_report(request, ReservationEnd)
-        reservation = doors.get(request, reservation_id)
-        if report.tokens:
-            reservation.output(report.tokens)
-        _report_usage(reservation, report)
-        failure = None if report.failure is None else Failure(report.failure)
-        reservation.end(Outcome(report.outcome), report.status, failure)
+        _note_end(doors.get(request, reservation_id), report, None)
         return _json(_NOTED)
+
+
+def take_report(
+    reservations: Reservations, _number: int, reservation_id: str, kind: str, body: bytes, at: float
+) -> None:
+    """Note what a gateway has reported to the core of a reservation that it has made there.
+
+    Args:
+        reservations: All of them.
+        reservation_id: Of the reservation, which may have ended meanwhile.
+        kind: `first_token`, `output` or `end`.
+        body: As it came, and plain.
+        at: When, by the clock.
+    """
+    try:
+        reservation = reservations.get(reservation_id, "")
+    except UnknownReservation:
+        return
+    if kind == "first_token":
+        reservation.prefill_complete(at)
+    elif kind == "output":
+        _note_output(reservation, _decoded(body, OutputReport), at)
+    else:
+        _note_end(reservation, _decoded(body, ReservationEnd), at)
+
+
+def _note_output(reservation: Reservation, report: OutputReport, at: float | None) -> None:
+    reservation.output(report.tokens, at)
+    _report_usage(reservation, report)
+
+
+def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None) -> None:
+    if report.tokens:
+        reservation.output(report.tokens, at)
+    _report_usage(reservation, report)
+    failure = None if report.failure is None else Failure(report.failure)
+    reservation.end(Outcome(report.outcome), report.status, failure, at)
 
 
 class _Doors:
@@ -252,7 +292,9 @@ class _Doors:
         )
         return fields, ask
 
-    async def reserve(self, request: Request, ask: Question, name: str | None) -> Reservation:
+    async def reserve(
+        self, request: Request, ask: Question, name: str | None
+    ) -> DecidedReservation:
         """Reserve; while that waits, it is given up if the gateway leaves."""
         reserving = self.desk.reserve(ask, name)
         if not self._parts.config.overload.is_queueing:
@@ -264,7 +306,7 @@ class _Doors:
         body = await read_body(
             *(headers, request.receive, MAX_REPORT_BYTES, timeouts.client_body_s), lambda _: None
         )
-        return _decode(body, kind) if body.strip() else kind()
+        return _decoded(body, kind)
 
     def get(self, request: Request, reservation_id: str) -> Reservation:
         """The caller's reservation of that id."""
@@ -297,6 +339,11 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    """A report, all of which may be left out."""
+    return _decode(body, kind) if body.strip() else kind()
 
 
 def _eligible(fields: Any) -> IsEligible | None:
@@ -341,10 +388,13 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _reserved(reservation: Reservation, caller: Caller) -> SelectionView:
+def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
     decision, attempt = reservation.decision, reservation.attempt
     fields = _body_fields(decision, attempt.body, caller)
-    return selection_view(decision, attempt, reservation.id, fields)
+    view = selection_view(decision, attempt, reservation.id, fields)
+    # Asked anew, it would count the reservation itself as being computed there.
+    expected = reservation.expected_tokens
+    return view if expected is None else msgspec.structs.replace(view, expected_tokens=expected)
 
 
 def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict[str, Any]:
@@ -364,7 +414,7 @@ def _report_usage(reservation: Reservation, report: OutputReport) -> None:
     usage = report.usage
     if usage is None and report.cached_tokens is not None:
         usage = EngineUsage(
-            prompt_tokens=reservation.decision.prompt_tokens,
+            prompt_tokens=reservation.prompt_tokens,
             prompt_tokens_details={"cached_tokens": report.cached_tokens},
         )
     if usage is not None:

@@ -34,6 +34,8 @@ from router.tokenize import Endpoint
 _NOT_HELD_AGAINST_IT = frozenset(
     (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
 )
+BY_CORE = "; decided by the data plane"
+"""Ends the reason of a request that the core has decided."""
 _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
 
 
@@ -82,6 +84,10 @@ class Settled(NamedTuple):
     trace_id: str | None = None
     is_traced: bool = False
     """Whether that trace is recorded."""
+    reason: str = ""
+    """Why it went there, where that is known in full."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What lower tiers had of the prompt, likewise."""
 
     @property
     def exemplar(self) -> str | None:
@@ -106,6 +112,8 @@ class Settled(NamedTuple):
 
 def _in_words(settled: Settled) -> str:
     """Why it is where it is, as far as the data plane says: the hit there."""
+    if settled.reason:
+        return settled.reason
     prompt_tokens, gpu_cached, cached, _ = settled.tokens
     found = Candidate(
         replica_id=settled.replica,
@@ -113,7 +121,7 @@ def _in_words(settled: Settled) -> str:
         cached_tokens=cached,
         suspect=settled.suspect,
     )
-    return "; ".join([*found.hit_in_words(prompt_tokens), "decided by the data plane"])
+    return "; ".join(found.hit_in_words(prompt_tokens)) + BY_CORE
 
 
 class RequestObservers:
@@ -216,6 +224,30 @@ class RequestObservers:
             self.replicas.report_failure(replica_id, found.value)
         return found
 
+    def shown_failed(self, number: int, failure: Failure) -> None:
+        """Show how a replica failed a request that the data plane has decided.
+
+        Args:
+            number: The request's, in the data plane.
+            failure: How.
+        """
+        self._shown[number].last_failure = failure.value
+
+    def failed(self, replica_id: str, failure: Failure) -> bool:
+        """A replica failed; return whether it is out of rotation.
+
+        Args:
+            replica_id: Who; may have been removed since.
+            failure: How.
+        """
+        if failure in RETRIED and replica_id in self.replicas:
+            self.metrics.retries.labels(replica_id, failure.value).inc()
+            if failure not in _CACHE_IS_THERE:
+                self.planner.forget(replica_id)
+        if failure not in _NOT_HELD_AGAINST_IT:
+            self.replicas.report_failure(replica_id, failure.value)
+        return not self.replicas.is_healthy(replica_id)
+
     def forget(self, number: int) -> None:
         """Show no more of a request that the data plane has decided.
 
@@ -242,7 +274,8 @@ class RequestObservers:
         self.log.update(request)
 
     def _logged(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
-        """A new line of the log for a request that the data plane has decided."""
+        """A new line of the log for a request that the data plane has decided, which is counted."""
+        self.metrics.decided(settled.model, settled.asked.tokenization_s, settled.routing_s)
         prompt_tokens, gpu_cached, cached, expected = settled.tokens
         request = RoutedRequest(
             request_id=settled.request_id,
@@ -257,6 +290,7 @@ class RequestObservers:
         request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
         request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
         request.expected_tokens, request.suspect = expected, settled.suspect
+        request.by_tier = settled.by_tier
         request.why = partial(_in_words, settled)
         self.log.add(request)
         request.arrived_at -= settled.seconds
@@ -274,10 +308,12 @@ class RequestObservers:
             As the log shows it.
         """
         asked = settled.asked
-        self.metrics.decided(settled.model, asked.tokenization_s, settled.routing_s)
         request = self._shown.pop(number, None) or self._logged(settled, path, policy)
         is_known = settled.replica in self.replicas
-        served = self.metrics.served(settled.model, settled.replica if is_known else "removed")
+        served = self.metrics.served(
+            settled.model,
+            "none" if not settled.first_byte_s else settled.replica if is_known else "removed",
+        )
         if settled.first_byte_s and is_known:
             request.first_byte_s = settled.first_byte_s
             self.replicas.report_served(settled.replica)
@@ -298,7 +334,7 @@ class RequestObservers:
         actual = self.cached_tokens(settled.usage_reader, settled.replica)
         if actual is not None:
             request.actual_tokens = actual
-            served.compare(request.cached_tokens, actual, (), request.prompt_tokens)
+            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
             served.compare_expected(request.expected_tokens or 0, actual)
             self._judge(settled, request.cached_tokens, actual)
 
@@ -440,15 +476,8 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        replica_id = attempt.replica_id
         self.request.last_failure = failure.value
-        if failure in RETRIED and replica_id in self._of_all.replicas:
-            self._of_all.metrics.retries.labels(replica_id, failure.value).inc()
-            if failure not in _CACHE_IS_THERE:
-                self._of_all.planner.forget(replica_id)
-        if failure not in _NOT_HELD_AGAINST_IT:
-            self._of_all.replicas.report_failure(replica_id, failure.value)
-        return not self._of_all.replicas.is_healthy(replica_id)
+        return self._of_all.failed(attempt.replica_id, failure)
 
     @override
     def is_at_ease(self, attempt: Attempt) -> bool:

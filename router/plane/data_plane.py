@@ -52,6 +52,7 @@ class PlaneOptions:
     told_with: frozenset[bytes] = frozenset()
     long_prompt_tokens: int = 0
     route_path: bytes = b""
+    reserve_path: bytes = b""
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()
 
@@ -100,6 +101,11 @@ class PlaneListener(NamedTuple):
     """Told of a replica that did not serve such a request, which goes elsewhere or is opened."""
     on_told: Callable[[str, float], object]
     """A gateway that asked where a request would go was told: the model, and seconds."""
+    on_reserved: Callable[..., None]
+    """A gateway was told where to send a request, and it is booked there: by the number of its
+    question, and as `Plane` tells it. Whoever asks for the reservation is told of later."""
+    on_reported: Callable[..., None]
+    """A gateway has reported of that, likewise: the reservation, what, the body, and when."""
     on_second_attempt: Callable[[str], object]
     """What became of an attempt beside one that is late."""
     on_long_prompt: Callable[[], object]
@@ -164,6 +170,8 @@ class DataPlane:
             "overtaken": self._overtaken,
             "second_attempt": _of_none(listener.on_second_attempt),
             "told": _of_none(listener.on_told),
+            "reserved": listener.on_reserved,
+            "reported": listener.on_reported,
             "long_prompt": _of_none(listener.on_long_prompt),
         }
 

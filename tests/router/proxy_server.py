@@ -112,6 +112,8 @@ NOBODY_LISTENS = PlaneListener(
     on_left=lambda number: None,
     on_handed_over=lambda number, failed: None,
     on_told=lambda model, seconds: None,
+    on_reserved=lambda *what: None,
+    on_reported=lambda *what: None,
     on_second_attempt=lambda outcome: None,
     on_long_prompt=lambda: None,
 )

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -16,6 +17,7 @@
 #include "plane/errors.hpp"
 #include "plane/placing.hpp"
 #include "plane/plane.hpp"
+#include "plane/report.hpp"
 #include "plane/splice.hpp"
 #include "tls/context.hpp"
 
@@ -79,6 +81,29 @@ nb::tuple asked_of(const Asked& asked) {
                           asked.has_salt, asked.has_adapter,
                           asked.tokenization_s ? nb::cast(*asked.tokenization_s) : nb::none());
 }
+
+// A booking of the core's. Its steps take mutexes, and leave the interpreter to others.
+struct BookingHandle {
+    std::shared_ptr<Booking> booking;
+
+    void first_byte() {
+        nb::gil_scoped_release released;
+        booking->first_byte(clock_now());
+    }
+    void generated(u64 events) {
+        nb::gil_scoped_release released;
+        booking->generated(events, clock_now());
+    }
+    bool ended(bool was_served) {
+        nb::gil_scoped_release released;
+        return booking->ended(was_served, clock_now());
+    }
+};
+
+// One of the reservations that there may be.
+struct PlaceHandle {
+    std::shared_ptr<Budget::Share> share;
+};
 
 // The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
 struct AsTuple {
@@ -147,6 +172,20 @@ struct AsTuple {
     nb::object operator()(const Told& told) const {
         return nb::make_tuple("told", id, told.model, told.routing_s);
     }
+    nb::object operator()(const Reserved& reserved) const {
+        nb::list by_tier;
+        for (const auto& [tier, tokens] : reserved.by_tier) {
+            by_tier.append(nb::make_tuple(tier, tokens));
+        }
+        return nb::make_tuple("reserved", id, reserved.id, BookingHandle{reserved.booking},
+                              PlaceHandle{reserved.place}, reserved.reason, nb::tuple(by_tier),
+                              record("settled", reserved.so_far));
+    }
+    nb::object operator()(const Reported& reported) const {
+        static constexpr const char* kKinds[] = {"first_token", "output", "end"};
+        return nb::make_tuple("reported", id, reported.id, kKinds[static_cast<int>(reported.kind)],
+                              bytes_of(reported.body), reported.at);
+    }
     nb::object operator()(const SecondAttempt& second) const {
         return nb::make_tuple("second_attempt", id, second.outcome);
     }
@@ -159,6 +198,7 @@ struct AsTuple {
 // There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off, and whoever
 // is told of its request hears that it is over.
 void let_go(Plane& plane, const Event& event, nb::list& found) {
+    if (event.id == 0) return;  // it is about no request
     const bool is_body = std::holds_alternative<BodyRead>(event.what);
     if (is_body || std::holds_alternative<Settled>(event.what)) {
         found.append(nb::make_tuple("left", event.id));
@@ -200,6 +240,7 @@ void take_prepared(nb::dict from, Options& options) {
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
     options.route_path = text_of(from["route_path"]);
+    options.reserve_path = text_of(from["reserve_path"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.add(text_of(each));
     for (nb::handle each : from["told_with"]) options.told_with.add(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {
@@ -322,6 +363,13 @@ Forward way_of(nb::handle from) {
     return made;
 }
 
+// From an `AtGateway` of router/placing.py.
+AtGateway at_gateway_of(nb::handle from) {
+    return {std::to_string(read<u64>(from, "worker_id")), read<std::string>(from, "endpoint"),
+            read<std::string>(from, "address"),
+            read<std::vector<std::pair<int, u64>>>(from, "block_tokens")};
+}
+
 // From a `ServedName` of router/placing.py.
 std::shared_ptr<Served> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
@@ -332,6 +380,7 @@ std::shared_ptr<Served> served_of(nb::handle from) {
     for (nb::handle way : from.attr("ways")) {
         made->ways.push_back(way_of(way));
         made->names.push_back(read<std::string>(way, "name"));
+        made->at_gateways.push_back(at_gateway_of(way.attr("at_gateway")));
     }
     made->most_tokens = read<u64>(from, "most_tokens");
     made->adapter = read<std::optional<std::string>>(from, "adapter");
@@ -396,6 +445,12 @@ nb::object read_ask_of(nb::bytes body) {
     return nb::make_tuple(ask->model, ask->tokens, ask->is_stream);
 }
 
+nb::object read_report_of(const std::string& method, nb::bytes target, nb::bytes body) {
+    const std::optional<Report> report = report_of(method, {target.c_str(), target.size()});
+    if (!report) return nb::none();
+    return nb::cast(has_begun(report->kind, {body.c_str(), body.size()}));
+}
+
 nb::object with_model_of(nb::bytes body, const std::string& name) {
     const auto made = with_model({body.c_str(), body.size()}, name);
     return made ? nb::object(bytes_of(*made)) : nb::none();
@@ -425,6 +480,23 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("add", &Networks::add)
         .def("contains", &Networks::contains);
     module.def("read_ask", &read_ask_of);
+    module.def("read_report", &read_report_of);
+    nb::class_<BookingHandle>(module, "Booking")
+        .def("first_byte", &BookingHandle::first_byte)
+        .def("generated", &BookingHandle::generated)
+        .def("ended", &BookingHandle::ended);
+    nb::class_<PlaceHandle>(module, "Place")
+        .def("give_back", [](PlaceHandle& self) { self.share.reset(); });
+    nb::class_<Reservations>(module, "Reservations")
+        .def(nb::new_([](u64 most) { return std::make_shared<Reservations>(most); }))
+        .def("take",
+             [](Reservations& self) -> std::optional<PlaceHandle> {
+                 std::optional<Budget::Share> share = self.take();
+                 if (!share) return std::nullopt;
+                 return PlaceHandle{std::make_shared<Budget::Share>(std::move(*share))};
+             })
+        .def("forget", [](Reservations& self, const std::string& id) { self.remove(id); })
+        .def("held", &Reservations::held);
     nb::class_<kvroute::tls::Context>(module, "TlsContext")
         .def_static("for_clients", &context<&kvroute::tls::Context::for_clients>)
         .def_static("for_servers", &context<&kvroute::tls::Context::for_servers>);
@@ -438,10 +510,11 @@ void kvroute::binding::bind_plane(nb::module_& module) {
     module.def("with_model", &with_model_of);
     nb::class_<Placing>(module, "Placing")
         .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s,
-                         nb::handle order) {
+                         nb::handle order, std::shared_ptr<Reservations> reservations) {
             using namespace kvroute::binding;
             return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
-                                             decider_of(decider), quiet_s, ordering_of(order));
+                                             decider_of(decider), quiet_s, ordering_of(order),
+                                             std::move(reservations));
         }))
         .def("serve", &serve)
         .def("under_way", &Placing::under_way)

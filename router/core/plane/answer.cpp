@@ -1,5 +1,6 @@
 #include "plane/answer.hpp"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -48,34 +49,42 @@ std::string hit_in_words(const Answer& answer) {
     return text;
 }
 
-// As router/scoring/reasons.py says it of a delay.
-std::string reason_of(const Answer& answer) {
-    std::string text = hit_in_words(answer);
-    const auto add = [&text](const std::string& number, sv what) {
-        text.append("; ").append(number).append(" ").append(what);
-    };
-    if (answer.junction_tokens > 0) {
-        add(for_people(answer.junction_tokens), "more are worth as much to later prompts");
-    }
-    if (answer.coming_tokens > 0) add(for_people(answer.coming_tokens), "being computed there");
-    const decide::Delays& of = answer.delays;
-    const std::pair<double, sv> terms[] = {{of.ahead, "ahead of it"},
-                                           {of.own, "to compute"},
-                                           {of.work, "for the machine's time"},
-                                           {of.behind, "for those behind it"},
-                                           {of.evicted, "for what it evicts"}};
-    for (const auto& [delay, what] : terms) {
-        if (delay >= 0.5) add(for_people(delay), what);
-    }
-    return text.append(": a delay of ").append(for_people(of.sum())).append(" prefill tokens");
-}
-
 void append_text(std::string& out, sv name, sv value) {
     out.append("\"").append(name).append("\":\"").append(json_escaped(value)).append("\",");
 }
 
 void append_count(std::string& out, sv name, u64 value) {
     out.append("\"").append(name).append("\":").append(std::to_string(value)).append(",");
+}
+
+void append_rank(std::string& out, const Prediction& found) {
+    out.append("\"dp_rank\":");
+    out.append(found.dp_rank < 0 ? "null" : std::to_string(found.dp_rank)).append(",");
+}
+
+void append_headers(std::string& out, const Fields& headers) {
+    out += "\"headers\":{";
+    for (const auto& [name, value] : headers) append_text(out, name, value);
+    out.back() = '}';
+    out += ",";
+}
+
+// `_overlap` of router/http/responses.py.
+void append_overlap(std::string& out, const Answer& answer) {
+    const Prediction& found = answer.prediction;
+    u64 in_memory = 0;
+    for (const auto& [tier, tokens] : answer.by_tier) {
+        if (tier == "CPU" || tier == "cpu") in_memory += tokens;
+    }
+    out += "\"overlap\":{";
+    append_count(out, "longest_matched", found.cached_tokens);
+    append_count(out, "gpu", found.gpu_cached_tokens);
+    out.append("\"dp\":{\"").append(std::to_string(std::max(found.dp_rank, 0))).append("\":");
+    out.append(std::to_string(found.gpu_cached_tokens)).append("},");
+    append_count(out, "cpu", std::min(found.gpu_cached_tokens + in_memory, found.cached_tokens));
+    append_count(out, "disk", found.cached_tokens);
+    out.back() = '}';
+    out += ",";
 }
 
 void append_hit(std::string& out, const Answer& answer) {
@@ -111,12 +120,32 @@ std::string json_escaped(sv text) {
     return made;
 }
 
+std::string reason_of(const Answer& answer) {
+    std::string text = hit_in_words(answer);
+    const auto add = [&text](const std::string& number, sv what) {
+        text.append("; ").append(number).append(" ").append(what);
+    };
+    if (answer.junction_tokens > 0) {
+        add(for_people(answer.junction_tokens), "more are worth as much to later prompts");
+    }
+    if (answer.coming_tokens > 0) add(for_people(answer.coming_tokens), "being computed there");
+    const decide::Delays& of = answer.delays;
+    const std::pair<double, sv> terms[] = {{of.ahead, "ahead of it"},
+                                           {of.own, "to compute"},
+                                           {of.work, "for the machine's time"},
+                                           {of.behind, "for those behind it"},
+                                           {of.evicted, "for what it evicts"}};
+    for (const auto& [delay, what] : terms) {
+        if (delay >= 0.5) add(for_people(delay), what);
+    }
+    return text.append(": a delay of ").append(for_people(of.sum())).append(" prefill tokens");
+}
+
 std::string answer_body(const Answer& answer, double routing_s) {
     const Prediction& found = answer.prediction;
     std::string out = "{";
     append_text(out, "replica", found.replica);
-    out.append("\"dp_rank\":");
-    out.append(found.dp_rank < 0 ? "null" : std::to_string(found.dp_rank)).append(",");
+    append_rank(out, found);
     append_text(out, "model", found.model);
     append_text(out, "policy", "least_delay");
     append_count(out, "prompt_tokens", found.prompt_tokens);
@@ -130,6 +159,40 @@ std::string answer_body(const Answer& answer, double routing_s) {
     append_number(out, routing_s, 6);
     out += "}";
     return out;
+}
+
+u64 AtGateway::block_tokens_of(int dp_rank) const {
+    constexpr u64 kUsual = 16;  // as `_BLOCK_SIZE` of router/http/responses.py
+    for (const auto& [rank, tokens] : block_tokens) {
+        if (rank == std::max(dp_rank, 0)) return tokens;
+    }
+    return kUsual;
+}
+
+std::string reservation_body(const Reservable& reserved, const std::string& reason) {
+    const Answer& answer = reserved.answer;
+    const Prediction& found = answer.prediction;
+    std::string out = "{";
+    append_text(out, "selection_id", reserved.id);
+    append_text(out, "model_name", found.model);
+    append_text(out, "replica", found.replica);
+    out.append("\"worker_id\":").append(reserved.replica.worker_id).append(",");
+    append_rank(out, found);
+    append_text(out, "endpoint", reserved.replica.endpoint);
+    append_text(out, "address", reserved.replica.address);
+    if (!reserved.headers.empty()) append_headers(out, reserved.headers);
+    append_count(out, "block_size", reserved.replica.block_tokens_of(found.dp_rank));
+    append_overlap(out, answer);
+    append_count(out, "isl_tokens", found.prompt_tokens);
+    append_count(out, "effective_prefill_tokens",
+                 found.prompt_tokens - std::min(found.prompt_tokens, found.cached_tokens));
+    append_count(out, "expected_tokens", found.expected_tokens);
+    append_hit(out, answer);
+    append_text(out, "reason", reason);
+    append_text(out, "policy", "least_delay");
+    out += "\"cost\":";
+    append_number(out, answer.delays.sum(), 3);
+    return out += "}";
 }
 
 }  // namespace kvroute::plane

@@ -5,12 +5,14 @@
 // benchmarks/peers), and an end-to-end test holds both to each other.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "decide/least_delay.hpp"
+#include "plane/budget.hpp"
 #include "plane/decider.hpp"
 
 namespace kvroute::plane {
@@ -24,10 +26,32 @@ struct Answer {
     std::vector<std::pair<std::string, u64>> by_tier;  // what each lower tier adds to the GPU's hit
 };
 
+// What a gateway calls a replica: see router/doors/names.py.
+struct AtGateway {
+    std::string worker_id, endpoint, address;
+    std::vector<std::pair<int, u64>> block_tokens;  // by rank, where that is not the usual
+
+    u64 block_tokens_of(int dp_rank) const;
+};
+
+// A request that is booked where a gateway will send it.
+struct Reservable {
+    Answer answer;
+    std::shared_ptr<Booking> booking;
+    std::shared_ptr<Budget::Share> place;
+    std::string id, request_id;
+    Fields headers;  // for the engine
+    AtGateway replica;
+};
+
 // A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
 std::string json_escaped(std::string_view text);
 
+// As router/scoring/reasons.py says it of a delay.
+std::string reason_of(const Answer& answer);
 // As `RouteView` of router/http/views.py.
 std::string answer_body(const Answer& answer, double routing_s);
+// As its `SelectionView`. `reason`: of the answer.
+std::string reservation_body(const Reservable& reserved, const std::string& reason);
 
 }  // namespace kvroute::plane

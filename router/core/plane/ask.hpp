@@ -8,10 +8,15 @@
 
 namespace kvroute::plane {
 
+enum class Form : u8 {
+    completion,
+    question,     // prompt and model may have the names that gateways give them
+    reservation,  // likewise, and where it may go can be restricted
+};
+
 // Reads the body of `/v1/completions`. Nothing where anything in it needs a closer look: text, several
 // prompts, a salt, a session, whatever changes what is cached, and JSON that is not plain ASCII or not
 // well-formed. Whoever reads closely then says what is wrong, if anything is.
-// `is_question`: the prompt may be named `token_ids`, as gateways name it.
-std::optional<Ask> read_ask(std::string_view body, bool is_question = false);
+std::optional<Ask> read_ask(std::string_view body, Form form = Form::completion);
 
 }  // namespace kvroute::plane

@@ -15,7 +15,7 @@
 
 #include "http/body.hpp"
 #include "http/head.hpp"
-#include "plane/bodies.hpp"
+#include "plane/budget.hpp"
 #include "plane/channel.hpp"
 #include "plane/decider.hpp"
 #include "plane/loop.hpp"
@@ -72,6 +72,8 @@ private:
         refused,
     };
 
+    enum class Asks : u8 { to_be_sent, where, for_reservation, to_be_noted };
+
     // Another attempt of a request that was decided here, beside one that is late.
     class Second final : public Recipient {
     public:
@@ -114,7 +116,10 @@ private:
     bool may_decide();
     bool has_room();
     bool decide();
+    static Asks asked_by(const http::RequestHead& head, const Options& options);
     bool is_told_where();
+    bool is_reserved();
+    bool is_noted();
     enum class Care : u8 { none, prepared, told };  // that its fields ask for
     Care care() const;
     bool is_placed(Ask ask, std::shared_ptr<const Model> model = nullptr);
@@ -204,9 +209,9 @@ private:
     // Where it was decided without Python
     bool is_awaited_ = false;  // its body, before anybody is told
     bool is_proceeding_ = false;  // with what has come
-    bool asks_where_ = false;  // and where it would go, no more
+    Asks asks_ = Asks::to_be_sent;
     u8 path_ = 0;              // of `Options::prepared`
-    Bodies::Share share_;      // of the memory for such
+    Budget::Share share_;      // of the memory for such
     std::unique_ptr<Booking> booking_;
     Asked asked_;
     Prediction prediction_;

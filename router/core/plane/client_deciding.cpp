@@ -3,6 +3,7 @@
 #include "plane/answer.hpp"
 #include "plane/ask.hpp"
 #include "plane/client.hpp"
+#include "plane/report.hpp"
 #include "plane/splice.hpp"
 #include "plane/thread.hpp"
 
@@ -13,20 +14,35 @@ using sv = std::string_view;
 
 constexpr u64 kMostAwaited = 4 << 20;  // of a body, before anybody is told of it
 
+Respond json_response(std::string body) {
+    Respond made{200, {{"content-type", "application/json"}}, std::move(body)};
+    made.fields.emplace_back("content-length", std::to_string(made.body.size()));
+    return made;
+}
+
 }  // namespace
 
 // --- without Python -------------------------------------------------------------------------------
+
+Client::Asks Client::asked_by(const http::RequestHead& head, const Options& options) {
+    const sv target = head.origin_form;
+    if (target.empty()) return Asks::to_be_sent;
+    if (!options.reserve_path.empty() && report_of(head.method, target)) return Asks::to_be_noted;
+    if (head.method != "POST") return Asks::to_be_sent;
+    if (target == options.route_path) return Asks::where;
+    return target == options.reserve_path ? Asks::for_reservation : Asks::to_be_sent;
+}
 
 // Whether it could be a request that is decided here, once its body has come.
 bool Client::may_decide() {
     const Options& options = thread_.options();
     const u64 most = std::min(kMostAwaited, options.max_body_bytes);
-    const bool may = thread_.decider() != nullptr && head_.method == "POST" &&
-                     !head_.expects_continue && !is_of_reserve_ &&
-                     head_.framing == http::Framing::length && head_.length <= most;
+    const bool may = thread_.decider() != nullptr && !head_.expects_continue && !is_of_reserve_ &&
+                     head_.framing != http::Framing::chunked && head_.length <= most;
     if (!may) return false;
-    asks_where_ = !options.route_path.empty() && options.route_path == head_.origin_form;
-    if (asks_where_) return true;
+    asks_ = asked_by(head_, options);
+    if (asks_ != Asks::to_be_sent) return true;
+    if (head_.method != "POST" || head_.framing != http::Framing::length) return false;
     for (path_ = 0; path_ < options.prepared.size(); ++path_) {
         if (options.prepared[path_].first == head_.origin_form) return true;
     }
@@ -35,7 +51,7 @@ bool Client::may_decide() {
 
 // Whether its body can be held, by what its head says of its length.
 bool Client::has_room() {
-    std::optional<Bodies::Share> share = thread_.bodies().take(head_.length);
+    std::optional<Budget::Share> share = thread_.bodies().take(head_.length);
     if (!share) return false;
     share_ = std::move(*share);
     return true;
@@ -46,7 +62,11 @@ bool Client::decide() {
     is_awaited_ = false;
     const Care care = this->care();
     if (care == Care::told) return false;
-    if (asks_where_) return care == Care::none && is_told_where();
+    if (asks_ != Asks::to_be_sent) {
+        if (care != Care::none) return false;
+        if (asks_ == Asks::to_be_noted) return is_noted();
+        return asks_ == Asks::where ? is_told_where() : is_reserved();
+    }
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
         std::optional<Ask> ask = read_ask(body_);
@@ -76,7 +96,7 @@ bool Client::is_told_where() {
     const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
                            head_.find("content-type").find("msgpack") != sv::npos;
     if (decider == nullptr || is_packed) return false;
-    const std::optional<Ask> ask = read_ask(body_, true);
+    const std::optional<Ask> ask = read_ask(body_, Form::question);
     auto model = ask ? decider->model(ask->model) : nullptr;
     if (model == nullptr || model->is_read_first) return false;
     const double began = clock_now();
@@ -84,11 +104,62 @@ bool Client::is_told_where() {
         decider->look({.ask = *ask, .model = std::move(model), .now = began});
     if (!answer) return false;
     const double routing_s = clock_now() - began;
-    Respond respond{200, {{"content-type", "application/json"}}, {}};
-    respond.body = answer_body(*answer, routing_s);
-    respond.fields.emplace_back("content-length", std::to_string(respond.body.size()));
+    const Respond respond = json_response(answer_body(*answer, routing_s));
     thread_.post(0, Told{answer->prediction.model, routing_s});
     this->respond(respond);
+    return true;
+}
+
+// The same, and it is booked there.
+bool Client::is_reserved() {
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return false;
+    const std::optional<Ask> ask = read_ask(body_, Form::reservation);
+    auto model = ask ? decider->model(ask->model) : nullptr;
+    if (model == nullptr || model->is_read_first) return false;
+    const double began = clock_now();
+    std::optional<Reservable> made = decider->reserve({.ask = *ask,
+                                                       .model = std::move(model),
+                                                       .request_id = head_.find("x-request-id"),
+                                                       .now = began});
+    if (!made) return false;
+    Reserved told;
+    told.reason = reason_of(made->answer);
+    const Respond respond = json_response(reservation_body(*made, told.reason));
+    prediction_ = std::move(made->answer.prediction);
+    request_id_ = std::move(made->request_id);
+    asked_ = {0, ask->is_stream, true, false, prediction_.has_adapter, std::nullopt};
+    started_at_ = began;
+    routing_s_ = clock_now() - began;
+    first_byte_s_ = 0;
+    told.so_far = so_far();
+    told.id = std::move(made->id);
+    told.by_tier = std::move(made->answer.by_tier);
+    told.booking = std::move(made->booking);
+    told.place = std::move(made->place);
+    const u64 long_tokens = thread_.options().long_prompt_tokens;
+    if (long_tokens && prediction_.uncached_tokens >= long_tokens) {
+        thread_.post(0, LongPromptSent{});
+    }
+    thread_.post(exchange_, std::move(told));
+    this->respond(respond);
+    return true;
+}
+
+// Whether a gateway's report was noted: the books know it at once, and Python a moment later.
+bool Client::is_noted() {
+    Decider* const decider = thread_.decider();
+    const std::optional<Report> report = report_of(head_.method, head_.origin_form);
+    const std::optional<bool> begun = report ? has_begun(report->kind, body_) : std::nullopt;
+    if (decider == nullptr || !begun) return false;
+    const bool is_over = report->kind == ReportKind::end;
+    const std::shared_ptr<Booking> booking = decider->reserved(report->id, is_over);
+    if (booking == nullptr) return false;
+    const double now = clock_now();
+    if (*begun) booking->first_byte(now);
+    if (is_over) booking->ended(true, now);
+    thread_.post(exchange_, Reported{std::string(report->id), report->kind, body_, now});
+    respond(json_response("{\"status\":\"ok\"}"));
     return true;
 }
 

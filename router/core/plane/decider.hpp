@@ -11,8 +11,8 @@
 
 namespace kvroute::plane {
 
-// A request that was decided here, from its sending to its end: it is booked where it was sent. Every
-// call but the last may be left out; without it, the request counts as not served. The last returns
+// A request that was decided here, from its sending to its end: it is booked where it was sent. From any
+// thread, and again without effect. Every call but the last may be left out; without it, the request counts as not served. The last returns
 // whether no other request that was decided here was at the replica meanwhile, or shortly before.
 class Booking {
 public:
@@ -59,6 +59,7 @@ struct Question {
 };
 
 struct Answer;
+struct Reservable;
 
 class Decider {
 public:
@@ -69,6 +70,10 @@ public:
     virtual std::optional<Placed> place(const Question& question) = 0;
     // Where a request would go. Nothing: as before.
     virtual std::optional<Answer> look(const Question& question) = 0;
+    // Books a request that a gateway sends. Nothing: as before.
+    virtual std::optional<Reservable> reserve(const Question& question) = 0;
+    // One that was reserved and is not over; null: it is not known. `is_over`: from now on.
+    virtual std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) = 0;
 };
 
 }  // namespace kvroute::plane

@@ -7,10 +7,59 @@
 #include "plane/loop.hpp"
 
 namespace kvroute::plane {
+
+using decide::i64;
+
+class Booked final : public Booking {
+public:
+    // With the mutexes of both books held.
+    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
+           std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
+           const decide::Replica& replica,
+           i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
+           const mirror::Sent& sent, double now)
+        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
+          under_way_(std::move(under_way)), quiet_(std::move(quiet)),
+          flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
+          visit_(mirror_books_->mirror.begin(sent, now)),
+          moment_(quiet_->began(replica.id, now)) {
+        if (under_way_) ++*under_way_;
+    }
+    ~Booked() override { end(false, clock_now()); }
+
+    u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
+
+    void first_byte(double now) override {
+        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        if (flight_.first_token()) mirror_books_->mirror.first_token(visit_, now);
+    }
+    void generated(u64 events, double) override {
+        std::lock_guard locked(books_->mutex);
+        flight_.generated(static_cast<i64>(events));
+    }
+    bool ended(bool was_served, double now) override { return end(was_served, now); }
+
+private:
+    bool end(bool was_served, double now) {
+        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        if (!flight_.ended()) return was_alone_;
+        if (under_way_) --*under_way_;
+        mirror_books_->mirror.ended(visit_, was_served, now);
+        return was_alone_ = quiet_->ended(moment_, now);
+    }
+
+    std::shared_ptr<decide::Books> books_;
+    std::shared_ptr<mirror::Books> mirror_books_;
+    std::shared_ptr<std::atomic<u64>> under_way_;
+    std::shared_ptr<QuietMoments> quiet_;
+    decide::InFlight flight_;
+    std::shared_ptr<mirror::Visit> visit_;
+    Moment moment_;
+    bool was_alone_ = false;
+};
+
 namespace {
 
-using decide::Candidates;
-using decide::i64;
 
 constexpr std::size_t kMostRequestId = 128;
 
@@ -65,57 +114,6 @@ private:
     const std::vector<decide::CacheId>& in_books_;
 };
 
-class Booked final : public Booking {
-public:
-    // With the mutexes of both books held.
-    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-           std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
-           const decide::Replica& replica,
-           i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
-           const mirror::Sent& sent, double now)
-        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          under_way_(std::move(under_way)), quiet_(std::move(quiet)),
-          flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
-          visit_(mirror_books_->mirror.begin(sent, now)),
-          moment_(quiet_->began(replica.id, now)) {
-        ++*under_way_;
-    }
-    ~Booked() override { end(false, clock_now()); }
-
-    u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
-
-    void first_byte(double now) override {
-        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
-        flight_.first_token();
-        mirror_books_->mirror.first_token(visit_, now);
-    }
-    void generated(u64 events, double) override {
-        std::lock_guard locked(books_->mutex);
-        flight_.generated(static_cast<i64>(events));
-    }
-    bool ended(bool was_served, double now) override { return end(was_served, now); }
-
-private:
-    bool end(bool was_served, double now) {
-        if (is_over_) return false;
-        is_over_ = true;
-        --*under_way_;
-        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
-        flight_.ended();
-        mirror_books_->mirror.ended(visit_, was_served, now);
-        return quiet_->ended(moment_, now);
-    }
-
-    std::shared_ptr<decide::Books> books_;
-    std::shared_ptr<mirror::Books> mirror_books_;
-    std::shared_ptr<std::atomic<u64>> under_way_;
-    std::shared_ptr<QuietMoments> quiet_;
-    decide::InFlight flight_;
-    std::shared_ptr<mirror::Visit> visit_;
-    Moment moment_;
-    bool is_over_ = false;
-};
-
 std::string new_request_id() {
     thread_local std::mt19937_64 random{std::random_device()()};
     static constexpr char kDigits[] = "0123456789abcdef";
@@ -123,6 +121,18 @@ std::string new_request_id() {
     for (std::size_t half = 0; half < 2; ++half) {
         u64 bits = random();
         for (std::size_t at = 0; at < 16; ++at, bits >>= 4) made[half * 16 + at] = kDigits[bits & 15];
+    }
+    return made;
+}
+
+// That nobody guesses: who knows it may end the reservation.
+std::string new_reservation_id() {
+    thread_local std::random_device random;
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string made(32, '0');
+    for (std::size_t part = 0; part < 4; ++part) {
+        auto bits = random();
+        for (std::size_t at = 0; at < 8; ++at, bits >>= 4) made[part * 8 + at] = kDigits[bits & 15];
     }
     return made;
 }
@@ -216,31 +226,95 @@ Prediction Placing::predicted(const Choice& choice, const Read& read) {
 
 std::optional<Placed> Placing::place(const Question& question) {
     const std::optional<Read> read = this->read(question);
-    return read ? book(question, *read) : std::nullopt;
+    std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
+    if (!choice) return std::nullopt;
+    const Served& served = *read->served;
+    const u32 replica = choice->state().replica;
+    const i64 ahead = std::max<i64>(choice->state().queued_tokens, 0), hit = choice->cached().all;
+    Placed placed;
+    placed.prediction = predicted(*choice, *read);
+    auto booking = book(question, *read, *choice, placed.prediction, under_way_);
+    placed.prediction.expected_tokens = booking->expected_tokens();
+    placed.booking = std::move(booking);
+    placed.forward = served.ways[replica];
+    placed.order = order_number(question, placed.prediction);
+    placed.name = served.names[replica];
+    if (placed.name.empty() && question.ask.is_renamed) placed.name = question.ask.model;
+    if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);
+    if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
+    placed.forward.work_tokens = placed.prediction.uncached_tokens + static_cast<u64>(ahead);
+    placed.request_id = given_or_new(question.request_id);
+    tell(placed.forward, question, placed.request_id, choice->dp_rank, hit);
+    return placed;
 }
 
 std::optional<Answer> Placing::look(const Question& question) {
     const std::optional<Read> read = this->read(question);
-    if (!read) return std::nullopt;
-    std::optional<Choice> choice = choose(question, *read);
+    std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice) return std::nullopt;
-    Answer answer;
-    answer.prediction = predicted(*choice, *read);
-    const decide::CachedTokens& cached = choice->cached();
+    Answer answer = answer_of(*choice, *read);
+    const i64 hit = choice->cached().all;
     const auto prompt_tokens = static_cast<i64>(answer.prediction.prompt_tokens);
-    const decide::Ranking& ranking = *choice->ranking;
+    answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
+        read->served->numbers->in_mirror[choice->cache->id], *read->prompt, prompt_tokens,
+        {hit, hit}));
+    return answer;
+}
+
+std::optional<Reservable> Placing::reserve(const Question& question) {
+    std::optional<Budget::Share> place = reservations_->take();
+    if (!place) return std::nullopt;
+    const std::optional<Read> read = this->read(question);
+    std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
+    if (!choice) return std::nullopt;
+    const Served& served = *read->served;
+    const u32 replica = choice->state().replica;
+    if (!served.names[replica].empty()) return std::nullopt;  // its body would have to be changed
+    Reservable made;
+    made.answer = answer_of(*choice, *read);
+    auto booking = book(question, *read, *choice, made.answer.prediction, nullptr);
+    made.answer.prediction.expected_tokens = booking->expected_tokens();
+    made.booking = std::move(booking);
+    made.place = std::make_shared<Budget::Share>(std::move(*place));
+    made.id = new_reservation_id();
+    made.request_id = given_or_new(question.request_id);
+    made.replica = served.at_gateways[replica];
+    if (choice->dp_rank) {
+        made.headers.emplace_back("x-data-parallel-rank", std::to_string(*choice->dp_rank));
+    }
+    if (served.ways[replica].is_ordered && question.ask.is_completion) {
+        const u64 number = order_number(question, made.answer.prediction);
+        made.headers.emplace_back("x-vllm-priority", std::to_string(number));
+    }
+    reservations_->add(made.id, made.booking);
+    return made;
+}
+
+std::shared_ptr<Booking> Placing::reserved(std::string_view id, bool is_over) {
+    const std::string sought(id);
+    return is_over ? reservations_->remove(sought) : reservations_->find(sought);
+}
+
+Answer Placing::answer_of(const Choice& choice, const Read& read) const {
+    Answer answer;
+    answer.prediction = predicted(choice, read);
+    const decide::CachedTokens& cached = choice.cached();
+    const auto prompt_tokens = static_cast<i64>(answer.prediction.prompt_tokens);
+    const decide::Ranking& ranking = *choice.ranking;
     const decide::Wanted wanted{{}, {}, prompt_tokens, ranking.prefill_tokens_per_s, {}};
     answer.delays = decide::delays_at(ranking.first, wanted, ranking.able, decider_->weights(),
                                       ranking.order.mean_congestion);
     answer.junction_tokens = static_cast<u64>(cached.junction);
     if (cached.recent > cached.gpu) answer.coming_tokens = static_cast<u64>(cached.recent);
-    for (const decide::TierShare& share : choice->lower_shares()) {
+    for (const decide::TierShare& share : choice.lower_shares()) {
         answer.by_tier.emplace_back(share.tier, static_cast<u64>(share.tokens));
     }
-    const i64 hit = cached.all;
-    answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
-        read->served->numbers->in_mirror[choice->cache->id], *read->prompt, prompt_tokens, {hit, hit}));
     return answer;
+}
+
+u64 Placing::order_number(const Question& question, const Prediction& of) const {
+    const u64 to_compute = of.prompt_tokens - std::min(of.prompt_tokens, of.expected_tokens);
+    return order_of(ordering_, question.ask.priority_class, to_compute);
 }
 
 std::optional<Placing::Read> Placing::read(const Question& question) const {
@@ -306,60 +380,40 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     return choice;
 }
 
-std::optional<Placed> Placing::book(const Question& question, const Read& read) const {
-    std::optional<Choice> choice = choose(question, read);
-    if (!choice) return std::nullopt;
+std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read, Choice& choice,
+                                      const Prediction& prediction, Count under_way) const {
     const Served& served = *read.served;
-    const decide::State& state = choice->state();
-    const decide::CachedTokens& cached = choice->cached();
-    Prediction prediction = predicted(*choice, read);
     const auto prompt_tokens = static_cast<i64>(prediction.prompt_tokens);
     const auto uncached = static_cast<i64>(prediction.uncached_tokens);
     const mirror::LookUp look_ups[] = {{read.prompt, nullptr}};
     mirror::Sent sent;
     sent.model = served.in_mirror;
     sent.index = served.index;
-    sent.source = choice->cache->source_in(served.index.get());
-    sent.cache = served.numbers->in_mirror[choice->cache->id];
+    sent.source = choice.cache->source_in(served.index.get());
+    sent.cache = served.numbers->in_mirror[choice.cache->id];
     sent.prompts = look_ups;
     sent.prompt_tokens = prompt_tokens;
     sent.uncached_tokens = uncached;
-    sent.hit_tokens = cached.all;
-    sent.speed = state.speed;
-    for (const decide::TierShare& share : choice->lower_shares()) {
+    sent.hit_tokens = choice.cached().all;
+    sent.speed = choice.state().speed;
+    for (const decide::TierShare& share : choice.lower_shares()) {
         sent.loads.emplace_back(share.tier, share.tokens);
     }
-    sent.junction_tokens = cached.junction;
+    sent.junction_tokens = choice.cached().junction;
     const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
     sent.keep = keep;
     if (decider_->recent) {
         const KeySpace& space = served.index->index.space();
-        decider_->recent->remember(choice->cache->id, read.prompt->prefix_keys(space, decide::kKeyStep),
-                                   question.now);
+        decider_->recent->remember(choice.cache->id,
+                                   read.prompt->prefix_keys(space, decide::kKeyStep), question.now);
     }
+    auto booking = std::make_unique<Booked>(books_, mirror_books_, std::move(under_way), quiet_,
+                                            *choice.replica, uncached, prompt_tokens,
+                                            choice.dp_rank, sent, question.now);
     // Whatever fails from here on ends the booking, which takes the mutexes.
-    auto booking = std::make_unique<Booked>(books_, mirror_books_, under_way_, quiet_,
-                                            *choice->replica, uncached, prompt_tokens,
-                                            choice->dp_rank, sent, question.now);
-    choice->books.unlock();
-    choice->mirror_books.unlock();
-
-    Placed placed;
-    prediction.expected_tokens = booking->expected_tokens();
-    placed.prediction = std::move(prediction);
-    placed.booking = std::move(booking);
-    placed.forward = served.ways[state.replica];
-    const u64 to_compute = placed.prediction.prompt_tokens - std::min(placed.prediction.prompt_tokens,
-                                                                     placed.prediction.expected_tokens);
-    placed.order = order_of(ordering_, question.ask.priority_class, to_compute);
-    placed.name = served.names[state.replica];
-    if (placed.name.empty() && question.ask.is_renamed) placed.name = question.ask.model;
-    if (!placed.name.empty()) placed.forward.reported.emplace_back("x-kv-model", placed.name);
-    if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
-    placed.forward.work_tokens = static_cast<u64>(uncached + std::max<i64>(state.queued_tokens, 0));
-    placed.request_id = given_or_new(question.request_id);
-    tell(placed.forward, question, placed.request_id, choice->dp_rank, cached.all);
-    return placed;
+    choice.books.unlock();
+    choice.mirror_books.unlock();
+    return booking;
 }
 
 }  // namespace kvroute::plane

@@ -14,6 +14,7 @@
 #include "plane/answer.hpp"
 #include "plane/decider.hpp"
 #include "plane/quiet.hpp"
+#include "plane/reservations.hpp"
 
 namespace kvroute::plane {
 
@@ -34,6 +35,7 @@ struct Served final : Model {
     std::optional<std::string> adapter;  // that the name stands for
     std::vector<Forward> ways;   // to each replica, by its number; without what is of one request
     std::vector<std::string> names;  // what each calls the model; empty: as the client does
+    std::vector<AtGateway> at_gateways;  // what gateways call each
     double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
     std::shared_ptr<const CacheNumbers> numbers;
@@ -47,14 +49,17 @@ struct Ordering {
     u64 longest_tokens = 0;  // for which one waits more than for fewer
 };
 
+class Booked;
+
 class Placing final : public Decider {
 public:
-    // `decider` lives as long as this. `quiet_s`: see `QuietMoments`.
+    // `quiet_s`: see `QuietMoments`.
     Placing(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-            std::shared_ptr<decide::Decider> decider, double quiet_s, Ordering ordering)
+            std::shared_ptr<decide::Decider> decider, double quiet_s, Ordering ordering,
+            std::shared_ptr<Reservations> reservations)
         : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
           decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)),
-          ordering_(ordering) {}
+          ordering_(ordering), reservations_(std::move(reservations)) {}
 
     // Names and what they stand for, in place of what there was.
     using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
@@ -63,6 +68,8 @@ public:
     std::shared_ptr<const Model> model(const std::string& name) override;
     std::optional<Placed> place(const Question& question) override;
     std::optional<Answer> look(const Question& question) override;
+    std::optional<Reservable> reserve(const Question& question) override;
+    std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) override;
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }
@@ -93,13 +100,19 @@ private:
     std::shared_ptr<const Served> served(const std::string& name) const;
     std::optional<Read> read(const Question& question) const;
     std::optional<Choice> choose(const Question& question, const Read& read) const;
-    std::optional<Placed> book(const Question& question, const Read& read) const;
+    Answer answer_of(const Choice& choice, const Read& read) const;
+    using Count = std::shared_ptr<std::atomic<u64>>;
+    // Ends the choice: the mutexes are released. `under_way`: counts it; null: nobody.
+    std::unique_ptr<Booked> book(const Question& question, const Read& read, Choice& choice,
+                                 const Prediction& prediction, Count under_way) const;
+    u64 order_number(const Question& question, const Prediction& prediction) const;
 
     std::shared_ptr<decide::Books> books_;
     std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<decide::Decider> decider_;
     std::shared_ptr<QuietMoments> quiet_;
     Ordering ordering_;
+    std::shared_ptr<Reservations> reservations_;
     std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
     mutable std::mutex mutex_;  // guards `models_`
     std::shared_ptr<const Models> models_ = std::make_shared<Models>();

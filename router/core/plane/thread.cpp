@@ -62,7 +62,9 @@ Outbox::~Outbox() { ::close(signal_); }
 
 void Outbox::post(Event event, bool is_awaited) {
     const bool can_wait = std::holds_alternative<Settled>(event.what) ||
-                          std::holds_alternative<Told>(event.what);
+                          std::holds_alternative<Told>(event.what) ||
+                          std::holds_alternative<Reserved>(event.what) ||
+                          std::holds_alternative<Reported>(event.what);
     is_awaited |= !can_wait;
     {
         std::lock_guard locked(mutex_);

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "plane/bodies.hpp"
+#include "plane/budget.hpp"
 #include "plane/client.hpp"
 #include "plane/hosts.hpp"
 #include "plane/loop.hpp"
@@ -53,7 +53,7 @@ struct Common {
 
     const Options options;
     Outbox outbox;
-    Bodies bodies;
+    Budget bodies;  // of requests that Python has not been told of
     Hosts hosts;
     tls::Contexts contexts;
     Usual usual;
@@ -85,7 +85,7 @@ public:
     Loop& loop() { return loop_; }
     Pool& pool() { return pool_; }
     Usual& usual() { return common_.usual; }
-    Bodies& bodies() { return common_.bodies; }
+    Budget& bodies() { return common_.bodies; }
     const Hosts& hosts() const { return common_.hosts; }
     double now() const { return now_; }
     void post(ExchangeId id, decltype(Event::what) what) {

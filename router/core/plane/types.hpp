@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "http/fields.hpp"
+#include "plane/budget.hpp"
 #include "plane/networks.hpp"
 
 namespace kvroute::plane {
@@ -83,6 +85,7 @@ struct Ask {
     std::string model;  // as the client names it
     std::vector<u32> tokens;  // of its one prompt; not empty
     bool is_stream = false;
+    bool is_completion = true;  // in the form of one; else the ids alone are given
     // Of a prompt that was read elsewhere:
     u8 path = 0;                      // of `Options::prepared`
     std::optional<std::string> salt;  // of the first block
@@ -225,6 +228,28 @@ struct Told {
     double routing_s = 0;
 };
 
+class Booking;
+
+// A gateway that sends a request itself was told where. It is booked until that gateway reports its
+// end, to Python: who asks for it is told of behind this event.
+struct Reserved {
+    std::string id;
+    std::shared_ptr<Booking> booking;
+    std::shared_ptr<Budget::Share> place;  // of the reservations that there may be
+    std::string reason;
+    std::vector<std::pair<std::string, u64>> by_tier;
+    Settled so_far;
+};
+
+// What a gateway has reported of one: it was told that this is noted.
+enum class ReportKind : u8 { first_token, output, end };
+struct Reported {
+    std::string id;
+    ReportKind kind = ReportKind::end;
+    std::string body;
+    double at = 0;  // by the clock
+};
+
 // Others should hear soon that such a request was sent: see `Options::long_prompt_tokens`.
 struct LongPromptSent {};
 
@@ -236,7 +261,7 @@ struct Running {
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent, Told>
+                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent, Told, Reserved, Reported>
         what;
 };
 
@@ -264,6 +289,7 @@ struct Options {
     http::Names prepared_with, told_with;
     // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
     std::string route_path;
+    std::string reserve_path;    // where they have it booked, and report of that; likewise
     u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
     Networks trusted_proxies;   // whose word counts for where a request comes from

@@ -1,21 +1,20 @@
-// How much the bodies hold, all together, of requests that Python has not been told of.
+// How much of something may be held, all together: bytes of bodies, reservations. From any thread.
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <optional>
 #include <utility>
 
-#include "plane/types.hpp"
-
 namespace kvroute::plane {
 
-class Bodies {
+class Budget {
 public:
-    // What one request holds, for as long as this lives.
+    // What one holder has of it, for as long as this lives.
     class Share {
     public:
         Share() = default;
-        Share(Bodies& of, u64 size) : of_(&of), size_(size) {}
+        Share(Budget& of, std::uint64_t size) : of_(&of), size_(size) {}
         Share(Share&& other) noexcept
             : of_(std::exchange(other.of_, nullptr)), size_(other.size_) {}
         Share& operator=(Share&& other) noexcept {
@@ -28,25 +27,24 @@ public:
         }
 
     private:
-        Bodies* of_ = nullptr;
-        u64 size_ = 0;
+        Budget* of_ = nullptr;
+        std::uint64_t size_ = 0;
     };
 
-    // `most`: in bytes.
-    explicit Bodies(u64 most) : most_(most) {}
+    explicit Budget(std::uint64_t most) : most_(most) {}
 
-    // Nothing: there is no room. From any thread.
-    std::optional<Share> take(u64 size) {
-        const u64 before = held_.fetch_add(size, std::memory_order_relaxed);
+    // Nothing: there is no room.
+    std::optional<Share> take(std::uint64_t size) {
+        const std::uint64_t before = held_.fetch_add(size, std::memory_order_relaxed);
         Share share(*this, size);
         if (before + size > most_) return std::nullopt;
         return share;
     }
-    u64 held() const { return held_.load(std::memory_order_relaxed); }
+    std::uint64_t held() const { return held_.load(std::memory_order_relaxed); }
 
 private:
-    u64 most_;
-    std::atomic<u64> held_{0};
+    std::uint64_t most_;
+    std::atomic<std::uint64_t> held_{0};
 };
 
 }  // namespace kvroute::plane

@@ -1,0 +1,149 @@
+"""Reservations that the compiled core makes by itself: from here on they are as all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from router.doors.asks import Question
+from router.doors.reservations import Claim, Reservation, Reservations
+from router.observability.request_observer import BY_CORE, AskedInCore, RequestObservers, Settled
+from router.overload import Entrance
+from router.proxy import Attempt, End, Failure
+from router.routing.admission import Admission
+
+if TYPE_CHECKING:
+    from router._core import Booking, Place
+
+RESERVE_PATH = "/select_and_reserve"
+
+
+class Adopted:
+    """Hears of them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        observers: RequestObservers,
+        admission: Admission,
+        entrance: Entrance | None,
+        policy: str,
+    ) -> None:
+        """
+        Args:
+            reservations: Holds them.
+            observers: Count and log.
+            admission: Counts bodies; of these none is kept.
+            entrance: Where others wait for room; None: nowhere.
+            policy: The name of the policy that chose.
+        """
+        self._reservations = reservations
+        self._observers = observers
+        self._admission = admission
+        self._entrance = entrance
+        self._policy = policy
+
+    def made(
+        self,
+        number: int,
+        reservation_id: str,
+        booking: Booking,
+        place: Place,
+        reason: str,
+        by_tier: tuple[tuple[str, int], ...],
+        record: Sequence[Any],
+    ) -> None:
+        """A gateway was told where to send a request, and it is booked there.
+
+        Args:
+            number: Of the gateway's question, in the core.
+            reservation_id: What the gateway was told.
+            booking: Follows the request in the core's books.
+            place: Among the reservations that there may be.
+            reason: Why it goes there.
+            by_tier: Tokens that lower tiers have of its prompt.
+            record: As `Plane` tells of a request that it served.
+        """
+        settled = Settled(*record[2:])
+        settled = settled._replace(
+            asked=AskedInCore(*settled.asked), reason=f"{reason}{BY_CORE}", by_tier=by_tier
+        )
+        observer = _CoreObserver(self._observers, number, settled, booking, self._policy)
+        replicas = self._observers.replicas
+        if settled.replica not in replicas:  # it was removed meanwhile
+            self._reservations.count_gone()
+            observer.on_end(End.NO_REPLICA, None, self._reservations.clock() - settled.began_at)
+            place.give_back()
+            return
+        replicas.report_sent(settled.replica)
+        self._reservations.add(
+            Reservation(
+                reservation_id,
+                "",
+                settled.tokens[0],
+                Attempt(settled.replica, replicas.get(settled.replica).origin),
+                observer,
+                self._claim(settled),
+                place,
+                self._reservations.clock,
+                settled.began_at,
+            )
+        )
+
+    def _claim(self, settled: Settled) -> Claim:
+        """Its place among those that wait: it did not have to."""
+        ask = Question(endpoint=None, body=b"", path=RESERVE_PATH, request_id=settled.request_id)
+        room = None if self._entrance is None else self._entrance.room
+        claim = Claim(ask, self._admission, room)
+        if self._entrance is not None:
+            waiter = self._entrance.waiter(settled.model, {}, "", None, 1.0)
+            prompt_tokens, _, cached_tokens, _ = settled.tokens
+            waiter.tokens = prompt_tokens - cached_tokens
+            self._entrance.room.passed(waiter)
+            claim.waiter = waiter
+        return claim
+
+
+class _CoreObserver:
+    """Observes one, as `RequestObserver` does what was decided here."""
+
+    def __init__(
+        self,
+        observers: RequestObservers,
+        number: int,
+        settled: Settled,
+        booking: Booking,
+        policy: str,
+    ) -> None:
+        self._observers = observers
+        self._number = number
+        self._settled = settled
+        self._booking = booking
+        self._policy = policy
+        observers.show(number, settled, RESERVE_PATH, policy)
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
+        self._booking.first_byte()
+        self._settled = self._settled._replace(first_byte_s=seconds)
+        self._observers.show(self._number, self._settled, RESERVE_PATH, self._policy)
+
+    def on_events(self, count: int) -> None:
+        self._booking.generated(count)
+        self._settled = self._settled._replace(events=self._settled.events + count)
+
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        self._settled = self._settled._replace(is_json=is_json, usage=last, first_usage=first)
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        self._observers.shown_failed(self._number, failure)
+        return self._observers.failed(attempt.replica_id, failure)
+
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        was_alone = self._booking.ended(True)
+        settled = self._settled._replace(
+            was_alone=was_alone, end=end.value, status=status or 0, seconds=seconds
+        )
+        self._observers.settle(self._number, settled, RESERVE_PATH, self._policy)
+
+    def response_tokens(self) -> int | None:
+        return self._settled.response_tokens if self._settled.first_byte_s else None
