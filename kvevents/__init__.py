@@ -42,6 +42,7 @@ The files; each imports only what is listed above it:
     sockets.py            one connection of one ZMQ socket on an event loop
     subscription.py       one connection to a publisher
     delivery.py           every batch once and in order; what a consumer must do
+    listener.py           one address that many publishers connect to
     live.py               the live side of a connection, also during a recovery
     replay.py             asking a replay endpoint, every answer bounded
     recovery.py           carries the table out: asks, hands on, waits

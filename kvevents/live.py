@@ -9,13 +9,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from kvevents.delivery import StreamCounters
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch
-from kvevents.subscription import Subscription
 
 _READ_AT_ONCE = 64
+
+
+class Connection(Protocol):
+    """What brings a publisher's batches; `Subscription` is one."""
+
+    is_down: bool
+    """True once the publisher is gone; what it sent before can still be taken."""
+    on_readable: Callable[[], None] | None
+    """Called, instead of ending a wait, when there may be something to take."""
+
+    async def open(self) -> None:
+        """Begin.
+
+        Raises:
+            NoConnection: No publisher, for now.
+            EndpointError: The endpoint cannot be connected to.
+        """
+
+    def close(self) -> None:
+        """End at once; safe to call again."""
+
+    def next_batch(self, topic: bytes | None) -> Batch | None:
+        """The next batch, None if there is none; raises `MalformedBatch`."""
+
+    def has_more(self) -> bool:
+        """Whether there is another message."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until there may be something to take, the publisher is gone, or so long."""
+
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +78,7 @@ class LiveStream:
 
     def __init__(
         self,
-        connection: Subscription,
+        connection: Connection,
         topic: bytes | None,
         limits: BacklogLimits,
         counters: StreamCounters,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from time import monotonic
@@ -20,7 +21,7 @@ import zmq
 
 from kvevents.delivery import ENOUGH_UNANSWERED, Consumer, Delivery, StreamCounters
 from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
-from kvevents.live import BacklogLimits, LiveStream
+from kvevents.live import BacklogLimits, Connection, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
@@ -105,6 +106,7 @@ class Subscriber:
         pacer: Shared by all subscribers of an event loop.
         resume: Where the consumer's picture is from, in place of nothing. The publisher is asked
             whether it is still the same and what came since.
+        connect: Makes a connection in place of one to *endpoint*, which is then only shown.
 
     Raises:
         EndpointError: A socket cannot connect to one of the addresses.
@@ -122,8 +124,10 @@ class Subscriber:
         context: zmq.Context[Any] | None = None,
         pacer: Pacer | None = None,
         resume: StreamPosition | None = None,
+        connect: Callable[[], Connection] | None = None,
     ) -> None:
-        check_connectable("endpoint", endpoint)
+        if connect is None:
+            check_connectable("endpoint", endpoint)
         if replay_endpoint is not None:
             check_connectable("replay_endpoint", replay_endpoint)
         if snapshot_endpoint is not None:
@@ -135,6 +139,7 @@ class Subscriber:
         self._options = options or SubscriberOptions()
         self._context = context
         self._pacer = pacer or Pacer()
+        self._connect = connect
         self._counters = StreamCounters()
         self._delivery = Delivery(consumer, self._counters)
         if resume is not None:
@@ -224,7 +229,12 @@ class Subscriber:
             raise
 
     def _live_stream(self, context: zmq.Context[Any]) -> LiveStream:
-        connection = Subscription(context, self._endpoint, self._topic or b"", self._options.socket)
+        connection: Connection
+        if self._connect is not None:
+            connection = self._connect()
+        else:
+            topic = self._topic or b""
+            connection = Subscription(context, self._endpoint, topic, self._options.socket)
         return LiveStream(
             connection, self._topic, self._options.backlog, self._counters, self._delivery.report
         )

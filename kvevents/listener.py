@@ -1,0 +1,485 @@
+"""One address that many publishers connect to, told apart by topic.
+
+llm-d's and KServe's engines connect out and publish under `kv@<pod>@<model>`. A `Listener` binds a
+SUB socket and gives each pod's messages to the `Channel` that is registered under its name. To a
+subscriber each connection of a publisher is as if it had connected there itself: what comes over it
+comes from one process, and when it ends, it shows. Who a publisher is, its topic alone says:
+whoever reaches the address can publish as any pod that does not publish now.
+
+Whatever publishers send, memory is bounded: what a channel holds, and how many unknown topics are
+remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import NamedTuple
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.endpoints import Context, Socket, ZmqEndpoint, open_socket
+from kvevents.errors import MalformedBatch
+from kvevents.messages import MAX_FRAMES, Batch, read_live
+from kvevents.sockets import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    SocketLimits,
+    WakeUp,
+)
+
+_READ_AT_ONCE = 64
+_MAX_TOPIC_BYTES = 1024
+_LONG_S = 3600.0
+_NOBLOCK, _RCVMORE, _SRCFD = map(int, (zmq.NOBLOCK, zmq.RCVMORE, zmq.SRCFD))
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class ListenLimits:
+    """How much may wait, and be remembered."""
+
+    channel_bytes: int = 256 * 2**20
+    """Of batches that wait in one channel; what is over is dropped, and missing in its sequence."""
+    unknown_topics: int = 256
+    """Remembered one by one; the messages of more are only counted."""
+    taken_over_after_s: float = 10.0
+    """Another publisher takes a pod's place when the connection of the one before has ended, or has
+    brought nothing for so long."""
+
+
+class PodTopic(NamedTuple):
+    """A topic of llm-d's form."""
+
+    pod: str
+    model: str
+
+
+def read_topic(topic: bytes) -> PodTopic | None:
+    """Read `kv@<pod>@<model>`; None for any other topic.
+
+    A model's name may hold an `@`, a pod's does not.
+    """
+    try:
+        kind, pod, model = topic.decode().split("@", 2)
+    except ValueError:  # too few parts, or no UTF-8
+        return None
+    return PodTopic(pod, model) if kind == "kv" and pod else None
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownTopic:
+    """What came under a topic that is nobody's."""
+
+    topic: str
+    """Without what cannot be printed."""
+    reason: str
+    messages: int
+    last_message_at: float
+    """On the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerStatistics:
+    """One listener in numbers."""
+
+    endpoint: str
+    topics: int
+    """That are given to a channel."""
+    messages: dict[str, int]
+    """What became of them: `taken`, `unknown`, `malformed`, `overflow`, or `late` where their
+    publisher was gone."""
+    unknown: tuple[UnknownTopic, ...]
+    """The first topics that were nobody's."""
+
+
+@dataclass(slots=True)
+class _Unknown:
+    reason: str
+    messages: int = 0
+    last_message_at: float = 0.0
+
+
+class _Link:
+    """One connection of a publisher, and what came over it under one topic."""
+
+    def __init__(self, topic: bytes, fd: int) -> None:
+        self.topic = topic
+        self.fd = fd
+        """Of the connection; negative where there is none, within a process."""
+        self.is_down = False
+        self.last_message_at = monotonic()
+        self.waiting: deque[Batch | MalformedBatch] = deque()
+        self.waiting_bytes = 0
+        self.tell: Callable[[], None] = lambda: None
+        """Called when there is something to take, or no more to come."""
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self.is_down = True
+        self.tell()
+
+
+class Channel:
+    """A pod whose publisher is listened to."""
+
+    def __init__(self, names: frozenset[str], topic: bytes | None) -> None:
+        self.names = names
+        """Any of them may stand in a topic."""
+        self.topic = topic
+        """The only one that is its own; None: any of its pod's, one at a time."""
+        self.link: _Link | None = None
+        """The newest."""
+        self._fresh: deque[_Link] = deque(maxlen=1)
+        """Not taken yet."""
+        self._wake = WakeUp()
+
+    def begin(self, link: _Link) -> None:
+        """From now on its messages come over this link."""
+        if self.link is not None:
+            self.link.end()
+        self.link = link
+        self._fresh.append(link)
+        self._wake.set()
+
+    async def next_link(self) -> _Link:
+        """Wait for the next link."""
+        while not self._fresh:
+            await self._wake.wait(_LONG_S)
+        return self._fresh.popleft()
+
+
+class ChannelConnection:
+    """The next connection of a channel's publisher, for a subscriber (see `live.Connection`)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._link = _Link(b"", -1)
+        self._wake = WakeUp()
+        self.on_readable: Callable[[], None] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """True once the publisher is gone; what it sent before can still be taken."""
+        return self._link.is_down
+
+    async def open(self) -> None:
+        """Wait until a publisher has sent its first message, however long."""
+        self._link = await self._channel.next_link()
+        self._link.tell = self._tell
+
+    def close(self) -> None:
+        """Take nothing any more; safe to call again."""
+        link = self._link
+        link.tell = lambda: None
+        link.waiting.clear()
+        link.waiting_bytes = 0
+        if self._channel.link is link:
+            self._channel.link = None  # what comes next over it begins another
+        link.is_down = True
+
+    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
+        """The next batch, None if there is none.
+
+        Args:
+            topic: Of no use here: the channel has its own.
+
+        Raises:
+            MalformedBatch: A message that is not a batch.
+        """
+        link = self._link
+        if not link.waiting:
+            return None
+        found = link.waiting.popleft()
+        if isinstance(found, MalformedBatch):
+            raise found
+        link.waiting_bytes -= len(found.payload)
+        return found
+
+    def has_more(self) -> bool:
+        """Whether there is a message to take."""
+        return bool(self._link.waiting)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until there may be something to take, the publisher is gone, or *timeout_s* is
+        over."""
+        await self._wake.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._wake.set()
+
+    def _tell(self) -> None:
+        if self.on_readable is not None and not self._link.is_down:
+            self.on_readable()
+        else:
+            self._wake.set()
+
+
+class Listener:
+    """A bound SUB socket.
+
+    Args:
+        context: Where the socket lives.
+        endpoint: An address of this machine.
+        socket: Bounds of messages, and of how many wait.
+        limits: The other bounds.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: ZmqEndpoint,
+        socket: SocketLimits | None = None,
+        limits: ListenLimits | None = None,
+    ) -> None:
+        self._context = context
+        self._wanted = endpoint
+        self._socket_limits = socket or SocketLimits()
+        self._limits = limits or ListenLimits()
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._fds: set[int] = set()
+        """Of the connections that are up."""
+        self.endpoint = str(endpoint)
+        """Once it is open, with the port that the system picked."""
+        self._channels: list[Channel] = []
+        self._of_topic: dict[bytes, Channel] = {}
+        self._unknown: dict[bytes, _Unknown] = {}
+        self._counts: Counter[str] = Counter()
+        self._next_pass: asyncio.Handle | None = None
+
+    def open(self) -> None:
+        """Bind, and read what comes from now on.
+
+        Raises:
+            EndpointError: The address cannot be bound.
+        """
+        made: Socket = self._context.socket(zmq.SUB)
+        try:
+            self._set_up(made)
+            self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED | _GONE)
+            self.endpoint = open_socket(made, "events.listen", self._wanted, False).address
+        except BaseException:
+            self._close(made)
+            raise
+        self._socket = made
+        loop = asyncio.get_running_loop()
+        loop.add_reader(made.fileno(), self._on_signal)
+        loop.add_reader(self._monitor.fileno(), self._on_monitor)
+        self._on_monitor()
+        self._on_signal()
+
+    def close(self) -> None:
+        """Close the socket; safe to call again. Channels get nothing any more."""
+        if self._next_pass is not None:
+            self._next_pass.cancel()
+        made, self._socket = self._socket, None
+        if made is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(made.fileno())
+            if self._monitor is not None:
+                loop.remove_reader(self._monitor.fileno())
+            self._close(made)
+
+    def _close(self, made: Socket) -> None:
+        if self._monitor is not None:
+            made.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        made.close(linger=0)
+
+    def register(self, names: Sequence[str], topic: str | None) -> Channel:
+        """Give the messages of a pod to a channel from now on.
+
+        Args:
+            names: What a topic may call the pod.
+            topic: The only topic that is its own; None: any that names it, one at a time.
+        """
+        channel = Channel(frozenset(names), None if topic is None else topic.encode())
+        self._channels.append(channel)
+        self._forget_topics()
+        return channel
+
+    def unregister(self, channel: Channel) -> None:
+        """Take nothing for a channel any more; one that is not registered is ignored."""
+        self._channels = [each for each in self._channels if each is not channel]
+        self._forget_topics()
+
+    def _forget_topics(self) -> None:
+        """Whose a topic is has to be found anew."""
+        self._of_topic.clear()
+        self._unknown.clear()
+
+    def statistics(self) -> ListenerStatistics:
+        """Counts since the start."""
+        unknown = tuple(
+            UnknownTopic(
+                topic.decode("ascii", "backslashreplace"),
+                each.reason,
+                each.messages,
+                each.last_message_at,
+            )
+            for topic, each in self._unknown.items()
+        )
+        return ListenerStatistics(self.endpoint, len(self._of_topic), dict(self._counts), unknown)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _set_up(self, made: Socket) -> None:
+        limits = self._socket_limits
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, limits.message_bytes),
+            (zmq.RCVHWM, limits.queue_messages),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
+            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
+            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
+        ):
+            made.setsockopt(option, value)
+        made.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def _on_signal(self) -> None:
+        if self._next_pass is None:
+            self._read()
+
+    def _on_monitor(self) -> None:
+        monitor = self._monitor
+        while monitor is not None:
+            try:
+                event = parse_monitor_message(monitor.recv_multipart(_NOBLOCK))
+            except zmq.Again:
+                return
+            fd = int(event["value"])
+            if event["event"] & _GONE:
+                self._fds.discard(fd)
+                for channel in self._channels:
+                    if channel.link is not None and channel.link.fd == fd:
+                        channel.link.end()
+            else:
+                self._fds.add(fd)
+
+    def _read(self) -> None:
+        """Take what waits, a little in each pass of the event loop."""
+        self._next_pass = None
+        told: dict[int, _Link] = {}
+        is_over = False
+        for _ in range(_READ_AT_ONCE):
+            message = self._receive()
+            if message is None:
+                is_over = True
+                break
+            link = self._take(*message)
+            if link is not None:
+                told[id(link)] = link
+        if not is_over:
+            self._next_pass = asyncio.get_running_loop().call_soon(self._read)
+        for link in told.values():
+            link.tell()
+
+    def _receive(self) -> tuple[list[bytes], int] | None:
+        """The next message, one of too many frames cut, and the connection that it came over; None
+        if there is none."""
+        socket = self._socket
+        if socket is None:
+            return None
+        try:
+            head = socket.recv(_NOBLOCK, copy=False)
+            frames = [head.bytes]
+            while socket.getsockopt(_RCVMORE):
+                frame = socket.recv(_NOBLOCK)
+                if len(frames) <= MAX_FRAMES:
+                    frames.append(frame)
+        except zmq.Again:
+            return None
+        self._on_monitor()  # a connection may have the number of one that ended
+        return frames, int(head.get(_SRCFD))
+
+    def _take(self, frames: list[bytes], fd: int) -> _Link | None:
+        """Put a message where it belongs; the link, if there is one."""
+        topic = frames[0]
+        if len(topic) > _MAX_TOPIC_BYTES:
+            self._counts["malformed"] += 1
+            return None
+        channel = self._of_topic.get(topic) or self._find(topic)
+        link = None if channel is None else self._link_of(channel, topic, fd)
+        if link is None:
+            return None
+        link.last_message_at = monotonic()
+        try:
+            message: Batch | MalformedBatch = read_live(frames, None)
+        except MalformedBatch as problem:
+            message = problem
+        return link if self._keep(link, message) else None
+
+    def _keep(self, link: _Link, message: Batch | MalformedBatch) -> bool:
+        size = len(message.payload) if isinstance(message, Batch) else 0
+        is_full = (
+            len(link.waiting) >= self._socket_limits.queue_messages
+            or link.waiting_bytes + size > self._limits.channel_bytes
+        )
+        if is_full:
+            self._counts["overflow"] += 1
+            return False
+        self._counts["taken" if isinstance(message, Batch) else "malformed"] += 1
+        link.waiting.append(message)
+        link.waiting_bytes += size
+        return True
+
+    def _find(self, topic: bytes) -> Channel | None:
+        """The channel that a topic means; None, and counted, where it is nobody's."""
+        meant = [each for each in self._channels if each.topic == topic]
+        if not meant:
+            named = read_topic(topic)
+            if named is None:
+                self._count_unknown(topic, "not kv@pod@model, and no replica has this topic")
+                return None
+            meant = [each for each in self._channels if not each.topic and named.pod in each.names]
+        if not meant:
+            self._count_unknown(topic, "no replica of this name listens for it")
+            return None
+        if len(meant) > 1:
+            self._count_unknown(topic, f"{len(meant)} replicas have this name")
+            return None
+        return meant[0]
+
+    def _link_of(self, channel: Channel, topic: bytes, fd: int) -> _Link | None:
+        """The link of a message; None, and counted, where another publisher has its place, or it
+        comes late from one that is gone."""
+        link = channel.link
+        if link is not None and (link.topic, link.fd) == (topic, fd):
+            # What a connection brought before it ended may be read later.
+            if not link.is_down or (fd >= 0 and fd not in self._fds):
+                return link
+        elif link is not None and not link.is_down:
+            silent_s = monotonic() - link.last_message_at
+            if silent_s < self._limits.taken_over_after_s:
+                self._count_unknown(topic, "another publisher has its replica's place")
+                return None
+        if fd >= 0 and fd not in self._fds:
+            self._counts["late"] += 1
+            return None
+        if link is not None:
+            self._of_topic.pop(link.topic, None)
+        self._unknown.pop(topic, None)
+        self._of_topic[topic] = channel
+        fresh = _Link(topic, fd)
+        channel.begin(fresh)
+        return fresh
+
+    def _count_unknown(self, topic: bytes, reason: str) -> None:
+        self._counts["unknown"] += 1
+        known = self._unknown.get(topic)
+        if known is None:
+            if len(self._unknown) >= self._limits.unknown_topics:
+                return
+            known = self._unknown[topic] = _Unknown(reason)
+        known.reason = reason
+        known.messages += 1
+        known.last_message_at = monotonic()
