@@ -83,7 +83,7 @@ _SUBJECTS = (
     ("Queues and limits", r"queue_|key_|reservation"),
     ("Index", r"index_|blocks_|stored_responses|response_lookups|recent_|mirror_"),
     ("What replicas are told to keep", r"boundar"),
-    ("Event streams", r"source_|suspect_|event_batches|events_"),
+    ("Event streams", r"source_|suspect_|event_batches|events_|listen_"),
     ("Replicas", r"replica_|health_|prefill_|cache_pressure|engine_|in_flight_"),
     ("Where replicas come from", r"discovery_|config_reloads"),
     ("Tokenisation", r"tokeniz|token_cache_|untokenized_"),

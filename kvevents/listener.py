@@ -33,6 +33,9 @@ from kvevents.sockets import (
     WakeUp,
 )
 
+LISTENED_TO = "listen"
+"""In place of a publisher's address: it connects to us."""
+
 _READ_AT_ONCE = 64
 _MAX_TOPIC_BYTES = 1024
 _LONG_S = 3600.0
@@ -253,6 +256,8 @@ class Listener:
         self._unknown: dict[bytes, _Unknown] = {}
         self._counts: Counter[str] = Counter()
         self._next_pass: asyncio.Handle | None = None
+        self.on_unknown: Callable[[UnknownTopic], object] = lambda _: None
+        """Told of the first message of each topic that is nobody's and is remembered."""
 
     def open(self) -> None:
         """Bind, and read what comes from now on.
@@ -318,15 +323,7 @@ class Listener:
 
     def statistics(self) -> ListenerStatistics:
         """Counts since the start."""
-        unknown = tuple(
-            UnknownTopic(
-                topic.decode("ascii", "backslashreplace"),
-                each.reason,
-                each.messages,
-                each.last_message_at,
-            )
-            for topic, each in self._unknown.items()
-        )
+        unknown = tuple(_shown(topic, each) for topic, each in self._unknown.items())
         return ListenerStatistics(self.endpoint, len(self._of_topic), dict(self._counts), unknown)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -476,6 +473,7 @@ class Listener:
     def _count_unknown(self, topic: bytes, reason: str) -> None:
         self._counts["unknown"] += 1
         known = self._unknown.get(topic)
+        is_new = known is None
         if known is None:
             if len(self._unknown) >= self._limits.unknown_topics:
                 return
@@ -483,3 +481,11 @@ class Listener:
         known.reason = reason
         known.messages += 1
         known.last_message_at = monotonic()
+        if is_new:
+            self.on_unknown(_shown(topic, known))
+
+
+def _shown(topic: bytes, unknown: _Unknown) -> UnknownTopic:
+    text = topic.decode("ascii", "backslashreplace")
+    text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
+    return UnknownTopic(text, unknown.reason, unknown.messages, unknown.last_message_at)

@@ -21,10 +21,12 @@ _READ_AT_ONCE = 64
 class Connection(Protocol):
     """What brings a publisher's batches; `Subscription` is one."""
 
-    is_down: bool
-    """True once the publisher is gone; what it sent before can still be taken."""
     on_readable: Callable[[], None] | None
     """Called, instead of ending a wait, when there may be something to take."""
+
+    @property
+    def is_down(self) -> bool:
+        """True once the publisher is gone; what it sent before can still be taken."""
 
     async def open(self) -> None:
         """Begin.

@@ -8,8 +8,9 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -18,7 +19,16 @@ import zmq
 
 from kvevents.curve import CurveClient, CurveKeys
 from kvevents.delivery import Effect
-from kvevents.errors import KVEventsError, MalformedBatch, NoAnswer
+from kvevents.endpoints import ZmqEndpoint
+from kvevents.errors import EndpointError, KVEventsError, MalformedBatch, NoAnswer
+from kvevents.listener import (
+    LISTENED_TO,
+    ChannelConnection,
+    Listener,
+    ListenerStatistics,
+    UnknownTopic,
+)
+from kvevents.live import Connection
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
@@ -108,6 +118,8 @@ class Feed:
         self._pacer = Pacer()
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._listeners: list[Listener] = []
+        """By data-parallel rank."""
         self._sources: dict[SourceId, _SourceFeed] = {}
         self._saved: dict[SourceId, SavedSource] = {}
         """What the indexes hold from before the start, until it is followed."""
@@ -118,6 +130,31 @@ class Feed:
         self._complained: set[str] = set()
         self.on_change: Callable[[], object] = lambda: None
         """Called when the stream of a source is in another state."""
+
+    def listen(self, endpoint: str, ranks: int = 1) -> None:
+        """Bind where publishers connect to, from now on.
+
+        Args:
+            endpoint: Of rank 0; the others' are at the ports that follow.
+            ranks: How many.
+        Raises:
+            EndpointError: An address cannot be bound.
+        """
+        first = ZmqEndpoint.parse("events.listen", endpoint)
+        for rank in range(ranks):
+            listener = Listener(self._context, first.for_rank(rank), self._options.socket)
+            listener.on_unknown = self._note_unknown
+            listener.open()
+            self._listeners.append(listener)
+            _log.info("event streams: publishers of rank %d at %s", rank, listener.endpoint)
+
+    def listeners(self) -> list[ListenerStatistics]:
+        """Where publishers connect to, by rank."""
+        return [listener.statistics() for listener in self._listeners]
+
+    @staticmethod
+    def _note_unknown(unknown: UnknownTopic) -> None:
+        _log.warning("event streams: nobody takes topic %s: %s", unknown.topic, unknown.reason)
 
     def add(
         self,
@@ -130,12 +167,13 @@ class Feed:
         snapshot_endpoint: str | None = None,
         allows: Callable[[str], bool] | None = None,
         server_key: str | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
         Args:
             source: One data-parallel rank of a replica; each has endpoints of its own.
-            endpoint: Its PUB address.
+            endpoint: Its PUB address; `LISTENED_TO` where it connects to us.
             replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
                 the source suspect, unless it makes snapshots.
             topic: What it publishes under, exactly; None takes every topic.
@@ -144,6 +182,7 @@ class Feed:
             snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
             allows: Whether an address may be connected to; None: every address.
             server_key: The publisher's public key, where it has one of its own.
+            names: What the topic of a publisher that connects to us may call its pod.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -154,6 +193,9 @@ class Feed:
         feed = self._feed_of(source, model, stream)
         feed.shares_stores = hints is not None and bool(hints.stores)
         resume = self._resume(source, feed) if replay_endpoint else None
+        connect = None
+        if endpoint == LISTENED_TO:
+            endpoint, connect = self._listen_for(source, feed, names, topic)
         subscriber = Subscriber(
             endpoint,
             feed,
@@ -164,11 +206,26 @@ class Feed:
             context=self._context,
             pacer=self._pacer,
             resume=resume,
+            connect=connect,
         )
         if resume is None:
             feed.index.add(source, hints)
         feed.start(subscriber)
         self._sources[source] = feed
+
+    def _listen_for(
+        self, source: SourceId, feed: _SourceFeed, names: Sequence[str], topic: str | None
+    ) -> tuple[str, Callable[[], Connection]]:
+        """Where a publisher connects to, and what comes from it."""
+        if source.dp_rank >= len(self._listeners):
+            raise EndpointError(
+                f"replica {source.replica} rank {source.dp_rank}: nothing listens for it; "
+                "configure events.listen and events.listen_ranks"
+            )
+        listener = self._listeners[source.dp_rank]
+        channel = listener.register(names, topic)
+        feed.on_left = partial(listener.unregister, channel)
+        return listener.endpoint, partial(ChannelConnection, channel)
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> _SourceFeed:
         index = self._index_of(model)
@@ -237,6 +294,8 @@ class Feed:
             feed.cancel()
         for feed in feeds:
             await feed.ended()
+        for listener in self._listeners:
+            listener.close()
         self._context.term()
 
     def sources(self) -> list[SourceId]:
@@ -338,6 +397,8 @@ class _SourceFeed:
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
         self._is_followed = False
+        self.on_left: Callable[[], object] = lambda: None
+        """Called when the source is not followed any more."""
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -382,6 +443,7 @@ class _SourceFeed:
         assert self._task is not None
         self._is_followed = False
         self._suspects.discard(self._source)
+        self.on_left()
         self._task.cancel()
 
     async def ended(self) -> None:

@@ -28,7 +28,7 @@ from kvevents.subscriber import SubscriberOptions
 from router.board import Board, BoardExchange
 from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
-from router.doors import Reservations
+from router.doors import Reservations, address_of
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import PrefixIndex, SourceId
@@ -364,6 +364,9 @@ class RouterService:
         """Add the configured replicas, and follow the providers of others."""
         if self.tracing is not None:
             self.tracing.start()
+        events = self.config.events
+        if events.listen is not None:
+            self.feed.listen(events.listen, events.listen_ranks)
         self._follower.start()
         self.history.start()
         if self.exchange is not None:
@@ -614,6 +617,7 @@ class _ReplicaFollower(ReplicaListener):
             source.snapshot_endpoint,
             replica.origin.allows,
             source.server_key,
+            (replica.id, replica.origin.host, address_of(replica)),
         )
 
     async def _keep_feed(self) -> None:

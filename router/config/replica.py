@@ -8,12 +8,14 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SecretStr, ValidationError
 
+from kvevents.listener import LISTENED_TO
 from router.config.document import Location, parse_document, problems_in, read_text
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
     Count,
     CurvePublicKey,
+    EventAddress,
     HostName,
     Items,
     Name,
@@ -29,8 +31,10 @@ from router.upstream.origin import Origin
 class EventSourceConfig(Section, frozen=True):
     """Where one data-parallel rank of a replica publishes its events."""
 
-    endpoint: ZmqAddress
-    """Where it publishes; `*` as host means the replica's own."""
+    endpoint: EventAddress
+    """Where it publishes; `*` as host means the replica's own. `listen`: it connects to the router,
+    at `events.listen`, and publishes under `kv@POD@MODEL`, where POD is the replica's id, host, or
+    host and port."""
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
@@ -122,6 +126,13 @@ class ReplicaOptions(Section, frozen=True):
     Change it when the engine orders by priority ([the order in
     engines](operations.md#the-order-in-engines)): `lower_first` for vLLM, `higher_first` for
     SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine say it."""
+
+    @property
+    def listened_ranks(self) -> Iterator[tuple[int, int]]:
+        """(place, rank) of the sources that connect to the router."""
+        for index, source in enumerate(self.kv_events or ()):
+            if source.endpoint == LISTENED_TO:
+                yield index, source.dp_rank
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Ranks that appear twice."""

@@ -62,6 +62,7 @@ from router.config.values import (
     Tokens,
     UrlPath,
     Window,
+    ZmqAddress,
 )
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
@@ -604,6 +605,18 @@ class EventsConfig(Section, frozen=True):
 
     Change it when a loss at the end of a quiet stream should be noticed sooner; checks begin after
     2 s of silence and back off up to this interval."""
+    listen: ZmqAddress | None = None
+    """Where engines connect to that publish to the router instead of the other way round, such as
+    `tcp://*:5557`.
+
+    Change it when engines are configured so, as llm-d's and KServe's are; the sources of such a
+    replica have `endpoint: listen`. Whoever reaches the address can publish as any of them: let
+    only engines through."""
+    listen_ranks: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
+    """Addresses from there on, one for each data-parallel rank.
+
+    Change it when engines have several ranks: each connects to the port of `listen` plus its
+    rank."""
     curve_keys: PlacedPath | None = None
     """Change it when engines encrypt their streams
     ([security.md](security.md#encrypted-event-streams)): the file `NAME.key_secret` of `kvroute
@@ -755,7 +768,8 @@ class RouterConfig(Section, frozen=True):
                 "there must be a board.secret for that, the same at all of them",
             )
         if self.events.curve_keys is None:
-            yield from self._keys_without_ours()
+            yield from self._listening()
+        yield from self._keys_without_ours()
         known = self.overload.priorities
         for index, key in enumerate(self.server.client_api_keys):
             if key.priority is not None and key.priority not in known:
@@ -772,10 +786,34 @@ class RouterConfig(Section, frozen=True):
 
     @property
     def _orders_engines(self) -> bool:
-        options: list[ReplicaOptions] = [*self.replicas]
-        options += [each.replica for each in self.discovery.dns]
-        options += [each.replica for each in self.discovery.kubernetes]
-        return any(each.priority_order is not None for each in options)
+        return any(each.priority_order is not None for _, each in self._options())
+
+    def _listening(self) -> Iterator[tuple[Location, str]]:
+        """Sources that connect to where nothing listens, and keys that nobody checks there."""
+        events = self.events
+        if events.listen is not None and events.curve_server_key is not None:
+            rule = "events.curve_server_key is set, and who connects to the router shows no key"
+            yield ("events", "listen"), rule
+        if events.listen is None and events.listen_ranks > 1:
+            yield ("events", "listen_ranks"), "there must be events.listen for that"
+        ranks = 0 if events.listen is None else events.listen_ranks
+        for place, options in self._options():
+            for index, rank in options.listened_ranks:
+                if not ranks:
+                    rule = "listen; there must be events.listen for that"
+                    yield (*place, "kv_events", index, "endpoint"), rule
+                elif rank >= ranks:
+                    rule = f"{rank}; must be below events.listen_ranks ({ranks})"
+                    yield (*place, "kv_events", index, "dp_rank"), rule
+
+    def _options(self) -> Iterator[tuple[Location, ReplicaOptions]]:
+        """All that is said of replicas, with its place."""
+        for index, replica in enumerate(self.replicas):
+            yield ("replicas", index), replica
+        for index, dns in enumerate(self.discovery.dns):
+            yield ("discovery", "dns", index, "replica"), dns.replica
+        for index, pods in enumerate(self.discovery.kubernetes):
+            yield ("discovery", "kubernetes", index, "replica"), pods.replica
 
     def _keys_without_ours(self) -> Iterator[tuple[Location, str]]:
         rule = "there must be events.curve_keys for that"

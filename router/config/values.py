@@ -25,6 +25,7 @@ from pydantic import (
 from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import parse_public_key
 from kvevents.errors import CurveError
+from kvevents.listener import LISTENED_TO
 from router.config.document import broken_rule
 from router.scoring.policies import BUILT_IN, policy_names
 from router.upstream.origin import Origin, OriginError
@@ -161,6 +162,12 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_event_address(endpoint: str) -> str:
+    if endpoint != LISTENED_TO and not is_endpoint(endpoint):
+        raise broken_rule(f"{endpoint!r}; expected tcp://host:port, ipc://path or {LISTENED_TO}")
+    return endpoint
+
+
 def _check_proxied_path(path: str) -> str:
     if not _PROXIED_PATH.match(path):
         raise broken_rule(
@@ -247,6 +254,7 @@ ProxiedPathPattern = Annotated[
 ]
 Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
+EventAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_event_address)]
 Network = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_network)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
 CurvePublicKey = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_public_key)]

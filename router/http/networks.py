@@ -11,6 +11,7 @@ from typing import TypeAlias
 from async_timeout import timeout
 
 from kvevents.endpoints import ZmqEndpoint
+from kvevents.listener import LISTENED_TO
 from kvevents.lookups import addresses
 from router.config import ReplicaConfig
 from router.errors import BadRequest
@@ -49,7 +50,7 @@ class Networks:
         await self.check("$.url", host)
         for index, source in enumerate(config.kv_events or ()):
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
-                if (given := getattr(source, name)) is None:
+                if (given := getattr(source, name)) in (None, LISTENED_TO):
                     continue
                 address = ZmqEndpoint.parse(name, reachable(given, host))
                 is_tcp = address.scheme == "tcp"

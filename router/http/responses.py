@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvevents.listener import ListenerStatistics
 from router.config import RouterConfig
 from router.doors import Desk, address_of, worker_number
 from router.feed import Feed, SourceFeedStatistics
@@ -28,6 +29,7 @@ from router.http.views import (
     HitView,
     HourView,
     LastMinute,
+    ListenerView,
     ModelEntry,
     OverlapView,
     Overview,
@@ -42,6 +44,7 @@ from router.http.views import (
     SourceView,
     StoreSummary,
     TrustView,
+    UnknownTopicView,
 )
 from router.index import GroupHit, SourceId, SourceStatistics
 from router.mirror import ApproximateCaches, ApproximateStatistics
@@ -71,6 +74,7 @@ from router.scoring import Candidate, Ranked
 from router.snapshots import Sender
 
 MAX_MODELS = 100
+MAX_UNKNOWN_TOPICS = 20
 """In an overview; as many stores."""
 
 
@@ -142,6 +146,7 @@ class ApiParts:
             self.shortages.present(),
             self.models.tokenizers(),
             sum(model.steering.statistics().hit_tokens for model in self.models),
+            self.feed.listeners(),
         )
 
     def healthy(self) -> list[Replica]:
@@ -503,6 +508,16 @@ def _cache(cache: SourceStatistics) -> CacheView:
 # --- the overview ---------------------------------------------------------------------------------
 
 
+def _listener(found: ListenerStatistics) -> ListenerView:
+    unknown = [
+        UnknownTopicView(topic=each.topic, reason=each.reason, messages=each.messages)
+        for each in found.unknown[:MAX_UNKNOWN_TOPICS]
+    ]
+    return ListenerView(
+        endpoint=found.endpoint, topics=found.topics, messages=found.messages, unknown=unknown
+    )
+
+
 def overview(
     fleet: Fleet,
     log: RequestLog,
@@ -511,6 +526,7 @@ def overview(
     shortages: Sequence[str] = (),
     tokenizers: Mapping[str, str] | None = None,
     hint_tokens: int = 0,
+    listeners: Sequence[ListenerStatistics] = (),
 ) -> Overview:
     """The router at a glance: what is wrong, the last minute, and of each replica what a person
     looks for first. Every open page asks for it once a second; all of `/replicas` would be a
@@ -524,6 +540,7 @@ def overview(
         shortages: What the system refuses the router, in sentences.
         tokenizers: What tokenises, by model.
         hint_tokens: Of hits that end where a replica was told to keep a boundary.
+        listeners: Where publishers connect to.
     """
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
@@ -547,6 +564,7 @@ def overview(
         tokenizers=dict(list((tokenizers or {}).items())[:MAX_MODELS]),
         tiers=_tiers(replicas),
         stores=_stores(fleet)[:MAX_MODELS],
+        listeners=[_listener(each) for each in listeners],
         kinds=KIND_LABELS,
         replicas=replicas,
     )

@@ -472,6 +472,26 @@ class StoreSummary(View, frozen=True, kw_only=True):
     """That share it and are followed."""
 
 
+class UnknownTopicView(View, frozen=True, kw_only=True):
+    """A topic under which publishers send to the router, and which no replica has."""
+
+    topic: str
+    reason: str
+    messages: int
+
+
+class ListenerView(View, frozen=True, kw_only=True):
+    """An address that publishers connect to."""
+
+    endpoint: str
+    topics: int
+    """That belong to a replica."""
+    messages: dict[str, int]
+    """By what became of them: `taken`, `unknown`, `malformed`, `overflow`, `late`."""
+    unknown: list[UnknownTopicView]
+    """The first of them."""
+
+
 class ReplicaSummary(View, frozen=True, kw_only=True):
     """One replica in brief."""
 
@@ -529,6 +549,8 @@ class Overview(View, frozen=True, kw_only=True):
     """That any replica has, the fastest first."""
     stores: list[StoreSummary] = []
     """What replicas share, by model and name. The first hundred."""
+    listeners: list[ListenerView] = []
+    """Where publishers connect to (`events.listen`)."""
     kinds: dict[str, str]
     """Words for the kinds of KV cache groups."""
     replicas: list[ReplicaSummary]

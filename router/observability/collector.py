@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvevents.listener import ListenerStatistics
 from kvevents.stream_state import SourceState
 from router.board import Board, BoardStatistics
 from router.discovery import ProviderStatistics, ReplicaKeeper
@@ -84,6 +85,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
     return itertools.chain(
         _index_metrics(parts.models.index_statistics(), feeds),
         _feed_metrics(feeds),
+        tuple(_listener_metrics(parts.feed.listeners())),
         _trust_metrics(parts.repair.statistics(), feeds),
         _approximate_metrics({} if parts.approximate is None else parts.approximate.statistics()),
         _replica_metrics(parts.registry.snapshot()),
@@ -249,6 +251,25 @@ _FEED_COUNTERS: _Table[SourceFeedStatistics] = (
         lambda found: found.applied.unreadable,
     ),
 )
+
+
+def _listener_metrics(listeners: Sequence[ListenerStatistics]) -> Iterator[Metric]:
+    yield _counter(
+        "kvroute_listen_messages",
+        "Messages of publishers that connect to the router, by what became of them.",
+        ("endpoint", "outcome"),
+        (
+            ((each.endpoint, outcome), count)
+            for each in listeners
+            for outcome, count in each.messages.items()
+        ),
+    )
+    yield _gauge(
+        "kvroute_listen_topics",
+        "Topics of publishers that connect to the router and belong to a replica.",
+        ("endpoint",),
+        (((each.endpoint,), each.topics) for each in listeners),
+    )
 
 
 def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Metric]:

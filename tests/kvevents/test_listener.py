@@ -17,6 +17,7 @@ from kvevents.listener import Channel, ChannelConnection, Listener, ListenLimits
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber
+from tests.support.connecting_publisher import Pod
 from tests.support.following import QUICK, Notebook, following
 from tests.support.vllm_publisher import seq_frame
 from tests.support.waiting import eventually
@@ -45,31 +46,9 @@ async def listening(
         made.close()
 
 
-class Pod:
-    """An engine's publisher: it connects out. An XPUB, which shows that it is subscribed to."""
-
-    def __init__(self, context: zmq.Context[Any], listener: Listener, topic: str) -> None:
-        self.topic = topic.encode()
-        self.socket = context.socket(zmq.XPUB)
-        self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.connect(listener.endpoint)
-        self.seq = -1
-
-    async def subscribed(self) -> Pod:
-        await eventually(lambda: self.socket.poll(0) > 0, "the subscription")
-        self.socket.recv()
-        return self
-
-    def publish(self, payload: bytes | None = None, skip: int = 0) -> None:
-        self.seq += 1 + skip
-        if payload is None:  # no two processes publish the same: batches say when they were made
-            payload = b"%d at %d" % (self.seq, id(self))
-        self.socket.send_multipart([self.topic, seq_frame(self.seq), payload])
-
-
 @contextmanager
 def pod_of(context: zmq.Context[Any], listener: Listener, topic: str) -> Iterator[Pod]:
-    made = Pod(context, listener, topic)
+    made = Pod(context, listener.endpoint, topic)
     try:
         yield made
     finally:
@@ -191,7 +170,7 @@ async def test_what_is_nobodys_is_counted_and_shown(context: zmq.Context[Any]) -
         assert shown == {
             "kv@nobody@m": "no replica of this name listens for it",
             "kv@twice@m": "2 replicas have this name",
-            "nonsense\n": "not kv@pod@model, and no replica has this topic",
+            "nonsense\\x0a": "not kv@pod@model, and no replica has this topic",
         }
         assert listener.statistics().messages == {"unknown": 5}
         book = Notebook()

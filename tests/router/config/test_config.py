@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
@@ -373,7 +374,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "replicas[0].speed: 0; must be greater than or equal to 0.001",
         "replicas[1]: 5; expected a mapping",
         "replicas[2].url: is missing",
-        "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port or ipc://path",
+        "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port, ipc://path or listen",
         "replicas[3].kv_events[1].dp_rank: -1; must be greater than or equal to 0",
         "policy.name: 'prefx'; expected one of prefix, least_delay, round_robin, random,"
         " least_loaded, session",
@@ -650,3 +651,23 @@ def test_what_the_router_answers_itself_cannot_be_passed_on(path: str) -> None:
     with pytest.raises(ConfigError) as error:
         RouterConfig.from_yaml(f"server: {{extra_paths: ['{path}']}}", {})
     assert "server.extra_paths[0]" in str(error.value)
+
+
+def test_who_connects_to_the_router_needs_an_address_there() -> None:
+    """Of its rank, too; and there nobody shows a key."""
+    replica = "replicas: [{url: 'http://a:1', kv_events: [{endpoint: listen, dp_rank: %d}]}]"
+    assert problems(replica % 0) == [
+        "replicas[0].kv_events[0].endpoint: listen; there must be events.listen for that"
+    ]
+    listen = "events: {listen: 'tcp://*:5557', listen_ranks: 2}\n"
+    assert problems(listen + replica % 2) == [
+        "replicas[0].kv_events[0].dp_rank: 2; must be below events.listen_ranks (2)"
+    ]
+    (found,) = problems("events: {listen_ranks: 2}")
+    assert found == "events.listen_ranks: there must be events.listen for that"
+    keys = {"curve_keys": "k", "curve_server_key": zmq.curve_keypair()[0].decode()}
+    (found,) = problems(yaml.safe_dump({"events": {"listen": "tcp://*:5557", **keys}}))
+    assert found.startswith("events.listen: events.curve_server_key is set, and")
+    pods = "discovery: {dns: [{name: a, port: 1, replica: {kv_events: [{endpoint: listen}]}}]}"
+    (found,) = problems(pods)
+    assert found.startswith("discovery.dns[0].replica.kv_events[0].endpoint: listen; there must be")
