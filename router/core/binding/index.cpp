@@ -20,6 +20,7 @@
 #include "index/inspector.hpp"
 #include "index/json_tokens.hpp"
 #include "index/state.hpp"
+#include "index/units.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -319,7 +320,7 @@ public:
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
         std::vector<News> news;
-        Index::Outcome outcome;
+        Applier::Outcome outcome;
         {
             const bool is_large = payload.size() > kLargePayload;
             const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
@@ -328,11 +329,11 @@ public:
             Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
-            outcome = index_.apply(slot, bytes, done.result, news);
-            if (outcome == Index::Outcome::applied) look_at(of, slot, done);
+            outcome = applier_.apply(slot, bytes, done.result, news);
+            if (outcome == Applier::Outcome::applied) look_at(of, slot, done);
         }
-        if (outcome == Index::Outcome::odd) return nb::none();
-        if (outcome == Index::Outcome::applied) {
+        if (outcome == Applier::Outcome::odd) return nb::none();
+        if (outcome == Applier::Outcome::applied) {
             return done.is_plain() ? plain(done) : as_tuple(done);
         }
         return as_list(news);
@@ -350,7 +351,7 @@ public:
             Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
-            is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, done.result);
+            is_applied = applier_.apply_told(slot, bytes, is_canonical, opaque, done.result);
             if (is_applied) look_at(of, slot, done);
         }
         return is_applied ? as_tuple(done) : nb::none();
@@ -618,7 +619,7 @@ private:
             const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
             std::optional<u64> unit;
             if (tier && of.has_layout && group < of.layout.groups.size()) {
-                unit = index_.units_of(of, of, tier)[group];
+                unit = units_of(of, of, tier)[group];
             }
             found.planes.push_back({group, of.tiers[tier].name, of.counts[plane], unit});
         }
@@ -719,6 +720,7 @@ private:
     std::shared_ptr<SharedIndex> shared_;
     std::mutex& mutex_ = shared_->mutex;
     Index& index_ = shared_->index;
+    Applier& applier_ = shared_->applier;
     Matcher& matcher_ = shared_->matcher;
     Hits& hits_ = shared_->hits;
     u64 dropped_ = 0;  // blocks since memory was given back last

@@ -24,7 +24,7 @@ public:
 
     std::vector<std::tuple<u32, std::string, u64, u64>> copies(const Source& of) {
         std::vector<std::tuple<u32, std::string, u64, u64>> found;
-        index_.nodes_.for_each([&](u32 id, Node& node) {
+        index_.nodes().store().for_each([&](u32 id, Node& node) {
             for (u32 plane = 0; plane < of.counts.size(); ++plane) {
                 const u64 here = of.count(plane) ? index_.copies_of(of, id, plane) : 0;
                 if (!here) continue;
@@ -42,27 +42,27 @@ private:
 
     void inspect_nodes() {
         std::size_t nodes = 0, linked = 0, heads = 0;
-        index_.nodes_.for_each([&](u32 id, Node& node) {
+        index_.nodes().store().for_each([&](u32 id, Node& node) {
             const std::string name = "node " + std::to_string(id);
             ++nodes;
             linked += node.is_linked();
             expect(!node.is_bare(), name + " is held by nobody");
-            expect(is_in_list(index_.first_of(node.hash), id, &Node::next_hash),
+            expect(is_in_list(index_.nodes().first_of(node.hash), id, &Node::next_hash),
                    name + " is not found by its hash");
-            heads += index_.first_of(node.hash) == id;
+            heads += index_.nodes().first_of(node.hash) == id;
             const bool is_listed = node.is_placed() &&
-                                   is_in_list(index_.first_with(node.key()), id, &Node::next_key);
+                                   is_in_list(index_.nodes().first_with(node.key()), id, &Node::next_key);
             expect(is_listed == node.is_linked(), name + " is not found by its key");
             expect(node.is_linked() == is_found_by_any(node), name + " is linked without need");
             inspect_rows(name, node);
         });
-        expect(nodes == index_.nodes_.size(), "the number of nodes is wrong");
-        expect(heads == index_.by_hash_.size(), "the table of hashes has another size");
-        expect(linked >= index_.by_key_.size(), "the table of keys holds too much");
+        expect(nodes == index_.nodes().size(), "the number of nodes is wrong");
+        expect(heads == index_.nodes().hashes(), "the table of hashes has another size");
+        expect(linked >= index_.nodes().keys(), "the table of keys holds too much");
     }
 
     bool is_in_list(u32 first, u32 id, u32 Node::* next) {
-        while (first != kNone && first != id) first = index_.nodes_[first].*next;
+        while (first != kNone && first != id) first = index_.nodes()[first].*next;
         return first == id;
     }
 
@@ -95,7 +95,7 @@ private:
         std::vector<u32> counts(kPlanes);
         std::unordered_map<u64, u32> keys;
         u64 entries = 0, unplaced = 0, copies = 0, places = 0, not_found = 0, tier_found = 0;
-        index_.nodes_.for_each([&](u32 id, Node& node) {
+        index_.nodes().store().for_each([&](u32 id, Node& node) {
             not_found += (node.row(row_key(of.word, kNotFound)) & of.bit) != 0;
             tier_found += (node.row(row_key(of.word, kTierFound)) & of.bit) != 0;
             if (!node.is_held_by(of.word, of.bit)) return;
@@ -103,7 +103,7 @@ private:
             unplaced += !node.is_placed();
             expect(index_.entry_of(of, node.hash) == id, name + " holds a hash twice");
             if (node.is_placed() && Index::finds(of, node)) {
-                expect(keys.emplace(Index::hash_of_key(node.key()), id).second,
+                expect(keys.emplace(NodeTables::hash_of_key(node.key()), id).second,
                        name + " finds two nodes by one key");
             }
             for (u32 plane = 0; plane < kPlanes; ++plane) {

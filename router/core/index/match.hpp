@@ -12,6 +12,7 @@
 
 #include "cohort.hpp"
 #include "prompt.hpp"
+#include "units.hpp"
 
 namespace kvroute {
 
@@ -109,7 +110,7 @@ public:
         combined_.clear();
         auto bitmap_of = [&](u32 plane, u32 where) { return alone.bitmap(plane, where); };
         see_ends(of, *named, length, bitmap_of);
-        const std::vector<u64> units = index_.units_of(of, of, named->tier);
+        const std::vector<u64> units = units_of(of, of, named->tier);
         const Presence below = below_of(of, {&*named, 1}, alone.count, bitmap_of);
         const u64 total =
             rule::UnitSearch(of.layout, below, 0, length, units, !of.is_announced).longest();
@@ -422,15 +423,15 @@ private:
         u32 ids[64];
         auto key_at = [&](u64 i) { return Prompt::key_at(keys, lane.step, first + i); };
         for (u64 i = 0; i < count; ++i) {
-            hashes[i] = Index::hash_of_key(key_at(i));
-            index_.prefetch_key(hashes[i]);
+            hashes[i] = NodeTables::hash_of_key(key_at(i));
+            index_.nodes().prefetch_key(hashes[i]);
         }
-        for (u64 i = 0; i < count; ++i) ids[i] = index_.guess_with(hashes[i]);
+        for (u64 i = 0; i < count; ++i) ids[i] = index_.nodes().guess_with(hashes[i]);
         u64* row = rows_.data() + first % 64 * lane.width;
         std::fill(row, row + count * lane.width, 0);
         for (u64 i = 0; i < count; ++i) {
             if (ids[i] == kNone) continue;
-            if (!index_.nodes()[ids[i]].has_key(key_at(i))) ids[i] = index_.first_with(key_at(i));
+            if (!index_.nodes()[ids[i]].has_key(key_at(i))) ids[i] = index_.nodes().first_with(key_at(i));
             if (ids[i] != kNone) index_.nodes()[ids[i]].prefetch_rows();
         }
         for (u64 i = 0; i < count; ++i, row += lane.width) {
@@ -515,10 +516,10 @@ private:
         const u64 ahead = 8;
         for (u64 i = 0; i < keys.size(); ++i) {
             if (i + ahead < keys.size()) {
-                index_.prefetch_key(Index::hash_of_key(Prompt::key_at(keys, step, i + ahead)));
+                index_.nodes().prefetch_key(NodeTables::hash_of_key(Prompt::key_at(keys, step, i + ahead)));
             }
             if (ends_early && i && lacks_full(of, out, i - 1)) break;
-            for (u32 id = index_.first_with(Prompt::key_at(keys, step, i)); id != kNone;) {
+            for (u32 id = index_.nodes().first_with(Prompt::key_at(keys, step, i)); id != kNone;) {
                 const Node& node = index_.nodes()[id];
                 if (is_learned && Index::finds(of, node)) see(of, node, i, out, out.found);
                 if (node.row(row_key(of.word, kTierFound)) & of.bit ||
@@ -624,7 +625,7 @@ private:
         std::vector<std::pair<std::vector<u64>, std::vector<Lower>>> by_units;
         for (const Lower& tier : lower_tiers(of)) {
             see_ends(of, tier, length, bitmap_of);
-            std::vector<u64> units = index_.units_of(of, table_of(of, tier), tier.tier);
+            std::vector<u64> units = units_of(of, table_of(of, tier), tier.tier);
             auto equal = std::find_if(by_units.begin(), by_units.end(),
                                       [&](const auto& each) { return each.first == units; });
             if (equal == by_units.end()) {
@@ -723,7 +724,7 @@ private:
         Source& in = tier.is_shared() ? index_.store_of(of, tier.store) : of;
         for (u32 group : in.tiers[tier.tier].groups) {
             const u32 plane = plane_of(group, tier.tier);
-            if (!index_.wants_ends(of, in, plane)) continue;
+            if (!wants_ends(of, in, plane)) continue;
             u64 divisor = 0;
             for (u32 where : wheres_of(tier)) {
                 const Bitmap bitmap = bitmap_of(plane, where);
@@ -731,7 +732,7 @@ private:
                     if (bitmap.test(i)) divisor = std::gcd(divisor, (i + 1) * step);
                 }
             }
-            Index::see_ends(in, plane, divisor);
+            kvroute::see_ends(in, plane, divisor);
         }
     }
 

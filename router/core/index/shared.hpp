@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "apply.hpp"
 #include "match.hpp"
 
 namespace kvroute {
@@ -30,10 +31,11 @@ inline std::unique_lock<std::mutex> locked(std::mutex& mutex) {
 class SharedIndex {
 public:
     SharedIndex(std::array<u64, 2> secrets, const Limits& limits)
-        : index(secrets, limits), matcher(index) {}
+        : index(secrets, limits), applier(index), matcher(index) {}
 
     std::mutex mutex;  // guards all that follows
     Index index;
+    Applier applier;
     Matcher matcher;
     Hits hits;  // of the match at hand: its memory is used again
 

@@ -2,6 +2,7 @@
 // little endian; every count is checked before it is believed.
 #pragma once
 
+#include <map>
 #include <stdexcept>
 
 #include "index.hpp"
@@ -64,7 +65,7 @@ private:
 
     void write_entries(const Source& of) {
         put(of.entries);
-        index_.nodes_.for_each([&](u32 id, Node& node) {
+        index_.nodes().store().for_each([&](u32 id, Node& node) {
             if (node.is_held_by(of.word, of.bit)) write_entry(of, id, node);
         });
         std::map<u32, std::vector<u64>> arrivals;
@@ -112,11 +113,11 @@ private:
             put(entry.value);
         });
         BoundedMap<ClearedKey> cleared = of.cleared;
-        for (const auto& each : index_.leaving_) {
+        for (const auto& each : index_.left().all()) {
             if (each.heir != &of) continue;
-            index_.nodes_.for_each([&](u32, Node& node) {
+            index_.nodes().store().for_each([&](u32, Node& node) {
                 if (!node.is_held_by(each.word, each.bit) || !node.is_placed()) return;
-                index_.remember_cleared(cleared, node, each.number);
+                index_.left().remember(cleared, node, each.number);
             });
         }
         put(static_cast<u64>(cleared.size()));
@@ -156,7 +157,8 @@ private:
 
 class StateReader {
 public:
-    StateReader(Index& index, std::span<const u8> bytes) : index_(index), left_(bytes) {}
+    StateReader(Index& index, std::span<const u8> bytes)
+        : index_(index), nodes_(index.nodes()), left_(bytes) {}
 
     // Fills a source that holds nothing.
     void read(u32 slot) {
@@ -231,7 +233,7 @@ private:
             if (size > left_.size()) throw StateError("it ends too early");
             const std::string name(reinterpret_cast<const char*>(left_.data()), size);
             left_ = left_.subspan(size);
-            if (i && index_.tier_for(of, name) != i) throw StateError("a tier appears twice");
+            if (i && of.tier_for(name) != i) throw StateError("a tier appears twice");
             of.tiers[i].removes = get<u8>();
             const u32 groups = get<u32>();
             if (groups > kMaxGroups) throw StateError("too many groups");
@@ -271,17 +273,17 @@ private:
         if (planes == 0 || index_.entry_of(of, hash) != kNone) {
             throw StateError("a block appears twice, or nowhere");
         }
-        const u32 id = index_.node_for(hash, index_.first_of(hash), key);
+        const u32 id = nodes_.node_for(hash, nodes_.first_of(hash), key);
         of.entries += 1;
         of.unplaced += !key.is_known();
         for (u32 i = 0; i < planes; ++i) {
             const u32 plane = get_plane(of);
             const u32 copies = get<u32>();
             if (copies == 0 || index_.copies_of(of, id, plane)) {
-                index_.release_if_bare(id);
+                nodes_.release_if_bare(id);
                 throw StateError("a block without copies");
             }
-            index_.nodes_[id].set(row_key(of.word, plane), of.bit);
+            nodes_[id].set(row_key(of.word, plane), of.bit);
             index_.count_block(of, plane, hash);
             of.copies += copies;
             if (copies > 1) of.further_copies[u64{id} << 16 | plane] = copies - 1;
@@ -289,7 +291,7 @@ private:
         if (!key.is_known()) return;
         if (flags & 1) index_.set_special(of, id, kNotFound);
         if (flags & 2) index_.set_special(of, id, kTierFound);
-        if (flags != 1) index_.link(id, index_.first_with(key));
+        if (flags != 1) nodes_.link(id, nodes_.first_with(key));
     }
 
     void read_waiting(Source& of) {
@@ -319,6 +321,7 @@ private:
     }
 
     Index& index_;
+    NodeTables& nodes_;
     std::span<const u8> left_;
     std::vector<std::pair<u32, u32>> group_order_;
 };

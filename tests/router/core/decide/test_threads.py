@@ -20,7 +20,8 @@ def test_threads_that_decide_while_the_fleet_changes_do_not_race(
     """Every thread of the plane decides and books by itself; what it reads, others write."""
     if compiler() is None:
         pytest.skip("no C++ compiler: the compiled core is not built")
-    sources = [str(DRIVER), *map(str, sorted((CORE / "decide").glob("*.cpp")))]
+    of_core = [path for room in ("decide", "index") for path in (CORE / room).glob("*.cpp")]
+    sources = [str(DRIVER), *map(str, sorted(of_core))]
     options = ("-O1", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     probe = tmp_path / "probe.cpp"
     probe.write_text("int main() {}\n", encoding="ascii")

@@ -1,5 +1,5 @@
 // Walks an index and ends the process where two parts of it contradict each other: the invariants
-// at the head of `index.hpp`.
+// of `index.hpp`.
 #pragma once
 
 #include <cstdio>
@@ -23,22 +23,22 @@ public:
     IndexAudit(Index& index, Matcher& matcher) : index_(index), matcher_(matcher) {}
 
     void expect_sound() {
-        found_.assign(index_.sources_.size(), {});
+        found_.assign(index_.sources().size(), {});
         look_at_leaving();
         std::size_t hashes = 0, keys = 0;
-        index_.nodes_.for_each([&](u32 id, Node& node) {
+        index_.nodes().store().for_each([&](u32 id, Node& node) {
             expect_sound_rows(node);
-            hashes += index_.first_of(node.hash) == id;
-            keys += node.is_linked() && index_.first_with(node.key()) == id;
+            hashes += index_.nodes().first_of(node.hash) == id;
+            keys += node.is_linked() && index_.nodes().first_with(node.key()) == id;
             expect_in_tables(id, node);
             count(id, node);
         });
-        EXPECT(index_.by_hash_.size() == hashes);
-        EXPECT(index_.by_key_.size() == keys);
+        EXPECT(index_.nodes().hashes() == hashes);
+        EXPECT(index_.nodes().keys() == keys);
         for (u32 slot = 0; slot < found_.size(); ++slot) {
             if (index_.has_source(slot)) expect_counted(index_.source(slot), found_[slot]);
         }
-        for (const auto& each : index_.leaving_) {
+        for (const auto& each : index_.left().all()) {
             EXPECT(each.left > 0 && found_[each.slot].entries == each.left);
             EXPECT(each.further_copies.size() == found_[each.slot].further);
         }
@@ -58,7 +58,7 @@ public:
                 EXPECT(hit == Hit());
                 continue;
             }
-            EXPECT(matcher_.match_alone(slot, prompt, nullptr) == tiered(again, slot));
+            EXPECT(matcher_.match_source(slot, prompt, nullptr) == tiered(again, slot));
             EXPECT(hit.gpu <= hit.total);
             EXPECT(hit.total < prompt.tokens().size());
             for (u64 each : matcher_.group_hits(prompt, slot, nullptr)) {
@@ -87,14 +87,14 @@ private:
     // A source as it would be if it still stood in each slot that is left behind.
     void look_at_leaving() {
         leaving_.clear();
-        for (const auto& each : index_.leaving_) {
+        for (const auto& each : index_.left().all()) {
             found_.resize(std::max<std::size_t>(found_.size(), each.slot + 1));
             Source& as_it_was = leaving_.try_emplace(each.slot, each.slot, kSecret).first->second;
             EXPECT(as_it_was.word == each.word && as_it_was.bit == each.bit);
             as_it_was.tiers.resize(kMaxTiers);
             as_it_was.further_copies = each.further_copies;
             const auto has_heir = [&](const auto& of) { return of.get() == each.heir; };
-            EXPECT(!each.heir || std::ranges::any_of(index_.sources_, has_heir));
+            EXPECT(!each.heir || std::ranges::any_of(index_.sources(), has_heir));
         }
     }
 
@@ -114,18 +114,18 @@ private:
 
     void expect_in_tables(u32 id, const Node& node) {
         u32 seen = 0;
-        for (u32 each = index_.first_of(node.hash); each != kNone;
-             each = index_.nodes_[each].next_hash) {
-            const Node& other = index_.nodes_[each];
+        for (u32 each = index_.nodes().first_of(node.hash); each != kNone;
+             each = index_.nodes()[each].next_hash) {
+            const Node& other = index_.nodes()[each];
             EXPECT(other.is_used() && other.hash == node.hash);
             EXPECT(each == id || !other.has_key(node.key()));
             seen += each == id;
         }
         EXPECT(seen == 1);
         seen = 0;
-        for (u32 each = node.is_placed() ? index_.first_with(node.key()) : kNone; each != kNone;
-             each = index_.nodes_[each].next_key) {
-            const Node& other = index_.nodes_[each];
+        for (u32 each = node.is_placed() ? index_.nodes().first_with(node.key()) : kNone; each != kNone;
+             each = index_.nodes()[each].next_key) {
+            const Node& other = index_.nodes()[each];
             EXPECT(other.is_used() && other.is_linked() && other.has_key(node.key()));
             seen += each == id;
         }
@@ -141,7 +141,7 @@ private:
         for (auto [word, bits] : holders) {
             for (; bits; bits &= bits - 1) {
                 const u32 slot = word * 64 + static_cast<u32>(std::countr_zero(bits));
-                EXPECT(index_.has_source(slot) != index_.is_leaving(slot));
+                EXPECT(index_.has_source(slot) != index_.left().has(slot));
                 is_found_by_any |= count(holder(slot), found_[slot], id, node);
             }
         }
@@ -194,10 +194,10 @@ private:
         }
         for (u32 tier = 0; tier < of.tiers.size(); ++tier) {
             EXPECT(of.tiers[tier].blocks == blocks[tier]);
-            EXPECT(blocks[tier] <= index_.limits_.blocks);
+            EXPECT(blocks[tier] <= index_.limits().blocks);
         }
-        EXPECT(of.tiers_in_use() <= index_.limits_.tiers);
-        EXPECT(of.forgotten.size() <= index_.limits_.forgotten);
+        EXPECT(of.tiers_in_use() <= index_.limits().tiers);
+        EXPECT(of.forgotten.size() <= index_.limits().forgotten);
         expect_waiting_counted(of.waiting);
     }
 
@@ -207,8 +207,8 @@ private:
             runs += 1;
             tokens += run.weight();
         });
-        EXPECT(waiting.runs == runs && runs <= index_.limits_.waiting_runs);
-        EXPECT(waiting.tokens == tokens && tokens <= index_.limits_.waiting_tokens);
+        EXPECT(waiting.runs == runs && runs <= index_.limits().waiting_runs);
+        EXPECT(waiting.tokens == tokens && tokens <= index_.limits().waiting_tokens);
     }
 
     static constexpr u64 kSecret = 1;

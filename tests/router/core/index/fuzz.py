@@ -14,6 +14,7 @@ from random import Random
 
 from router.recordings import RecordingReader
 from tests.router.core.fuzzing import Fuzzer
+from tests.support.native import CORE
 from tests.support.wire_samples import live, versions
 
 HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ def write_corpus(folder: Path) -> None:
         (folder / f"{number:04}").write_bytes(content)
 
 
-FUZZER = Fuzzer(HERE / "targets.cpp", write_corpus)
+FUZZER = Fuzzer(HERE / "targets.cpp", write_corpus, tuple(sorted((CORE / "index").glob("*.cpp"))))
 
 if __name__ == "__main__":
     sys.exit(FUZZER.main(__doc__, Path("build/fuzz")))

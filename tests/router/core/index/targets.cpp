@@ -4,6 +4,7 @@
 // for a table by itself, or a run of messages.
 
 #include "audit.hpp"
+#include "index/apply.hpp"
 #include "index/json_tokens.hpp"
 #include "index/state.hpp"
 
@@ -207,8 +208,8 @@ std::vector<u8> pack_batch(Input& in) {
 class Program {
 public:
     explicit Program(Input& in)
-        : in_(in), limits_(limits_of(in.byte())), index_(kSecrets, limits_), matcher_(index_),
-          audit_(index_, matcher_) {
+        : in_(in), limits_(limits_of(in.byte())), index_(kSecrets, limits_), applier_(index_),
+          matcher_(index_), audit_(index_, matcher_) {
         const u32 sources = in.byte() & 1 ? 3 : 67;
         for (u32 i = 0; i < sources; ++i) add_source();
     }
@@ -290,8 +291,8 @@ private:
         const Exact exact(payload);
         Applied result;
         std::vector<News> news;
-        if (index_.apply(slot, exact.span(), result, news) == Index::Outcome::news) {
-            index_.apply_told(slot, exact.span(), false, {}, result);
+        if (applier_.apply(slot, exact.span(), result, news) == Applier::Outcome::news) {
+            applier_.apply_told(slot, exact.span(), false, {}, result);
         }
         EXPECT(result.overflow <= result.skipped);
     }
@@ -395,6 +396,7 @@ private:
     Input& in_;
     Limits limits_;
     Index index_;
+    Applier applier_;
     Matcher matcher_;
     IndexAudit audit_;
 };
@@ -403,6 +405,7 @@ private:
 
 void read_payload(Input in) {
     Index index(kSecrets, in.byte() & 1 ? roomy() : Limits{6, 3, 3, 24, 4, 3, 2});
+    Applier applier(index);
     Matcher matcher(index);
     const u32 slot = index.add_source();
     const bool is_canonical = in.byte() & 1;
@@ -410,9 +413,9 @@ void read_payload(Input in) {
     Applied result;
     std::vector<News> news;
     if (is_canonical) {
-        index.apply_told(slot, payload.span(), true, {0}, result);
-    } else if (index.apply(slot, payload.span(), result, news) == Index::Outcome::news) {
-        index.apply_told(slot, payload.span(), false, {}, result);
+        applier.apply_told(slot, payload.span(), true, {0}, result);
+    } else if (applier.apply(slot, payload.span(), result, news) == Applier::Outcome::news) {
+        applier.apply_told(slot, payload.span(), false, {}, result);
     }
     IndexAudit(index, matcher).expect_sound();
 }
@@ -433,11 +436,12 @@ void read_json(Input in) {
 
 void read_state(Input in) {
     Index index(kSecrets, roomy());
+    Applier applier(index);
     Matcher matcher(index);
     const u32 other = index.add_source(), slot = index.add_source();
     Applied result;
     const std::vector<u8> batch = pack_batch(in);
-    index.apply_told(other, batch, false, {}, result);
+    applier.apply_told(other, batch, false, {}, result);
     const Exact state(in.rest());
     try {
         StateReader(index, state.span()).read(slot);

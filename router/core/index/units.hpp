@@ -1,0 +1,25 @@
+// How much a lower tier keeps together, its *unit*: what its events, its contents and the
+// configuration say. `in` is what holds the tier: the source `of` itself, or a store that it reads.
+// `tests/oracle/index/tier_units.py` has the same in Python.
+#pragma once
+
+#include "source.hpp"
+
+namespace kvroute {
+
+// The tokens of a unit in each group of a tier.
+std::vector<u64> units_of(const Source& of, const Source& in, u32 tier);
+
+// Whether what is still to be seen may make a unit smaller than it is taken for.
+bool may_shrink(const Source& of, const Source& in, u32 plane);
+
+// Learns from what a tier holds of a prompt: `ends` is the divisor of the ends found.
+void see_ends(Source& in, u32 plane, u64 ends);
+// Whether that may tell more. Not where events describe blocks: one names all blocks in a unit, and
+// only the last of them ends it.
+bool wants_ends(const Source& of, const Source& in, u32 plane);
+
+// Whether some tier has blocks of its own, larger than the GPU's, and so hashes of its own.
+bool has_own_blocks_in(const Source& of, const Source& in);
+
+}  // namespace kvroute
