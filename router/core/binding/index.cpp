@@ -1,9 +1,9 @@
 // What Python sees of the compiled index.
 //
-// One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let go
-// while a large batch applies or a long prompt is hashed or matched; for anything small that would
-// cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand, nor the other
-// way round: nothing of Python is touched under the mutex; see `Guarded`.
+// One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let
+// go while a large batch applies or a long prompt is hashed or matched; for anything small that
+// would cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand, nor
+// the other way round: nothing of Python is touched under the mutex; see `Guarded`.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -13,12 +13,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "binding/index.hpp"
+#include "binding/hits.hpp"
 #include "binding/module.hpp"
+#include "binding/index.hpp"
 #include "binding/support.hpp"
-#include "index/block_hash.hpp"
 #include "index/inspector.hpp"
-#include "index/json_tokens.hpp"
 #include "index/state.hpp"
 #include "index/units.hpp"
 
@@ -35,176 +34,10 @@ namespace {
 constexpr u64 kGivenBackAfter = 10'000;  // blocks that went with their sources
 constexpr std::int64_t kAtATime = 1 << 15;  // see `Index::work_off`
 constexpr std::size_t kLargePayload = 1 << 16;
-constexpr std::size_t kLongPrompt = 1 << 14;
-
-u64 hash_of(const KeySpace& space, nb::handle block_hash) {
-    if (PyBytes_Check(block_hash.ptr())) {
-        const nb::bytes bytes = nb::borrow<nb::bytes>(block_hash);
-        const msgpack::Head head{msgpack::Kind::binary, bytes.size()};
-        return hash_number(space, head, static_cast<const u8*>(bytes.data()));
-    }
-    const unsigned long long value = PyLong_AsUnsignedLongLong(block_hash.ptr());
-    if (value != ~0ull || !PyErr_Occurred()) {
-        return hash_number(space, {msgpack::Kind::unsigned_int, value}, nullptr);
-    }
-    PyErr_Clear();
-    const long long negative = PyLong_AsLongLong(block_hash.ptr());
-    if (negative == -1 && PyErr_Occurred()) throw nb::python_error();
-    return hash_number(space, {msgpack::Kind::negative_int, static_cast<u64>(negative)}, nullptr);
-}
-
-// `Hit` is a named tuple: made without its Python constructor, which would cost more than the rest.
-nb::object make_hit(nb::handle type, const Hit& hit, nb::object by_tier) {
-    nb::object made =
-        nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 3));
-    if (!made.is_valid()) throw nb::python_error();
-    PyTuple_SetItem(made.ptr(), 0, PyLong_FromUnsignedLong(hit.gpu));
-    PyTuple_SetItem(made.ptr(), 1, PyLong_FromUnsignedLong(hit.total));
-    PyTuple_SetItem(made.ptr(), 2, by_tier.release().ptr());
-    return made;
-}
-
-using NamedShares = std::vector<std::pair<std::string, u64>>;
-
-nb::object tuple_of(const NamedShares& shares) {
-    nb::list found;
-    for (const auto& [tier, tokens] : shares) found.append(nb::make_tuple(text(tier), tokens));
-    return nb::tuple(found);
-}
-
-// What results are made of.
-struct ResultTypes {
-    nb::object hit;     // the class
-    nb::object no_hit;  // one for all
-    nb::object result;  // the class of what a batch did
-    nb::object no_tiers = nb::make_tuple();
-};
-
-// `{source: hit}` of one match. A hit becomes an object of Python when it is asked for: a router
-// with a thousand sources asks for those of a few.
-class HitMap {
-public:
-    std::vector<Hit> hits;                                // by slot
-    std::vector<std::pair<u32, NamedShares>> shares;  // of those that have any
-
-    // `slots`: `{source: slot}`, which nobody changes any more.
-    HitMap(nb::dict slots, ResultTypes types) : slots_(std::move(slots)), types_(std::move(types)) {}
-
-    // Null where the source is not known, with no exception set, or where something failed.
-    PyObject* find(PyObject* source) const {
-        PyObject* slot = PyDict_GetItemWithError(slots_.ptr(), source);
-        return slot == nullptr ? nullptr : at(PyLong_AsSize_t(slot)).release().ptr();
-    }
-
-    std::size_t size() const { return nb::len(slots_); }
-
-    nb::dict sources() const { return slots_; }
-
-    // Tokens on the GPU, in all, and in the junction, of each of `sources`; 0 for unknown ones.
-    nb::tuple columns(const nb::list& sources) const {
-        const std::size_t count = nb::len(sources);
-        nb::list gpu, total, junction;
-        for (std::size_t number = 0; number < count; ++number) {
-            PyObject* slot = PyDict_GetItemWithError(
-                slots_.ptr(), PyList_GET_ITEM(sources.ptr(), static_cast<Py_ssize_t>(number)));
-            if (slot == nullptr && PyErr_Occurred()) throw nb::python_error();
-            const std::size_t at_slot = slot == nullptr ? hits.size() : PyLong_AsSize_t(slot);
-            const Hit hit = at_slot < hits.size() ? hits[at_slot] : Hit{};
-            gpu.append(hit.gpu);
-            total.append(hit.total);
-            junction.append(hit.run - hit.gpu);
-        }
-        return nb::make_tuple(gpu, total, junction);
-    }
-
-    // All of it, as a dict.
-    nb::object all() {
-        if (all_.is_valid()) return all_;
-        nb::dict made = nb::steal<nb::dict>(PyDict_Copy(slots_.ptr()));
-        if (!made.is_valid()) throw nb::python_error();
-        PyObject *source, *slot;
-        for (Py_ssize_t at_entry = 0; PyDict_Next(slots_.ptr(), &at_entry, &source, &slot);) {
-            const nb::object hit = at(PyLong_AsSize_t(slot));
-            if (PyDict_SetItem(made.ptr(), source, hit.ptr()) < 0) throw nb::python_error();
-        }
-        return all_ = made;
-    }
-
-private:
-    nb::object at(std::size_t slot) const {
-        if (slot >= hits.size() || !hits[slot].total) return types_.no_hit;
-        for (const auto& [each, of_slot] : shares) {
-            if (each == slot) return make_hit(types_.hit, hits[slot], tuple_of(of_slot));
-        }
-        return make_hit(types_.hit, hits[slot], types_.no_tiers);
-    }
-
-    nb::dict slots_;
-    ResultTypes types_;
-    nb::object all_;
-};
-
-// `hits[source]` and `hits.get(source, otherwise)`.
-PyObject* hit_at(PyObject* self, PyObject* source) noexcept {
-    try {
-        PyObject* found = nb::inst_ptr<HitMap>(self)->find(source);
-        if (found == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, source);
-        return found;
-    } catch (nb::python_error& error) {
-        error.restore();
-        return nullptr;
-    }
-}
-
-nb::object hit_or(const HitMap& hits, nb::handle source, nb::object otherwise) {
-    PyObject* found = hits.find(source.ptr());
-    if (found == nullptr && PyErr_Occurred()) throw nb::python_error();
-    return found == nullptr ? otherwise : nb::steal(found);
-}
-
-nb::object are_equal(HitMap& hits, nb::handle other) {
-    if (nb::isinstance<HitMap>(other)) {
-        return nb::bool_(hits.all().equal(nb::inst_ptr<HitMap>(other)->all()));
-    }
-    if (nb::isinstance<nb::dict>(other)) return nb::bool_(hits.all().equal(other));
-    return nb::not_implemented();
-}
-
-PyType_Slot hit_map_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(hit_at)}, {0, nullptr}};
-// A prompt's hashes as its engine computes them, as numbers.
-struct EngineHashes {
-    std::vector<u64> numbers;
-};
-
-// The digests of a prompt's blocks, one after the other; nothing where Python has to make them. See
-// `append_block_hashes`.
-std::optional<std::vector<u8>> digests_of(const Prompt& prompt, const std::string& algorithm,
-                                          nb::bytes root, u64 block_size, u64 lookahead,
-                                          const std::vector<nb::bytes>& extra_keys) {
-    const auto bytes_of = [](const nb::bytes& bytes) {
-        return std::span(static_cast<const u8*>(bytes.data()), bytes.size());
-    };
-    const std::optional<HashFunction> function = HashFunction::named(algorithm);
-    if (!function) return std::nullopt;
-    std::vector<std::span<const u8>> extras;
-    for (const nb::bytes& each : extra_keys) extras.push_back(bytes_of(each));
-    ReleasedIf released(prompt.tokens().size() > kLongPrompt);
-    std::vector<u8> digests;
-    const bool is_done = append_block_hashes(*function, bytes_of(root), prompt.tokens(),
-                                             {block_size, lookahead}, extras, digests);
-    return is_done ? std::optional(std::move(digests)) : std::nullopt;
-}
-
-nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm, nb::bytes root,
-                        u64 block_size, u64 lookahead, const std::vector<nb::bytes>& extra_keys) {
-    const Prompt& prompt = *handle.prompt;
-    const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
-    return digests ? nb::bytes(digests->data(), digests->size()) : nb::object(nb::none());
-}
 
 using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>, bool>;
-// Groups, size of a hash block and of a scheduler's, whether EAGLE sees the last token, tokens that are
-// replayed.
+// Groups, size of a hash block and of a scheduler's, whether EAGLE sees the last token, tokens that
+// are replayed.
 using LayoutTuple = std::tuple<std::vector<GroupTuple>, u64, u64, bool, u64>;
 // By name: blocks and tokens.
 using TierUnits = std::vector<std::tuple<std::string, u64, u64>>;
@@ -256,8 +89,8 @@ public:
         return slot;
     }
 
-    // What a source shares: of each store its slot, tiers and ownership; see `StoreHint`. A store is
-    // dropped after all sources that share it.
+    // What a source shares: of each store its slot, tiers and ownership; see `StoreHint`. A store
+    // is dropped after all sources that share it.
     void share(u32 slot, std::vector<StoreTuple> stores) {
         std::vector<StoreHint> hints;
         for (auto& [store, tiers, ownership] : stores) {
@@ -286,7 +119,8 @@ public:
         return work_off();
     }
 
-    // Takes away some of what dropped sources held, for about a millisecond; true where more is left.
+    // Takes away some of what dropped sources held, for about a millisecond; true where more is
+    // left.
     bool tidy() {
         ReleasedIf released(true);
         Guarded guarded(mutex_, false);
@@ -314,9 +148,9 @@ public:
         index_.unset_layout(slot, is_announced, lookahead);
     }
 
-    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple, which
-    // also says in which slot the source is now. A list of news to tell the layout learner, with
-    // nothing applied yet; None where the batch is odd.
+    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple,
+    // which also says in which slot the source is now. A list of news to tell the layout learner,
+    // with nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
         std::vector<News> news;
@@ -387,23 +221,11 @@ public:
 
     // For `match`; None where Python has to make them.
     nb::object engine_hashes(const PromptHandle& handle, const std::string& algorithm,
-                             nb::bytes root,
-                             u64 block_size, u64 lookahead, bool as_int,
+                             nb::bytes root, u64 block_size, u64 lookahead, bool as_int,
                              const std::vector<nb::bytes>& extra_keys) {
-        const Prompt& prompt = *handle.prompt;
-        const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
-        if (!digests) return nb::none();
-        const std::size_t size = HashFunction::named(algorithm)->size();
-        EngineHashes found;
-        found.numbers.reserve(digests->size() / size);
-        for (std::size_t at = 0; at < digests->size(); at += size) {
-            const u8* digest = digests->data() + at;
-            // As an integer, a digest is its last 64 bits.
-            found.numbers.push_back(
-                as_int ? detail::read_big<u64>(digest + size - 8)
-                       : hash_number(index_.space(), {msgpack::Kind::binary, size}, digest));
-        }
-        return nb::cast(std::move(found));
+        const EngineHashing hashing{algorithm, std::move(root), block_size, lookahead, extra_keys};
+        auto found = binding::engine_hashes(index_.space(), handle, hashing, as_int);
+        return found ? nb::cast(std::move(*found)) : nb::none();
     }
 
     u64 blocks_held(u32 slot) {
@@ -498,7 +320,7 @@ public:
             hit = found.hit;
             shares = named(slot, found.by_tier);
         }
-        return hit.total ? make_hit(types_.hit, hit, tuple_of(shares)) : types_.no_hit;
+        return hit.total ? made_hit(types_, hit, shares) : types_.no_hit;
     }
 
     u64 match_tier(const PromptHandle& handle, u32 slot, const std::string& tier,
@@ -538,8 +360,8 @@ public:
             found = matcher_.match_hashes(slot, hashes.numbers);
             shares = named(slot, found.hit.by_tier);
         }
-        nb::object hit = found.hit.hit.total ? make_hit(types_.hit, found.hit.hit, tuple_of(shares))
-                                             : types_.no_hit;
+        nb::object hit =
+            found.hit.hit.total ? made_hit(types_, found.hit.hit, shares) : types_.no_hit;
         return nb::make_tuple(hit, found.by_group, found.held, found.is_whole);
     }
 
@@ -549,7 +371,7 @@ public:
             Guarded guarded(mutex_);
             check(slot);
             index_.work_off();  // a source remembers some of what it left behind
-            bytes = StateWriter(index_).write(slot);
+            bytes = written_state(index_, slot);
         }
         return nb::bytes(bytes.data(), bytes.size());
     }
@@ -558,7 +380,7 @@ public:
         const std::span<const u8> bytes(static_cast<const u8*>(state.data()), state.size());
         Guarded guarded(mutex_);
         check(slot);
-        StateReader(index_, bytes).read(slot);
+        read_state(index_, slot, bytes);
     }
 
     std::vector<std::string> contradictions() {
@@ -726,75 +548,13 @@ private:
     u64 dropped_ = 0;  // blocks since memory was given back last
 };
 
-nb::object pack_token_ids(nb::handle text) {
-    const Buffer buffer(text);
-    std::optional<std::vector<u32>> numbers;
-    {
-        ReleasedIf released(buffer.bytes().size() > kLargePayload);
-        numbers = token_ids_of_json(buffer.bytes());
-    }
-    if (!numbers) return nb::none();
-    return nb::bytes(numbers->data(), numbers->size() * sizeof(u32));
-}
-
 }  // namespace
-
-std::vector<Computed> kvroute::binding::computed_of(const KeySpace& space,
-                                                    const std::vector<ComputedTuple>& tuples) {
-    std::vector<Computed> found;
-    for (const auto& [slot, is_alone, lists] : tuples) {
-        found.push_back({slot, is_alone, {}});
-        for (nb::handle list : lists) {
-            std::vector<u64>& hashes = found.back().hashes.emplace_back();
-            if (nb::isinstance<EngineHashes>(list)) {
-                hashes = nb::cast<const EngineHashes&>(list).numbers;
-                continue;
-            }
-            for (nb::handle each : nb::borrow<nb::list>(list)) {
-                hashes.push_back(hash_of(space, each));
-            }
-        }
-    }
-    return found;
-}
 
 void kvroute::binding::bind_index(nb::module_& module) {
     static nb::exception<StateError> state_error(module, "StateError", PyExc_ValueError);
 
-    nb::class_<PromptHandle>(module, "Prompt")
-        .def(
-            "__init__",
-            [](PromptHandle* self, nb::handle tokens, std::optional<std::string> lora,
-               std::optional<std::string> salt, nb::bytes extra_keys) {
-                const auto* bytes = static_cast<const u8*>(extra_keys.data());
-                new (self) PromptHandle{std::make_shared<Prompt>(
-                    tokens_of(tokens), std::move(lora), std::move(salt),
-                    std::vector<u8>(bytes, bytes + extra_keys.size())), nullptr};
-            },
-            nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
-            nb::arg("extra_keys"))
-        .def("__len__", [](const PromptHandle& self) { return self.prompt->tokens().size(); })
-        .def("tokens", [](const PromptHandle& self) {
-            const std::vector<u32>& tokens = self.prompt->tokens();
-            return nb::bytes(tokens.data(), tokens.size() * sizeof(u32));
-        });
-
-    nb::class_<EngineHashes>(module, "EngineHashes");
-
-    nb::class_<HitMap> hit_map(module, "HitMap", nb::type_slots(hit_map_slots));
-    hit_map.def("get", &hit_or, nb::arg("source"), nb::arg("otherwise").none() = nb::none())
-        .def("columns", &HitMap::columns, nb::arg("sources"))
-        .def("keys", [](HitMap& self) { return self.all().attr("keys")(); })
-        .def("values", [](HitMap& self) { return self.all().attr("values")(); })
-        .def("items", [](HitMap& self) { return self.all().attr("items")(); })
-        .def("__iter__", [](const HitMap& self) { return nb::iter(self.sources()); })
-        .def("__len__", &HitMap::size)
-        .def("__contains__",
-             [](const HitMap& self, nb::handle source) { return self.sources().contains(source); })
-        .def("__eq__", &are_equal)
-        .def("__repr__", [](HitMap& self) { return nb::repr(self.all()); });
-    hit_map.attr("__hash__") = nb::none();
-
+    bind_prompt(module);
+    bind_hits(module);
     nb::class_<SharedIndex>(module, "SharedIndex");
 
     nb::class_<Core>(module, "Core")
@@ -835,6 +595,4 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("copies", &Core::copies)
         .def("contradictions", &Core::contradictions);
 
-    module.def("pack_token_ids", &pack_token_ids);
-    module.def("block_hashes", &block_hashes);
 }

@@ -1,5 +1,7 @@
 #include "index/apply.hpp"
 
+#include <numeric>
+
 #include "index/units.hpp"
 
 namespace kvroute {

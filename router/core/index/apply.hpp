@@ -1,8 +1,8 @@
 // What a batch of events does to an index.
 #pragma once
 
-#include "events.hpp"
-#include "index.hpp"
+#include "index/events.hpp"
+#include "index/index.hpp"
 
 namespace kvroute {
 

@@ -2,6 +2,7 @@
 #include <unordered_set>
 
 #include "index/apply.hpp"
+#include "index/hit_rule.hpp"
 #include "index/units.hpp"
 
 namespace kvroute {

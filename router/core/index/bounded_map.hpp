@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "id_table.hpp"
+#include "index/id_table.hpp"
 
 namespace kvroute {
 
@@ -19,8 +19,8 @@ struct SecretHash {
 template <class Value>
 using MapByHash = std::unordered_map<u64, Value, SecretHash>;
 
-// A map from (group, hash) that forgets its oldest entries beyond a bound. To set an entry anew does
-// not make it younger.
+// A map from (group, hash) that forgets its oldest entries beyond a bound. To set an entry anew
+// does not make it younger.
 template <class Value>
 class BoundedMap {
 public:

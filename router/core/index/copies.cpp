@@ -1,4 +1,5 @@
 // How many copies of which block a source holds where.
+#include "index/hit_rule.hpp"
 #include "index/index.hpp"
 
 namespace kvroute {

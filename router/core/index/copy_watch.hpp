@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "bounded_map.hpp"
+#include "index/bounded_map.hpp"
 
 namespace kvroute {
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "msgpack.hpp"
+#include "index/msgpack.hpp"
 
 namespace kvroute {
 

@@ -2,8 +2,8 @@
 // and shrunk a small piece at a time.
 //
 // The table is a directory of segments of at most 4,096 places. The upper bits of a node's mixed
-// hash choose the segment, the middle bits a place in it, the lower 8 are kept beside the place as a
-// tag, so that a look-up reads a node only where the tag agrees. A segment that is full splits in
+// hash choose the segment, the middle bits a place in it, the lower 8 are kept beside the place as
+// a tag, so that a look-up reads a node only where the tag agrees. A segment that is full splits in
 // two, and two neighbours that are nearly empty become one: no growth ever touches more than one
 // segment (some 100 microseconds), and memory follows the number of entries both ways.
 #pragma once
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "keys.hpp"
+#include "index/keys.hpp"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>

@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "leaving.hpp"
+#include "index/leaving.hpp"
 
 namespace kvroute {
 
@@ -124,7 +124,7 @@ public:
     void place_everywhere(Source& of, u64 hash, Key key, bool is_below);
 
 private:
-    friend class StateReader;  // fills a source as it was
+    friend class StateReader;  // state.cpp: fills a source as it was
 
     u32 free_slot();
     bool may_remember(Source& of, u64 placed);

@@ -1,7 +1,7 @@
 // Keys: what this index calls a prefix of tokens, whatever the engines call it.
 //
-// A prefix is read as a polynomial over its tokens, and its key is the value of that polynomial at a
-// secret point modulo the prime 2^61 - 1, together with the number of tokens. So a key can be
+// A prefix is read as a polynomial over its tokens, and its key is the value of that polynomial at
+// a secret point modulo the prime 2^61 - 1, together with the number of tokens. So a key can be
 // extended by any number of tokens, engines with different block sizes share one key space, and an
 // outsider who does not know the point cannot craft two prompts with one key. What else decides the
 // content of a block - adapter, salt, multimodal items - is folded in at a second secret point, so
@@ -106,23 +106,7 @@ public:
     Key root(u64 adapter) const { return {folded(1, adapter), 0}; }
 
     // A digest of bytes of some kind: two kinds never have one in common, but for chance.
-    u64 digest(u8 kind, const u8* bytes, std::size_t size) const {
-        u64 residue = folded(folded(2, kind), size);
-        u32 numbers[kStride];
-        while (size) {
-            std::size_t count = 0;
-            for (; count < kStride && size; ++count) {
-                std::size_t taken = size < 4 ? size : 4;
-                u32 number = 0;
-                std::memcpy(&number, bytes, taken);
-                numbers[count] = number;
-                bytes += taken;
-                size -= taken;
-            }
-            residue = extended(residue, {numbers, count}, count);
-        }
-        return residue;
-    }
+    u64 digest(u8 kind, const u8* bytes, std::size_t size) const;
 
 private:
     static u64 secret_point(u64 secret) { return 2 + secret % (kPrime - 3); }
@@ -135,13 +119,7 @@ private:
         return reduced(sum);
     }
 
-    u64 power(std::size_t exponent) const {
-        u64 result = 1;
-        for (u64 square = point_; exponent; exponent >>= 1, square = times(square, square)) {
-            if (exponent & 1) result = times(result, square);
-        }
-        return result;
-    }
+    u64 power(std::size_t exponent) const;
 
     std::array<u64, 2> secrets_;
     u64 point_;

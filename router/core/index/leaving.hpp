@@ -5,8 +5,8 @@
 #include <deque>
 #include <limits>
 
-#include "source.hpp"
-#include "tables.hpp"
+#include "index/source.hpp"
+#include "index/tables.hpp"
 
 namespace kvroute {
 

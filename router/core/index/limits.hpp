@@ -1,7 +1,7 @@
 // How much is kept of one source at most.
 #pragma once
 
-#include "keys.hpp"
+#include "index/keys.hpp"
 
 namespace kvroute {
 

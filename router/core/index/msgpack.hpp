@@ -4,7 +4,7 @@
 
 #include <string_view>
 
-#include "keys.hpp"
+#include "index/keys.hpp"
 
 namespace kvroute::msgpack {
 

@@ -1,21 +1,21 @@
 // Nodes: one for each pair of an engine's hash and the key of the prefix it stands for, shared by
 // all sources that agree on both; and which sources hold it where.
 //
-// Who holds a node is kept in rows of 64 sources: one row says for 64 sources whether each holds the
-// block in one place, a *plane*: a group and a tier. A node held by 64 replicas on the GPU has one
-// row of 8 bytes; nearly every node has one row, which lies in the node itself.
+// Who holds a node is kept in rows of 64 sources: one row says for 64 sources whether each holds
+// the block in one place, a *plane*: a group and a tier. A node held by 64 replicas on the GPU has
+// one row of 8 bytes; nearly every node has one row, which lies in the node itself.
 //
 //     row key    word << 16 | plane     `word`: source number / 64
 //     plane      group << 4 | tier      `tier`: number of the tier within its source, 0 is the GPU
 //
-// Two planes say something else than where a block is (see `index.hpp`): kNotFound, kTierFound.
+// Two planes say something else than where a block is (see `Index`): kNotFound, kTierFound.
 #pragma once
 
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include "id_table.hpp"
+#include "index/id_table.hpp"
 
 namespace kvroute {
 
@@ -155,60 +155,9 @@ struct Node {
     }
 
 private:
-    void set_one_of_many(u32 key, u64 bit) {
-        if (first_row != kManyRows) {
-            RowBlock* block = RowBlock::make(2);
-            block->keys()[0] = first_row;
-            block->bits()[0] = bits;
-            block->count = 1;
-            rows = block;
-            first_row = kManyRows;
-        }
-        u32 at = 0;
-        while (at < rows->count && rows->keys()[at] < key) ++at;
-        if (at < rows->count && rows->keys()[at] == key) {
-            rows->bits()[at] |= bit;
-            return;
-        }
-        if (rows->count == rows->capacity) resize(rows->capacity * 2);
-        for (u32 i = rows->count; i > at; --i) {
-            rows->keys()[i] = rows->keys()[i - 1];
-            rows->bits()[i] = rows->bits()[i - 1];
-        }
-        rows->keys()[at] = key;
-        rows->bits()[at] = bit;
-        rows->count += 1;
-    }
-
-    void unset_one_of_many(u32 key, u64 bit) {
-        u32 at = 0;
-        while (at < rows->count && rows->keys()[at] != key) ++at;
-        if (at == rows->count) return;
-        rows->bits()[at] &= ~bit;
-        if (rows->bits()[at]) return;
-        rows->count -= 1;
-        for (u32 i = at; i < rows->count; ++i) {
-            rows->keys()[i] = rows->keys()[i + 1];
-            rows->bits()[i] = rows->bits()[i + 1];
-        }
-        if (rows->count == 1) {
-            RowBlock* block = rows;
-            first_row = block->keys()[0];
-            bits = block->bits()[0];
-            std::free(block);
-        } else if (rows->count * 4 <= rows->capacity) {
-            resize(rows->capacity / 2);
-        }
-    }
-
-    void resize(u32 capacity) {
-        RowBlock* block = RowBlock::make(capacity);
-        block->count = rows->count;
-        std::memcpy(block->keys(), rows->keys(), rows->count * sizeof(u32));
-        std::memcpy(block->bits(), rows->bits(), rows->count * sizeof(u64));
-        std::free(rows);
-        rows = block;
-    }
+    void set_one_of_many(u32 key, u64 bit);
+    void unset_one_of_many(u32 key, u64 bit);
+    void resize(u32 capacity);
 };
 static_assert(sizeof(Node) == 40);
 
@@ -231,49 +180,8 @@ public:
     }
     std::size_t size() const { return size_; }
 
-    u32 take(u64 hash, Key key) {
-        while (!roomy_.empty() && !has_room(roomy_.back())) {
-            if (Page* page = pages_[roomy_.back()].get()) page->is_listed = false;
-            roomy_.pop_back();
-        }
-        if (roomy_.empty()) add_page();
-        const u32 number = roomy_.back();
-        Page& page = *pages_[number];
-        const u32 slot = page.free;
-        Node& node = page.nodes[slot];
-        page.free = node.next_hash;
-        empty_pages_ -= page.used == 0;
-        page.used += 1;
-        size_ += 1;
-        node.hash = hash;
-        node.residue = key.residue;
-        node.length = key.length;
-        node.next_hash = node.next_key = kNone;
-        node.first_row = Node::kNoRow;
-        return number << kPageBits | slot;
-    }
-
-    void release(u32 id) {
-        const u32 number = id >> kPageBits;
-        Page& page = *pages_[number];
-        Node& node = (*this)[id];
-        node.release_rows();
-        node.first_row = Node::kFree;
-        node.next_hash = page.free;
-        page.free = id & (kPageNodes - 1);
-        page.used -= 1;
-        size_ -= 1;
-        if (!page.is_listed) {
-            page.is_listed = true;
-            roomy_.push_back(number);
-        }
-        if (page.used == 0 && ++empty_pages_ > 1) {
-            --empty_pages_;
-            pages_[number].reset();
-            holes_.push_back(number);
-            if (roomy_.size() > 2 * pages_.size()) forget_gone_pages();
-        }
-    }
+    u32 take(u64 hash, Key key);
+    void release(u32 id);
 
     // Calls `visit(id, node)` for every node; it may release the node.
     template <class Visit>
@@ -282,7 +190,8 @@ public:
             for (u32 slot = 0; slot < kPageNodes; ++slot) {
                 Page* page = pages_[number].get();
                 if (page == nullptr) break;
-                if (page->nodes[slot].is_used()) visit(number << kPageBits | slot, page->nodes[slot]);
+                Node& node = page->nodes[slot];
+                if (node.is_used()) visit(number << kPageBits | slot, node);
             }
         }
     }
@@ -323,31 +232,8 @@ private:
         return pages_[number] != nullptr && pages_[number]->free != kPageNodes;
     }
 
-    void forget_gone_pages() {
-        roomy_.clear();
-        for (u32 number = 0; number < pages_.size(); ++number) {
-            if (pages_[number] == nullptr) continue;
-            pages_[number]->is_listed = has_room(number);
-            if (has_room(number)) roomy_.push_back(number);
-        }
-    }
-
-    void add_page() {
-        u32 number = static_cast<u32>(pages_.size());
-        if (holes_.empty()) {
-            pages_.emplace_back();
-        } else {
-            number = holes_.back();
-            holes_.pop_back();
-        }
-        pages_[number].reset(new Page);
-        empty_pages_ += 1;
-        for (u32 slot = 0; slot < kPageNodes; ++slot) {
-            pages_[number]->nodes[slot].first_row = Node::kFree;
-            pages_[number]->nodes[slot].next_hash = slot + 1;
-        }
-        roomy_.push_back(number);
-    }
+    void forget_gone_pages();
+    void add_page();
 
     std::vector<std::unique_ptr<Page>> pages_;
     std::vector<u32> roomy_;  // pages with free slots; some may have filled up or gone

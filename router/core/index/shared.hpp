@@ -5,17 +5,17 @@
 #include <mutex>
 #include <vector>
 
-#include "apply.hpp"
-#include "match.hpp"
+#include "index/apply.hpp"
+#include "index/match.hpp"
 
 namespace kvroute {
 
-// Names a source for as long as its index lives, also before it is added and after it was dropped: one
-// that comes again is the same. Its slot changes when a large clear leaves behind what it held.
+// Names a source for as long as its index lives, also before it is added and after it was dropped:
+// one that comes again is the same. Its slot changes when a large clear leaves behind what it held.
 using SourceNumber = u32;
 
-// What a thread does before it waits for a mutex; null: nothing. Set by whoever holds something that
-// the thread in possession of the mutex may need in order to go on.
+// What a thread does before it waits for a mutex; null: nothing. Set by whoever holds something
+// that the thread in possession of the mutex may need in order to go on.
 inline thread_local void (*before_waiting)() = nullptr;
 
 // Locks a mutex for as long as the result lives.

@@ -4,11 +4,11 @@
 #include <optional>
 #include <string>
 
-#include "copy_watch.hpp"
-#include "layout.hpp"
-#include "nodes.hpp"
-#include "tier.hpp"
-#include "waiting.hpp"
+#include "index/copy_watch.hpp"
+#include "index/layout.hpp"
+#include "index/nodes.hpp"
+#include "index/tier.hpp"
+#include "index/waiting.hpp"
 
 namespace kvroute {
 

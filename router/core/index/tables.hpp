@@ -5,7 +5,7 @@
 // table has the first.
 #pragma once
 
-#include "nodes.hpp"
+#include "index/nodes.hpp"
 
 namespace kvroute {
 

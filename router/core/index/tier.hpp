@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "bounded_map.hpp"
+#include "index/bounded_map.hpp"
 
 namespace kvroute {
 

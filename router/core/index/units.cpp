@@ -1,5 +1,7 @@
 #include "index/units.hpp"
 
+#include <numeric>
+
 namespace kvroute {
 
 namespace {

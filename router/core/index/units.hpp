@@ -3,7 +3,7 @@
 // `tests/oracle/index/tier_units.py` has the same in Python.
 #pragma once
 
-#include "source.hpp"
+#include "index/source.hpp"
 
 namespace kvroute {
 

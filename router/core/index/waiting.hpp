@@ -1,8 +1,8 @@
 // Blocks whose place is not known yet, since nobody knows the block before them.
 #pragma once
 
-#include "bounded_map.hpp"
-#include "limits.hpp"
+#include "index/bounded_map.hpp"
+#include "index/limits.hpp"
 
 namespace kvroute {
 

@@ -382,15 +382,15 @@ private:
 
     // A source's state leads to a source that has the same state.
     void keep(u32 slot) {
-        const std::vector<u8> before = StateWriter(index_).write(slot);
+        const std::vector<u8> before = written_state(index_, slot);
         Index copy(kSecrets, limits_);
         Matcher matcher(copy);
         const u32 into = copy.add_source();
         const Source& of = index_.source(slot);
         if (of.has_layout) copy.set_layout(into, of.layout, of.is_announced, of.lookahead);
-        StateReader(copy, before).read(into);
+        read_state(copy, into, before);
         IndexAudit(copy, matcher).expect_sound();
-        EXPECT(StateWriter(copy).write(into).size() == before.size());
+        EXPECT(written_state(copy, into).size() == before.size());
     }
 
     Input& in_;
@@ -444,7 +444,7 @@ void read_state(Input in) {
     applier.apply_told(other, batch, false, {}, result);
     const Exact state(in.rest());
     try {
-        StateReader(index, state.span()).read(slot);
+        read_state(index, slot, state.span());
     } catch (const StateError&) {
     }
     index.drop_source(slot);

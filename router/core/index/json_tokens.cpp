@@ -1,0 +1,41 @@
+#include "index/json_tokens.hpp"
+
+namespace kvroute {
+
+std::optional<std::vector<u32>> token_ids_of_json(std::span<const u8> text) {
+    const u8* at = text.data();
+    const u8* const end = at + text.size();
+    const auto skip_space = [&] {
+        while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) ++at;
+    };
+    std::vector<u32> numbers;
+    skip_space();
+    if (at == end || *at++ != '[') return std::nullopt;
+    numbers.reserve(text.size() / 4);
+    skip_space();
+    if (at < end && *at == ']') {
+        ++at;
+        skip_space();
+        return at == end ? std::optional(std::move(numbers)) : std::nullopt;
+    }
+    for (;;) {
+        skip_space();
+        const u8* const first = at;
+        u64 value = 0;
+        while (at < end && at - first < 11 && static_cast<u8>(*at - '0') < 10) {
+            value = value * 10 + (*at++ - '0');
+        }
+        const bool has_leading_zero = at - first > 1 && *first == '0';
+        if (at == first || value > 0xFFFFFFFF || has_leading_zero) return std::nullopt;
+        numbers.push_back(static_cast<u32>(value));
+        skip_space();
+        if (at == end) return std::nullopt;
+        const u8 next = *at++;
+        if (next == ',') continue;
+        if (next != ']') return std::nullopt;
+        skip_space();
+        return at == end ? std::optional(std::move(numbers)) : std::nullopt;
+    }
+}
+
+}  // namespace kvroute
