@@ -767,9 +767,9 @@ class RouterConfig(Section, frozen=True):
                 ("state", "peers"),
                 "there must be a board.secret for that, the same at all of them",
             )
+        yield from self._listening()
         if self.events.curve_keys is None:
-            yield from self._listening()
-        yield from self._keys_without_ours()
+            yield from self._keys_without_ours()
         known = self.overload.priorities
         for index, key in enumerate(self.server.client_api_keys):
             if key.priority is not None and key.priority not in known:
