@@ -41,6 +41,8 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.text_cache",),
     ("benchmarks.threads", "--rounds", "2"),
     ("benchmarks.board_delay",),
+    ("benchmarks.two_prompts", "--plays", "2"),
+    ("benchmarks.picker_attack", "--streams", "1000"),
     ("benchmarks.clears",),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )

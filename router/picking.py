@@ -86,7 +86,9 @@ def make_picker(
         fallbacks=config.doors.ext_proc.fallbacks,
         reads_response=config.doors.ext_proc.read_response,
     )
-    limits = Limits(server.timeouts.client_body_s, server.max_body_bytes)
+    limits = Limits(
+        server.timeouts.client_body_s, config.doors.reservation_idle_s, server.max_body_bytes
+    )
     return ExtProcServer(config.doors.ext_proc, parts, limits, service.readiness.why_not_ready)
 
 
@@ -120,6 +122,8 @@ class Limits(NamedTuple):
 
     body_s: float
     """In which the whole request must arrive."""
+    silence_s: float
+    """After which its reservation has ended, and so does the stream."""
     body_bytes: int
 
 
@@ -154,7 +158,8 @@ class ExtProcServer:
         Raises:
             ConfigError: The address cannot be bound, or the certificate cannot be read.
         """
-        server = self._server = grpc.aio.server(options=_options(self._limits))
+        options = _options(self._limits, self._config.max_streams)
+        server = self._server = grpc.aio.server(options=options)
         server.add_generic_rpc_handlers((self._picking(), self._indexer(), self._health()))
         assert self._config.listen is not None
         try:
@@ -202,12 +207,18 @@ class ExtProcServer:
             pick.closed()
 
     async def _answer(self, pick: Pick, context: Any) -> None:
-        deadline = asyncio.get_running_loop().time() + self._limits.body_s
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._limits.body_s
         while True:
             try:
-                async with timeout_at(deadline if pick.is_arriving else None):
+                is_arriving = pick.is_arriving
+                async with timeout_at(
+                    deadline if is_arriving else clock() + self._limits.silence_s
+                ):
                     message = await context.read()
             except asyncio.TimeoutError:
+                if not is_arriving:
+                    return
                 rule = f"must arrive within {self._limits.body_s:g} s"
                 await context.write(pick.refused(BadRequest("body", "not complete", rule)))
                 return
@@ -311,8 +322,13 @@ def _scores_of(decision: Decision) -> dict[str, float]:
     }
 
 
-def _options(limits: Limits) -> list[tuple[str, Any]]:
+def _options(limits: Limits, max_streams: int) -> list[tuple[str, Any]]:
+    # gRPC drops new streams by chance where more than 1,000 wait to be taken: those of honest
+    # gateways as well, and without a word. We refuse them ourselves.
+    waiting = max(1000, 2 * max_streams)
     return [
+        ("grpc.server.max_pending_requests", waiting),
+        ("grpc.server.max_pending_requests_hard_limit", waiting),
         ("grpc.max_receive_message_length", limits.body_bytes + _MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.body_bytes + _MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
