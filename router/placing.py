@@ -13,6 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +66,19 @@ class Parts(NamedTuple):
     load: LoadTracker
 
 
+class OrderedBy(IntEnum):
+    """Where an engine that orders what waits there reads a request's number; as in
+    core/plane/types.hpp."""
+
+    NOTHING = 0
+    HEADER = 1
+    """vLLM's; the lowest goes first."""
+    FIELD = 2
+    """Of the body; likewise."""
+    NEGATED_FIELD = 3
+    """The highest goes first."""
+
+
 class AtGateway(NamedTuple):
     """What gateways call a replica, and know of it; the core reads it by these names."""
 
@@ -91,8 +105,8 @@ class Way(NamedTuple):
     timeouts: tuple[float, float, float]
     """In seconds: to connect, for a whole response, and between two parts of a body."""
     shows_hit: bool
-    is_ordered: bool
-    """Whether its engine is told in a header when to compute a request."""
+    ordered_by: int
+    """How its engine is told when to compute a request: an `OrderedBy`."""
     at_gateway: AtGateway
     name: str = ""
     """What it calls the model; empty: as the client does."""
@@ -324,13 +338,8 @@ class NativeDecisions(ReplicaListener):
         return served, fleet, form
 
     def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
-        """Whether something is said to engines, or estimated of them, that is made in Python."""
-        return any(
-            (replica.priority_order is not None and not _is_ordered(replica))
-            or not replica.sources
-            or self._is_estimated(replica)
-            for replica in replicas
-        )
+        """Whether something is estimated of their caches, which is done in Python."""
+        return any(not replica.sources or self._is_estimated(replica) for replica in replicas)
 
     def _is_estimated(self, replica: Replica) -> bool:
         """Whether events of a cache there are missing, for so long that an estimate stands in."""
@@ -359,7 +368,7 @@ class NativeDecisions(ReplicaListener):
             reported=((b"x-kv-replica", replica.id.encode()),),
             timeouts=(times.connect_s, times.whole_response_s, times.idle_s),
             shows_hit=self._shows_hits,
-            is_ordered=_is_ordered(replica),
+            ordered_by=_ordered_by(replica),
             at_gateway=AtGateway(
                 worker_number(replica.id), str(replica.origin), address_of(replica)
             ),
@@ -376,9 +385,13 @@ def _block_tokens(replica: Replica, index: PrefixIndex) -> tuple[tuple[int, int]
     return tuple(found)
 
 
-def _is_ordered(replica: Replica) -> bool:
-    """Whether its engine is told in a header when to compute a request."""
-    return replica.priority_order == "lower_first" and not replica.is_of("sglang")
+def _ordered_by(replica: Replica) -> OrderedBy:
+    order = replica.priority_order
+    if order is None:
+        return OrderedBy.NOTHING
+    if order == "higher_first":
+        return OrderedBy.NEGATED_FIELD
+    return OrderedBy.FIELD if replica.is_of("sglang") else OrderedBy.HEADER
 
 
 def _name_at(replica: Replica, name: str, model: Model) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,43 @@ async def test_sglang_reads_the_number_from_the_body(
         least, most = tokens(sign * number, since)
         assert least <= 3 <= most
         assert HEADER not in sent.headers
+
+
+@pytest.mark.parametrize(("order", "sign"), [("higher_first", -1), ("lower_first", 1)])
+async def test_the_core_tells_sglang_as_python_does(
+    router: RouterProcess, order: str, sign: int
+) -> None:
+    """The number, its place in the body, and all other bytes."""
+    async with (
+        engines(1, has_events=True, model_details={"owned_by": "sglang"}) as (stub,),
+        router.serving(stub, priority_order=order),
+    ):
+        cached = list(range(1, 641))
+        stub.store(cached)
+        await router.until_applied(stub)
+        name = stub.model.encode()
+        bodies = [
+            b' {"model": "%b", "prompt": %b}' % (name, json.dumps([*cached, *more]).encode())
+            for more in ([7], [8] * 300)
+        ] + [b'{"model":"%b","priority" : -7, "prompt":[1, 2, 3]}' % name]
+        for body, to_compute in zip(bodies, (1, 300, 3), strict=True):
+            while True:  # until the core decides
+                since = time.time()
+                await router.post(COMPLETIONS, body)
+                by_core = stub.requests[-1]
+                (entry,) = (await router.get("/requests?limit=1")).json["requests"]
+                if entry["end"] and entry["reason"].endswith("; decided by the data plane"):
+                    break
+            least, most = tokens(sign * by_core.json["priority"], since)
+            assert least <= to_compute <= most
+            await router.post(COMPLETIONS, body, {HEADER: "1"})
+            by_python = stub.requests[-1]
+            assert HEADER not in by_core.headers
+            bare = [
+                re.sub(rb'"priority"( ?):( ?)-?\d+', rb'"priority"\1:\2N', each.body)
+                for each in (by_core, by_python)
+            ]
+            assert bare[0] == bare[1]
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ Forward way_of(nb::handle from) {
     std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) =
         read<std::tuple<double, double, double>>(from, "timeouts");
     made.shows_hit = read<bool>(from, "shows_hit");
-    made.is_ordered = read<bool>(from, "is_ordered");
+    made.ordered_by = static_cast<OrderedBy>(read<int>(from, "ordered_by"));
     return made;
 }
 
@@ -456,6 +456,11 @@ nb::object with_model_of(nb::bytes body, const std::string& name) {
     return made ? nb::object(bytes_of(*made)) : nb::none();
 }
 
+nb::object with_field_of(nb::bytes body, const std::string& name, nb::bytes value) {
+    const auto made = with_field({body.c_str(), body.size()}, name, {value.c_str(), value.size()});
+    return made ? nb::object(bytes_of(*made)) : nb::none();
+}
+
 nb::tuple finished(UsageCapture& usage) {
     Ended ended;
     usage.finish(ended);
@@ -508,6 +513,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         }
     });
     module.def("with_model", &with_model_of);
+    module.def("with_field", &with_field_of);
     nb::class_<Placing>(module, "Placing")
         .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s,
                          nb::handle order, std::shared_ptr<Reservations> reservations) {

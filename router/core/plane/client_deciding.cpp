@@ -236,12 +236,18 @@ bool Client::complete(Placed& placed, const Ask& ask) const {
         body = with_model(body ? sv(*body) : sv(body_), placed.name);
         if (!body) return false;
     }
-    placed.forward.body = std::move(body);
     placed.forward.dialect = thread_.options().prepared[path_].second;
     // Engines read it where requests are OpenAI's, and at no other of these paths.
-    if (placed.forward.is_ordered && placed.forward.dialect == 0) {
+    const OrderedBy by = placed.forward.dialect == 0 ? placed.forward.ordered_by : OrderedBy::nothing;
+    if (by == OrderedBy::header) {
         placed.forward.replaced.emplace_back("x-vllm-priority", std::to_string(placed.order));
+    } else if (by != OrderedBy::nothing) {
+        const std::string number = std::to_string(placed.order);
+        body = with_field(body ? sv(*body) : sv(body_), "priority",
+                          by == OrderedBy::negated_field ? "-" + number : number);
+        if (!body) return false;
     }
+    placed.forward.body = std::move(body);
     for (const auto& field : ask.added) placed.forward.added.push_back(field);
     for (const auto& field : ask.reported) placed.forward.reported.push_back(field);
     return true;

@@ -269,7 +269,10 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     if (!choice) return std::nullopt;
     const Served& served = *read->served;
     const u32 replica = choice->state().replica;
-    if (!served.names[replica].empty()) return std::nullopt;  // its body would have to be changed
+    const OrderedBy by =
+        question.ask.is_completion ? served.ways[replica].ordered_by : OrderedBy::nothing;
+    const bool is_changed = by == OrderedBy::field || by == OrderedBy::negated_field;
+    if (!served.names[replica].empty() || is_changed) return std::nullopt;  // in its body
     Reservable made;
     made.answer = answer_of(*choice, *read);
     auto booking = book(question, *read, *choice, made.answer.prediction, nullptr);
@@ -282,7 +285,7 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     if (choice->dp_rank) {
         made.headers.emplace_back("x-data-parallel-rank", std::to_string(*choice->dp_rank));
     }
-    if (served.ways[replica].is_ordered && question.ask.is_completion) {
+    if (by == OrderedBy::header) {
         const u64 number = order_number(question, made.answer.prediction);
         made.headers.emplace_back("x-vllm-priority", std::to_string(number));
     }

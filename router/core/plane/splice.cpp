@@ -57,10 +57,8 @@ std::string quoted(sv name) {
     return made + '"';
 }
 
-}  // namespace
-
-std::optional<std::string> with_model(sv body, sv name) {
-    const std::string replacement = quoted(name);
+// `replaced`: how often.
+std::optional<std::string> with_value(sv body, sv name, sv value, std::size_t& replaced) {
     std::string made;
     std::size_t copied = 0, at = body.find('{');
     while (at < body.size()) {
@@ -71,19 +69,35 @@ std::optional<std::string> with_model(sv body, sv name) {
         if (key.find('\\') != sv::npos) return std::nullopt;
         const std::size_t start = skip_space(body, skip_space(body, key_end) + 1);
         at = value_end(body, start);
-        if (key == "model") {
+        if (key == name) {
             // What stands before the comma stays: a number's value has no end of its own.
             std::size_t end = at;
             while (end > start && kSpace.find(body[end - 1]) != sv::npos) --end;
             made += body.substr(copied, start - copied);
-            made += replacement;
+            made += value;
             copied = end;
+            ++replaced;
         }
         at = skip_space(body, at);
         if (at >= body.size() || body[at] != ',') break;
     }
     made += body.substr(copied);
     return made;
+}
+
+}  // namespace
+
+std::optional<std::string> with_model(sv body, sv name) {
+    std::size_t replaced = 0;
+    return with_value(body, "model", quoted(name), replaced);
+}
+
+std::optional<std::string> with_field(sv body, sv name, sv value) {
+    std::size_t replaced = 0;
+    std::optional<std::string> made = with_value(body, name, value, replaced);
+    if (!made || replaced) return made;
+    const std::string first = quoted(name).append(":").append(value).append(",");
+    return made->insert(made->find('{') + 1, first);
 }
 
 }  // namespace kvroute::plane

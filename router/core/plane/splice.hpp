@@ -12,4 +12,9 @@ namespace kvroute::plane {
 // parsed before.
 std::optional<std::string> with_model(std::string_view body, std::string_view name);
 
+// The body with a field, in place of any that it has of that name, or else as its first; likewise. `value`: as
+// JSON. The object is not empty.
+std::optional<std::string> with_field(std::string_view body, std::string_view name,
+                                      std::string_view value);
+
 }  // namespace kvroute::plane

@@ -44,6 +44,14 @@ struct Address {
 
 // --- down: what is to be done ---------------------------------------------------------------------
 
+// Where an engine that orders what waits there reads a request's number.
+enum class OrderedBy : u8 {
+    nothing,
+    header,         // vLLM's; the lowest goes first
+    field,          // of the body; likewise
+    negated_field,  // the highest goes first
+};
+
 // One attempt: where the request goes, and what is changed on its way there and back.
 struct Forward {
     std::string origin;  // connections are kept by it
@@ -62,7 +70,7 @@ struct Forward {
     bool wants_id = false;       // the beginning of the body is told
     u64 work_tokens = 0;         // to be computed before the first byte, as far as is known
     bool shows_hit = false;      // where it is decided here: the client is told of the hit
-    bool is_ordered = false;     // likewise: its engine is told when to compute it, in a header
+    OrderedBy ordered_by = OrderedBy::nothing;  // likewise: how its engine is told when to compute it
     u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
 };
 // A response of the router's own.

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.tokenize import with_model
+from router.tokenize.body.splicing import with_field
 from tests.support.native import what_the_compiled_index_lacks
 
 pytestmark = pytest.mark.skipif(
@@ -45,6 +46,16 @@ def test_a_model_is_renamed_as_in_python(body: bytes, name: str) -> None:
     found = core.with_model(body, name)
     if found is not None:
         assert _fields(found) == _fields(with_model(body, name))
+
+
+@given(bodies(), st.sampled_from(["model", "m", "priority"]), st.integers(-(2**62), 2**62))
+def test_a_field_is_set_as_in_python(body: bytes, name: str, number: int) -> None:
+    """Engines that order by it must find it once, or as often as the client wrote it."""
+    core = pytest.importorskip("router._core")
+    value = b"%d" % number
+    found = core.with_field(body, name, value)
+    if found is not None and _fields(body):
+        assert _fields(found) == _fields(with_field(body, name, value))
 
 
 def _fields(body: bytes) -> list[tuple[str, Any]]:
