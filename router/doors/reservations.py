@@ -311,7 +311,7 @@ class Reservations:
             ReservationExists: There is one of that id.
             Overloaded: There are as many as there may be.
         """
-        if reservation_id in self._held:
+        if self.core.has(reservation_id):
             raise ReservationExists
         if self.core.held() >= self._limit:
             raise self._full()
@@ -323,12 +323,10 @@ class Reservations:
             ReservationExists: There is one of that id.
             Overloaded: There are as many as there may be.
         """
-        if reservation_id in self._held:
-            raise ReservationExists
-        place = self.core.take()
-        if place is None:
-            raise self._full()
-        return place
+        place = self.core.take(reservation_id)
+        if place is not None:
+            return place
+        raise ReservationExists if self.core.has(reservation_id) else self._full()
 
     def _full(self) -> Overloaded:
         return Overloaded(f"holds {self._limit} reservations, its limit")
@@ -382,7 +380,6 @@ class Reservations:
     def _over(self, reservation: Reservation, outcome: Outcome) -> None:
         self._ends[outcome.value] += 1
         self._held.pop(reservation.id, None)
-        self.core.forget(reservation.id)
 
     def _look_later(self) -> None:
         if self._timer is None and self._held:

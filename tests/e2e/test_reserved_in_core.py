@@ -142,7 +142,6 @@ async def test_what_is_said_of_where_it_may_go_is_left_to_python(router: RouterP
         for more in (
             {"replicas": [stubs[1].name]},
             {"avoid": [stubs[0].name]},
-            {"selection_id": "named"},
             {"session_id": "s"},
             {"cache_salt": "s"},
         ):
@@ -150,6 +149,22 @@ async def test_what_is_said_of_where_it_may_go_is_left_to_python(router: RouterP
             assert not is_of_core(await logged(router)), more
             assert found["replica"] == stubs[1].name or not {"replicas", "avoid"} & set(more)
             await end(router, found)
+    await router.until_idle()
+
+
+async def test_a_gateway_may_name_its_reservation(router: RouterProcess) -> None:
+    """A name is one reservation's, whoever has made it, until that is over."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        await until_core(router, stub)
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 8), "selection_id": "a.b:c-1_"}
+        for first, second in (({}, BY_PYTHON), (BY_PYTHON, {}), ({}, {})):
+            found = await reserve(router, body, first)
+            assert found["selection_id"] == "a.b:c-1_"
+            assert is_of_core(await logged(router)) == (not first)
+            again = await router.post(PATH, body, second)
+            assert (again.status, again.error["code"]) == (409, "reservation_exists")
+            assert (await end(router, found)).status == 200
+            assert (await end(router, found)).status == 404
     await router.until_idle()
 
 

@@ -102,7 +102,7 @@ struct BookingHandle {
 
 // One of the reservations that there may be.
 struct PlaceHandle {
-    std::shared_ptr<Budget::Share> share;
+    std::shared_ptr<Reservations::Place> place;
 };
 
 // The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
@@ -491,16 +491,16 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("generated", &BookingHandle::generated)
         .def("ended", &BookingHandle::ended);
     nb::class_<PlaceHandle>(module, "Place")
-        .def("give_back", [](PlaceHandle& self) { self.share.reset(); });
+        .def("give_back", [](PlaceHandle& self) { self.place.reset(); });
     nb::class_<Reservations>(module, "Reservations")
         .def(nb::new_([](u64 most) { return std::make_shared<Reservations>(most); }))
         .def("take",
-             [](Reservations& self) -> std::optional<PlaceHandle> {
-                 std::optional<Budget::Share> share = self.take();
-                 if (!share) return std::nullopt;
-                 return PlaceHandle{std::make_shared<Budget::Share>(std::move(*share))};
+             [](Reservations& self, const std::string& id) -> std::optional<PlaceHandle> {
+                 auto place = self.take(id);
+                 if (place == nullptr) return std::nullopt;
+                 return PlaceHandle{std::move(place)};
              })
-        .def("forget", [](Reservations& self, const std::string& id) { self.remove(id); })
+        .def("has", &Reservations::has)
         .def("held", &Reservations::held);
     nb::class_<kvroute::tls::Context>(module, "TlsContext")
         .def_static("for_clients", &context<&kvroute::tls::Context::for_clients>)

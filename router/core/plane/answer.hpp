@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "decide/least_delay.hpp"
-#include "plane/budget.hpp"
 #include "plane/decider.hpp"
 
 namespace kvroute::plane {
@@ -38,7 +37,7 @@ struct AtGateway {
 struct Reservable {
     Answer answer;
     std::shared_ptr<Booking> booking;
-    std::shared_ptr<Budget::Share> place;
+    std::shared_ptr<Reservations::Place> place;
     std::string id, request_id;
     Fields headers;  // for the engine
     AtGateway replica;

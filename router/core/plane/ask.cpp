@@ -26,9 +26,9 @@ constexpr std::array kLookedAt = {
     sv("extra_key"), sv("lora_path"),
 };
 
-// A gateway's own fields, which say where it may go, or what it is called.
+// A gateway's own fields, which say where it may go.
 constexpr std::array kOfGateways = {
-    sv("selection_id"), sv("replicas"), sv("avoid"), sv("allowed_worker_ids"), sv("dp_rank"),
+    sv("replicas"), sv("avoid"), sv("allowed_worker_ids"), sv("dp_rank"),
     sv("replica"), sv("worker_id"),
 };
 
@@ -38,6 +38,13 @@ bool is_among(const std::array<sv, size>& names, sv name) {
 }
 
 }  // namespace
+
+bool is_reservation_id(sv text) {
+    constexpr std::size_t kLongest = 128;
+    constexpr sv kAllowed =
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-";
+    return !text.empty() && text.size() <= kLongest && text.find_first_not_of(kAllowed) == sv::npos;
+}
 
 std::optional<Ask> read_ask(sv body, Form form) {
     const bool is_question = form != Form::completion;
@@ -60,6 +67,12 @@ std::optional<Ask> read_ask(sv body, Form form) {
             if (!ids || ids->empty()) return std::nullopt;
             ask.tokens = std::move(*ids);
             ask.is_completion = name == "prompt";
+        } else if (form == Form::reservation && name == "selection_id") {
+            sv id;
+            if (!ask.reservation.empty() || !walk.text(id) || !is_reservation_id(id)) {
+                return std::nullopt;
+            }
+            ask.reservation.assign(id);
         } else if (is_among(kLookedAt, name) ||
                    (form == Form::reservation && is_among(kOfGateways, name))) {
             return std::nullopt;

@@ -8,6 +8,9 @@
 
 namespace kvroute::plane {
 
+// What reservations may be called; as `ReservationId` of router/http/request_bodies.py.
+bool is_reservation_id(std::string_view text);
+
 enum class Form : u8 {
     completion,
     question,     // prompt and model may have the names that gateways give them

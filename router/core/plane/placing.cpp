@@ -262,8 +262,10 @@ std::optional<Answer> Placing::look(const Question& question) {
 }
 
 std::optional<Reservable> Placing::reserve(const Question& question) {
-    std::optional<Budget::Share> place = reservations_->take();
-    if (!place) return std::nullopt;
+    const std::string& named = question.ask.reservation;
+    std::string id = named.empty() ? new_reservation_id() : named;
+    std::shared_ptr<Reservations::Place> place = reservations_->take(id);
+    if (place == nullptr) return std::nullopt;
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice) return std::nullopt;
@@ -278,8 +280,8 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     auto booking = book(question, *read, *choice, made.answer.prediction, nullptr);
     made.answer.prediction.expected_tokens = booking->expected_tokens();
     made.booking = std::move(booking);
-    made.place = std::make_shared<Budget::Share>(std::move(*place));
-    made.id = new_reservation_id();
+    made.place = std::move(place);
+    made.id = std::move(id);
     made.request_id = given_or_new(question.request_id);
     made.replica = served.at_gateways[replica];
     if (choice->dp_rank) {
@@ -289,13 +291,12 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
         const u64 number = order_number(question, made.answer.prediction);
         made.headers.emplace_back("x-vllm-priority", std::to_string(number));
     }
-    reservations_->add(made.id, made.booking);
+    reservations_->put(made.id, made.booking);
     return made;
 }
 
 std::shared_ptr<Booking> Placing::reserved(std::string_view id, bool is_over) {
-    const std::string sought(id);
-    return is_over ? reservations_->remove(sought) : reservations_->find(sought);
+    return reservations_->booking(std::string(id), is_over);
 }
 
 Answer Placing::answer_of(const Choice& choice, const Read& read) const {

@@ -14,7 +14,6 @@
 #include "plane/answer.hpp"
 #include "plane/decider.hpp"
 #include "plane/quiet.hpp"
-#include "plane/reservations.hpp"
 
 namespace kvroute::plane {
 

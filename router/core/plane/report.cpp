@@ -1,8 +1,10 @@
 #include "plane/report.hpp"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 
+#include "plane/ask.hpp"
 #include "plane/json_walk.hpp"
 
 namespace kvroute::plane {
@@ -11,7 +13,6 @@ namespace {
 using sv = std::string_view;
 
 constexpr sv kPrefix = "/reservations/";
-constexpr std::size_t kIdLength = 32;
 constexpr std::size_t kMostDigits = 12;  // of a count of tokens
 constexpr std::size_t kMostBytes = 65'536;  // as `MAX_REPORT_BYTES` of router/http/selection.py
 
@@ -62,10 +63,8 @@ constexpr std::array kReportedFailures = {sv("connect"), sv("closed"), sv("first
 std::optional<Report> report_of(sv method, sv target) {
     if (!target.starts_with(kPrefix)) return std::nullopt;
     target.remove_prefix(kPrefix.size());
-    const sv id = target.substr(0, kIdLength), step = target.substr(id.size());
-    if (id.size() < kIdLength || id.find_first_not_of("0123456789abcdef") != sv::npos) {
-        return std::nullopt;
-    }
+    const sv id = target.substr(0, target.find('/')), step = target.substr(id.size());
+    if (!is_reservation_id(id)) return std::nullopt;
     if (method == "DELETE" && step.empty()) return Report{ReportKind::end, id};
     if (method != "POST") return std::nullopt;
     if (step == "/prefill_complete") return Report{ReportKind::first_token, id};

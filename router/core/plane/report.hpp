@@ -14,8 +14,7 @@ struct Report {
     std::string_view id;  // of the reservation
 };
 
-// What a request reports by its method and target. Nothing: it is no report, or not of a reservation
-// that was made here.
+// What a request reports by its method and target. Nothing: it is no report.
 std::optional<Report> report_of(std::string_view method, std::string_view target);
 
 // Whether its first token must have been there by then. Nothing where its body needs a closer look: it

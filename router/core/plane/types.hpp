@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "http/fields.hpp"
-#include "plane/budget.hpp"
 #include "plane/networks.hpp"
+#include "plane/reservations.hpp"
 
 namespace kvroute::plane {
 
@@ -98,6 +98,7 @@ struct Ask {
     u8 path = 0;                      // of `Options::prepared`
     std::optional<std::string> salt;  // of the first block
     std::string session, tenant;
+    std::string reservation;          // what a gateway calls it; empty: nothing
     std::optional<std::string> body;  // to be sent in place of the client's
     Fields added;                     // for the engine, besides what is told of every one
     Fields reported;                  // in the response, likewise
@@ -236,14 +237,12 @@ struct Told {
     double routing_s = 0;
 };
 
-class Booking;
-
 // A gateway that sends a request itself was told where. It is booked until that gateway reports its
 // end, to Python: who asks for it is told of behind this event.
 struct Reserved {
     std::string id;
     std::shared_ptr<Booking> booking;
-    std::shared_ptr<Budget::Share> place;  // of the reservations that there may be
+    std::shared_ptr<Reservations::Place> place;
     std::string reason;
     std::vector<std::pair<std::string, u64>> by_tier;
     Settled so_far;
