@@ -29,7 +29,7 @@ COMPILER := $(if $(filter-out default undefined,$(origin CXX)),$(CXX),$(shell co
 CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING $(if $(COMPILER),-DCMAKE_CXX_COMPILER=$(COMPILER)) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs reference lock sbom audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs reference lock sbom audit test test-deploy check format native tidy fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 # Two targets set up the same environment.
 .NOTPARALLEL:
@@ -53,6 +53,14 @@ $(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard ro
 	@touch $@
 
 native: $(NATIVE)
+
+# The core by clang, where a warning ends the build as well, and what clang-tidy finds (.clang-tidy).
+TIDY_ROOMS ?= decide http index mirror tls
+tidy: $(INSTALLED)
+	$(BIN)/cmake -S router/core -B build/clang --log-level=WARNING -DCMAKE_CXX_COMPILER=clang++ -DKVROUTE_WERROR=ON \
+	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/clang --parallel 2
+	ls $(TIDY_ROOMS:%=router/core/%/*.cpp) | xargs -P 2 -n 1 clang-tidy --quiet -p build/clang
 
 demo: $(NATIVE)
 	$(BIN)/kvroute demo

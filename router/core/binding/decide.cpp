@@ -311,10 +311,11 @@ class DeciderHandle {
 public:
     DeciderHandle(BooksPointer books, const std::string& policy, nb::handle weights,
                   double engine_load_stale_after_s, u64 seed, bool plug_in_needs_outlook)
-        : deciding_(std::make_shared<Deciding>(
+        : deciding_(std::make_shared<Deciding>(Deciding{
               std::move(books),
               Decider({kind_of(policy), weights_of(weights), engine_load_stale_after_s, seed, false,
-                       plug_in_needs_outlook}))) {}
+                       plug_in_needs_outlook}),
+              {}})) {}
 
     std::shared_ptr<Decider> decider() const { return {deciding_, &deciding_->decider}; }
 

@@ -45,7 +45,7 @@ constexpr std::array<std::uint8_t, 256> kClassOf = make_classes();
 // these.
 using Row = std::array<State, kClasses>;
 constexpr std::array<Row, kFramingStates> make_steps() {
-    using enum State;
+    using enum BodyReader::State;
     constexpr State no = bad, name = trailer_name, value = trailer_value;
     return {{
         // digit     semicolon  colon      cr           lf             token      text       control

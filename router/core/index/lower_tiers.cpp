@@ -50,7 +50,7 @@ void LowerTiers::extend(Source& of, u64 length, const Found& found, TieredHit& h
         auto equal = std::find_if(by_units.begin(), by_units.end(),
                                   [&](const auto& each) { return each.first == units; });
         if (equal == by_units.end()) {
-            by_units.push_back({std::move(units), {}});
+            by_units.emplace_back(std::move(units), std::vector<Lower>());
             equal = by_units.end() - 1;
         }
         equal->second.push_back(tier);

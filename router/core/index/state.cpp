@@ -64,7 +64,8 @@ private:
         });
         std::map<u32, std::vector<u64>> arrivals;
         for (const auto& [plane, order] : of.arrivals) {
-            order.for_each([&](u64 hash) { arrivals[plane].push_back(hash); });
+            std::vector<u64>& hashes = arrivals[plane];
+            order.for_each([&](u64 hash) { hashes.push_back(hash); });
         }
         put(static_cast<u32>(arrivals.size()));
         for (const auto& [plane, hashes] : arrivals) {
