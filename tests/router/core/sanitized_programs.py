@@ -1,0 +1,39 @@
+"""Programs in C++ that are run under a sanitizer."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.native import compiled, compiler
+
+
+def said(folder: Path, sanitizer: str, sources: Sequence[Path]) -> str:
+    """What a program prints, which must not fail. Skips where it cannot run.
+
+    Args:
+        folder: For what is built.
+        sanitizer: As `-fsanitize` names it.
+        sources: Of the program.
+    """
+    if compiler() is None:
+        pytest.skip("no C++ compiler: the compiled core is not built")
+    options = ("-O1", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() {}\n", encoding="ascii")
+    known = subprocess.run(
+        [compiler() or "", *options, str(probe), "-o", str(folder / "probe")],
+        capture_output=True,
+        check=False,
+    )
+    if known.returncode:
+        pytest.skip(f"the compiler has no sanitizer for {sanitizer}")
+    program = compiled(folder / "program", *options, *map(str, sources))
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer cannot run here: the kernel spreads memory too far")
+    assert done.returncode == 0, done.stderr[:4000]
+    return done.stdout
