@@ -41,6 +41,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.text_cache",),
     ("benchmarks.threads", "--rounds", "2"),
     ("benchmarks.board_delay",),
+    ("benchmarks.fleet_routers", "--routers", "1", "4", "--requests", "400"),
     ("benchmarks.two_prompts", "--plays", "2"),
     ("benchmarks.picker_attack", "--streams", "1000"),
     ("benchmarks.clears",),
