@@ -120,30 +120,41 @@ class _CoreObserver:
         self._settled = settled
         self._booking = booking
         self._policy = policy
+        self._first_byte_s, self._events = 0.0, 0
+        self._usage = False, b"", b""
         observers.show(number, settled, RESERVE_PATH, policy)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
         self._booking.first_byte()
-        self._settled = self._settled._replace(first_byte_s=seconds)
-        self._observers.show(self._number, self._settled, RESERVE_PATH, self._policy)
+        self._first_byte_s = seconds
+        self._observers.shown_began(self._number, seconds)
 
     def on_events(self, count: int) -> None:
         self._booking.generated(count)
-        self._settled = self._settled._replace(events=self._settled.events + count)
+        self._events += count
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        self._settled = self._settled._replace(is_json=is_json, usage=last, first_usage=first)
+        self._usage = is_json, last, first
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self._observers.shown_failed(self._number, failure)
         return self._observers.failed(attempt.replica_id, failure)
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        was_alone = self._booking.ended(True)
-        settled = self._settled._replace(
-            was_alone=was_alone, end=end.value, status=status or 0, seconds=seconds
+        is_json, last, first = self._usage
+        self._settled = self._settled._replace(
+            was_alone=self._booking.ended(True),
+            first_byte_s=self._first_byte_s,
+            end=end.value,
+            status=status or 0,
+            seconds=seconds,
+            events=self._events,
+            is_json=is_json,
+            usage=last,
+            first_usage=first,
         )
-        self._observers.settle(self._number, settled, RESERVE_PATH, self._policy)
+        self._observers.settle(self._number, self._settled, RESERVE_PATH, self._policy)
 
     def response_tokens(self) -> int | None:
-        return self._settled.response_tokens if self._settled.first_byte_s else None
+        """Known at its end."""
+        return self._settled.response_tokens if self._first_byte_s else None

@@ -224,6 +224,18 @@ class RequestObservers:
             self.replicas.report_failure(replica_id, found.value)
         return found
 
+    def shown_began(self, number: int, seconds: float) -> None:
+        """Show that the response to a request that the data plane has decided has begun.
+
+        Args:
+            number: The request's, in the data plane.
+            seconds: Since it was decided.
+        """
+        request = self._shown.get(number)
+        if request is not None:
+            request.first_byte_s = seconds
+            self.log.update(request)
+
     def shown_failed(self, number: int, failure: Failure) -> None:
         """Show how a replica failed a request that the data plane has decided.
 
@@ -231,7 +243,9 @@ class RequestObservers:
             number: The request's, in the data plane.
             failure: How.
         """
-        self._shown[number].last_failure = failure.value
+        request = self._shown.get(number)
+        if request is not None:
+            request.last_failure = failure.value
 
     def failed(self, replica_id: str, failure: Failure) -> bool:
         """A replica failed; return whether it is out of rotation.
