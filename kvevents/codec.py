@@ -1,10 +1,10 @@
 """Bytes to `EventBatch` and back; no sockets.
 
 Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
-arrays of all versions, and SGLang's maps (>= 0.5.20) and arrays; unknown fields and trailing
-elements are ignored. Two typed decoders read the homogeneous batches that real engines send. A
-batch that they refuse is read event by event (`_read_batch`): an event of an unknown type, or one
-that breaks the format, is left out and counted, and an error message names its place.
+arrays of all versions, SGLang's maps (>= 0.5.20) and arrays, and Mooncake's maps; unknown fields
+and trailing elements are ignored. Two typed decoders read the homogeneous batches that real engines
+send. A batch that they refuse is read event by event (`_read_batch`): an event of an unknown type,
+or one that breaks the format, is left out and counted, and an error message names its place.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
 )
 """Of an unknown event's type: its name says that blocks go, and it does not say which."""
+
+
+_MOONCAKE = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+"""By `event_type` of Mooncake's events (RFC #1527), which have no `type`."""
+_MOONCAKE_OBJECT = "MooncakeObject"
+"""An event about an object of the store, which names no block."""
+_DEFAULT_TENANT = "default"
 
 
 class _MapBatch(msgspec.Struct, array_like=True):
@@ -301,6 +308,8 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
     if isinstance(value, dict):
         kind = value.get("type")
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
+        if kind is None and isinstance(fields.get("event_type"), str):
+            kind, fields = _from_mooncake(fields)
     elif isinstance(value, list) and value:
         kind = value[0]
         names: Sequence[str] = _STORED_POSITIONS
@@ -314,6 +323,31 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(kind, str):
         raise MalformedBatch(f"{place}: the event type must be a string, not {type(kind).__name__}")
     return kind, fields
+
+
+def _from_mooncake(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type and fields of an event of Mooncake's (RFC #1527), as vLLM calls them.
+
+    A run that begins behind its prompt's first block, and does not name the block before, has its
+    hashes only: its tokens do not say where they stand.
+    """
+    event_type = fields["event_type"]
+    kind = _MOONCAKE.get(event_type, event_type)
+    names_blocks = "seq_hashes" in fields or "object_key" not in fields
+    if kind in ("BlockStored", "BlockRemoved") and not names_blocks:
+        return _MOONCAKE_OBJECT, {}
+    known: dict[str, Any] = {
+        name: fields[name] for name in ("medium", "lora_name", "block_size") if name in fields
+    }
+    known["block_hashes"] = fields.get("seq_hashes")
+    if kind == "BlockStored":
+        parent = known["parent_block_hash"] = fields.get("parent_hash")
+        is_placed = parent is not None or not fields.get("base_block_idx")
+        known["token_ids"] = fields.get("token_ids") if is_placed else []
+        tenant = fields.get("tenant_id")
+        if tenant not in (None, "", _DEFAULT_TENANT):
+            known["cache_salt"] = tenant  # nobody else's prompts are meant
+    return kind, known
 
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
