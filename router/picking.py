@@ -14,7 +14,7 @@ import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
-from router.config import ExtProcConfig
+from router.config import ExtProcConfig, RouterConfig
 from router.doors import NOBODY, Caller, Desk, Question
 from router.doors.desk import new_id
 from router.doors.messages import (
@@ -85,6 +85,8 @@ def make_picker(
         max_body_bytes=server.max_body_bytes,
         fallbacks=config.doors.ext_proc.fallbacks,
         reads_response=config.doors.ext_proc.read_response,
+        rank_ports=config.doors.ext_proc.rank_ports,
+        deadline_header=_deadline_header(config),
     )
     limits = Limits(
         server.timeouts.client_body_s, config.doors.reservation_idle_s, server.max_body_bytes
@@ -97,6 +99,13 @@ def _aliases(service: RouterService) -> Mapping[bytes, tuple[bytes, ...]]:
     overload = service.config.overload
     found = {overload.tenant_header: _FAIRNESS, overload.priority_header: _OBJECTIVE}
     return {name.encode(): others for name, others in found.items() if name is not None}
+
+
+def _deadline_header(config: RouterConfig) -> bytes | None:
+    """Where the queue reads how long a request may wait, if the objective of the field says it."""
+    name = config.overload.timeout_header
+    is_meant = config.doors.ext_proc.ttft_is_deadline and name is not None
+    return name.encode() if is_meant and name is not None else None
 
 
 def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:

@@ -17,6 +17,7 @@ buffered mode, where that was given before there was a body, in the answer to th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.proxy import Attempt, Dialect, error_body
 from router.replicas import Replica
 from router.routing.admission import Admission, BodyBuffer
+from router.routing.decision import RANK_HEADER
 from router.routing.terms import IsEligible
 from router.tokenize import Endpoint
 from router.upstream import Header
@@ -42,6 +44,12 @@ _LB, _HINT, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination
 _ATTRIBUTES, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 _DROPPED = b"x-llm-d-request-dropped-reason"
 _PULLED = b"x-kv-cache-source-host-port"
+_RANK_ADDRESS = b"x-data-parallel-host-port"
+_FOR_SIDECARS = (_PULLED, _RANK_ADDRESS, b"x-prefiller-host-port", b"x-encoder-hosts-ports")
+"""By which a sidecar is told whom to connect to. A client's own would have it connect anywhere."""
+_TTFT = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms")
+_MAX_PORT = 65_535
+_MAX_MS_DIGITS = 9
 
 MAX_CHUNK_BYTES = 62_000
 """Some gateways take no more than 64 KiB in a message."""
@@ -80,6 +88,10 @@ class PickerParts(NamedTuple):
     fallbacks: int
     """How many more endpoints to name, in the order of retries."""
     reads_response: bool
+    rank_ports: bool = False
+    """Whether each data-parallel rank has a port of its own, the replica's plus the rank."""
+    deadline_header: bytes | None = None
+    """Takes the objective for the first token as a deadline, in seconds; None: nothing does."""
 
 
 class Stage(Enum):
@@ -189,6 +201,8 @@ class Pick:
             found = next((headers[other] for other in others if other in headers), None)
             if found is not None:
                 headers.setdefault(name, found)
+        if self._parts.deadline_header is not None:
+            _set_deadline(headers, self._parts.deadline_header)
         path = headers.get(b":path", b"/").decode("latin-1").partition("?")[0]
         mode = message.protocol_config.request_body_mode
         if mode in (_STREAMED, _BUFFERED_PARTIAL):
@@ -277,10 +291,12 @@ class Pick:
         source = decision.ranked(reservation.attempt.replica_id).candidate.pull_from
         if source is not None and source in decision.replicas:
             told.append((_PULLED, address_of(decision.replicas[source]).encode()))
+        if parts.rank_ports:
+            told += _rank_address(endpoints[0], reservation.attempt)
         _set_headers(common.header_mutation, told)
         names = {name for name, _ in told}
         common.header_mutation.remove_headers.extend(
-            name.decode() for name in parts.dropped if name not in names
+            name.decode() for name in (*parts.dropped, *_FOR_SIDECARS) if name not in names
         )
         common.clear_route_cache = True
         answer.dynamic_metadata.update({_LB: {ENDPOINT: where}})
@@ -380,6 +396,31 @@ def _served(message: Any) -> str:
     if _ATTRIBUTES in attributes and _UPSTREAM in attributes[_ATTRIBUTES].fields:
         return str(attributes[_ATTRIBUTES].fields[_UPSTREAM].string_value)
     return ""
+
+
+def _set_deadline(headers: dict[bytes, bytes], name: bytes) -> None:
+    """Take the objective for the first token as the time after which there need be none; a shorter
+    one that the client names itself stays."""
+    given = next((headers[each] for each in _TTFT if each in headers), None)
+    if given is None:
+        return
+    text = given.decode("latin-1").strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_MS_DIGITS and int(text)):
+        raise BadRequest("x-llm-d-slo-ttft-ms", repr(text[:40]), "expected milliseconds above 0")
+    seconds = int(text) / 1000
+    with contextlib.suppress(ValueError):
+        if 0 < float(headers.get(name, b"nan")) <= seconds:
+            return
+    headers[name] = b"%.3f" % seconds
+
+
+def _rank_address(address: str, attempt: Attempt) -> list[Header]:
+    """Where the rank listens that a request is for."""
+    rank = dict(attempt.request_headers).get(RANK_HEADER)
+    host, _, port = address.rpartition(":")
+    if rank is None or int(port) + int(rank) > _MAX_PORT:
+        return []
+    return [(_RANK_ADDRESS, f"{host}:{int(port) + int(rank)}".encode())]
 
 
 def _headers(found: Any) -> dict[bytes, bytes]:

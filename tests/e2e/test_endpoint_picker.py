@@ -200,6 +200,76 @@ async def test_keys_are_checked_and_not_passed_on() -> None:
             await until_unbooked(router)
 
 
+async def test_a_client_sends_no_sidecar_anywhere(router: RouterProcess, gateway: Envoy) -> None:
+    """llm-d's connects to whatever these headers name."""
+    names = (
+        "x-prefiller-host-port",
+        "x-encoder-hosts-ports",
+        "x-data-parallel-host-port",
+        "x-kv-cache-source-host-port",
+    )
+    async with engines(1) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "prompt": [1]}
+        answer = await post(gateway, body, dict.fromkeys((*names, "x-kept"), "169.254.169.254:80"))
+        assert answer.status == 200
+        (request,) = stub.requests
+        assert not set(names) & set(request.headers)
+        assert request.headers["x-kept"] == "169.254.169.254:80"
+        await until_unbooked(router)
+
+
+async def test_a_rank_is_named_by_its_own_port() -> None:
+    """As llm-d's sidecar listens: the replica's port plus the rank."""
+    doors = {"ext_proc": {"listen": "127.0.0.1:0", "rank_ports": True}}
+    with router_process({**CONFIG, "doors": doors}) as router, envoy(picker_of(router)) as gateway:
+        async with engines(1, has_events=True) as (stub,):
+            ids = prompt_ids(64, 9)
+            stub.store(ids)
+            endpoint, replay = stub.event_addresses
+            first = {"endpoint": endpoint, "replay_endpoint": replay, "dp_rank": 1}
+            sources = [first, {"endpoint": "tcp://*:2", "dp_rank": 2}]
+            replica = {"url": stub.url, "id": stub.name, "models": [stub.model]}
+            added = await router.post("/replicas", {**replica, "kv_events": sources})
+            assert added.status == 201
+            body, deadline = {"model": stub.model, "prompt": [*ids, 7]}, time.monotonic()
+            while not any("x-data-parallel-rank" in each.headers for each in stub.requests):
+                assert time.monotonic() < deadline + DEADLINE_S
+                await post(gateway, body)
+            headers = stub.requests[-1].headers
+            rank, port = int(headers["x-data-parallel-rank"]), int(stub.url.rpartition(":")[2])
+            assert rank in (1, 2)
+            assert headers["x-data-parallel-host-port"] == f"127.0.0.1:{port + rank}"
+            await until_unbooked(router)
+
+
+async def test_an_objective_for_the_first_token_bounds_the_wait() -> None:
+    """Where the operator says that a later one is of no use; a client's own shorter one stays."""
+    doors = {"ext_proc": {"listen": "127.0.0.1:0", "ttft_is_deadline": True}}
+    overload = {"max_in_flight": 1, "max_waiting": 8}
+    with (
+        router_process({**CONFIG, "doors": doors, "overload": overload}) as router,
+        envoy(picker_of(router)) as gateway,
+    ):
+        async with engines(1) as (stub,), router.serving(stub):
+            body = {"model": stub.model, "token_ids": [1]}
+            held = (await router.post("/select_and_reserve", body)).json
+            prompt = {"model": stub.model, "prompt": [1]}
+            for headers in (
+                {"x-llm-d-slo-ttft-ms": "200"},
+                {"x-slo-ttft-ms": "200", "x-request-timeout": "3600"},
+                {"x-llm-d-slo-ttft-ms": "3600000", "x-request-timeout": "0.2"},
+            ):
+                refused = await post(gateway, prompt, headers)
+                assert (refused.status, refused.error["code"]) == (503, "queue_timeout")
+            for given in ("0", "-1", "soon", "1e3", "9" * 10):
+                wrong = await post(gateway, prompt, {"x-llm-d-slo-ttft-ms": given})
+                assert (wrong.status, wrong.error["code"]) == (400, "invalid_value")
+            await router.delete(f"/reservations/{held['selection_id']}")
+            late = {"x-llm-d-slo-ttft-ms": "600000"}
+            assert (await post(gateway, prompt, late)).status == 200
+            await until_unbooked(router)
+
+
 # --- subsets, lists, retries ----------------------------------------------------------------------
 
 

@@ -369,6 +369,11 @@ class EngineStub:
         self._kv_addresses = ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
 
     @property
+    def event_addresses(self) -> tuple[str, str]:
+        """Where it publishes, and replays."""
+        return self._kv_addresses
+
+    @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
