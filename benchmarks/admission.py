@@ -28,7 +28,7 @@ from kvevents.hashing import HashChain
 from kvevents.publisher import announce
 from offload.engine.core.model_config import LayerKind, TransformerConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.steering import Hints
+from router.routing.steering import Hints
 from tests.interop import layouts as interop
 
 try:

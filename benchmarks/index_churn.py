@@ -30,7 +30,12 @@ from kvevents.events import (
     EventBatch,
     TierBlocksCleared,
 )
-from router.index import LayoutHints, PrefixIndex, SourceId, SourceLimits
+from router.index import (
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+)
 
 _RUN = 32
 """Blocks of a run."""

@@ -34,7 +34,7 @@ from benchmarks.simulation.outcome import percentile
 from benchmarks.simulation.routing import LEAST_DELAY, SimulatedRouter
 from benchmarks.simulation.time_model import AcceleratorTime
 from router.config import OverloadConfig
-from router.overload.line import place_of
+from router.fleet.line import place_of
 from tests.interop.layouts import full, layout
 
 try:

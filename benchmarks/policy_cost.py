@@ -22,14 +22,13 @@ from random import Random
 from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
+from router.fleet.health import HealthRecord
+from router.fleet.load import LoadTracker
+from router.fleet.replica import Replica
 from router.index import PrefixIndex, SourceId
-from router.mirror import STEP, Mirror
-from router.replicas.health import HealthRecord
-from router.replicas.load import LoadTracker
-from router.replicas.replica import Replica
-from router.routing.planner import RoutePlanner
-from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import (
+from router.index.mirror import Mirror
+from router.index.mirror_types import STEP
+from router.policies import (
     LEAST_DELAY,
     Candidate,
     Order,
@@ -40,7 +39,9 @@ from router.scoring import (
     Standings,
     make_policy,
 )
-from router.scoring.policies import BUILT_IN
+from router.policies.policies import BUILT_IN
+from router.routing.planner import RoutePlanner
+from router.routing.recent_prefixes import RecentPrefixes
 
 PROMPT_TOKENS = 4096
 _BLOCK = 16

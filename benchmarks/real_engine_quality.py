@@ -20,7 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.figures import report
-from router.demo.comparison import Play, mean_ttft_s, of_way, reused_tokens
+from router.demo.comparison import (
+    Play,
+    mean_ttft_s,
+    of_way,
+    reused_tokens,
+)
 from router.demo.phase import PlayPhase
 from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes, questions_about_documents

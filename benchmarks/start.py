@@ -21,9 +21,10 @@ from kvevents.codec import encode
 from kvevents.events import EventBatch
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
-from router.feed import SavedSource
+from router.feed.feed import SavedSource
+from router.feed.snapshot_records import restore
+from router.feed.snapshot_transfer import Sender, read_sealed
 from router.index import PrefixIndex, SourceId
-from router.snapshots import Sender, read_sealed, restore
 
 SECRET = b"shared"
 _PROMPT_BLOCKS = 500

@@ -15,7 +15,7 @@ from array import array
 from pathlib import Path
 
 from benchmarks.figures import report
-from router.tokenize.local.cache import SegmentCache
+from router.prompt.local.cache import SegmentCache
 
 MIB = 1024 * 1024
 _ALPHABETS = {"ascii": "abcdefgh ", "latin": "abcdéfgh ", "cjk": "日本語中文字 "}

@@ -24,8 +24,13 @@ from annotated_types import Ge, Le, MaxLen
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
-from router.config import RouterConfig, board, discovery, values
-from router.scoring import types as scoring
+from router.config import (
+    RouterConfig,
+    board,
+    discovery,
+    values,
+)
+from router.policies import types as scoring
 from router.service import RouterService
 
 DOCS = Path(__file__).parent

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvevents.events import BlockHash
+from router.fleet.engine_order import OrderFacts
 from router.index.base import ApplyResult, Hit, SourceId
-from router.mirror.types import ByTier, Coming, Outlook
-from router.overload.engine_order import OrderFacts
-from router.placing import ServedName
-from router.scoring import Candidate, Weights
+from router.index.mirror_types import ByTier, Coming, Outlook
+from router.policies import Candidate, Weights
+from router.seams.fleet import ServedName
 
 core_version: int
 
@@ -158,7 +158,7 @@ class LoadPrices:
     def mean(self, by_tier: ByTier) -> float: ...
 
 class Mirror:
-    """Every cache and model by its number; see `router.mirror.Mirror`."""
+    """Every cache and model by its number; see `router.index.Mirror`."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class EstimatedVisit:
     def ended(self, actual_tokens: int | None = None) -> None: ...
 
 class Estimates:
-    """Every such cache by its number; see `router.mirror.ApproximateCaches`."""
+    """Every such cache by its number; see `router.index.ApproximateCaches`."""
 
     def __init__(
         self,
@@ -303,14 +303,14 @@ def write_chunk(payload: bytes) -> bytes: ...
 def is_hop_by_hop(name: bytes) -> bool: ...
 
 class EventLines:
-    """As `router.proxy.messages.EventLines`."""
+    """As `router.plane.proxied_messages.EventLines`."""
 
     def release(self, piece: bytes, is_last: bool) -> bytes: ...
     def has_finished(self) -> bool: ...
     def separator(self) -> bytes: ...
 
 class UsageCapture:
-    """Keeps what `router.proxy.usage.UsageReader.take` reads the usage from."""
+    """Keeps what `router.plane.usage.UsageReader.take` reads the usage from."""
 
     def feed(self, piece: bytes) -> None: ...
     def finish(self) -> tuple[int, bool, bytes, bytes]: ...
@@ -663,9 +663,9 @@ class DecidedRanking:
     def cost(self, number: int) -> float: ...
     def candidate(self, number: int) -> tuple[Any, ...]: ...
     def columns(self) -> tuple[Any, ...]:
-        """Of `router.scoring.Standings`, but the last."""
+        """Of `router.policies.Standings`, but the last."""
     def lower(self, number: int) -> tuple[Any, ...]:
-        """A `router.scoring.Lower`."""
+        """A `router.policies.Lower`."""
     def excluded(self) -> list[tuple[tuple[Any, ...], int]]: ...
 
 class Decider:

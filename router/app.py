@@ -13,15 +13,15 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from router.doors.desk import Desk, DeskParts
+from router.doors.http.access import Guard
+from router.doors.http.access_log import logged
+from router.doors.http.api import create_api
+from router.doors.http.gateway import Gateway
+from router.doors.http.proxied_paths import ProxiedPaths
+from router.doors.http.questions import RouteQuestions
+from router.doors.http.responses import ApiParts
 from router.errors import ConfigError, ConfigProblem
-from router.http.access import Guard
-from router.http.access_log import logged
-from router.http.api import create_api
-from router.http.gateway import Gateway
-from router.http.proxied_paths import ProxiedPaths
-from router.http.questions import RouteQuestions
-from router.http.responses import ApiParts
-from router.overload import EngineOrder
+from router.fleet.engine_order import EngineOrder
 from router.service import RouterService
 
 
@@ -125,12 +125,18 @@ def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService)
     if config.listen is None:
         return lifespan
     try:
-        picking = import_module("router.picking")
+        picking = import_module("router.doors.external_processing")
     except ImportError as error:
         rule = "it needs the extra gateway: pip install '.[gateway]' in kvroute's checkout"
         problem = ConfigProblem("doors.ext_proc.listen", f"{config.listen}; {rule} ({error})")
         raise ConfigError([problem]) from error
-    server = picking.make_picker(service, router.desk, router.gateway.guard, router.paths)
+    server = picking.make_picker(
+        service.config,
+        router.desk,
+        router.gateway.guard,
+        router.paths,
+        service.readiness.why_not_ready,
+    )
 
     @contextlib.asynccontextmanager
     async def with_picker(app: FastAPI) -> AsyncIterator[None]:

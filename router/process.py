@@ -59,7 +59,7 @@ class _JsonFormatter(_TextFormatter):
 def _under_our_name(record: logging.LogRecord) -> bool:
     """Rename what the HTTP server logs: it is a part of the router."""
     if record.name.startswith("uvicorn"):
-        record.name = "router.http"
+        record.name = "router.doors.http"
     return True
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from router.config import RouterConfig
+from router.config.files import Stamp, stamp_of
 from router.errors import ConfigError
-from router.files import Stamp, stamp_of
-from router.observability.metrics import RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

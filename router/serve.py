@@ -27,14 +27,21 @@ import uvloop
 
 from router.app import RouterApp
 from router.config import RouterConfig
+from router.config.certificates import (
+    LISTENER,
+    REPLICAS,
+    Certificate,
+    keep_fresh,
+    listener_certificate,
+)
+from router.config.origin import KEPT_S
 from router.doors import Adopted
 from router.doors.adopted import RESERVE_PATH
+from router.doors.http.proxied_paths import dialect_of
+from router.doors.http.selection import take_report
 from router.errors import ConfigError, ConfigProblem
-from router.http.proxied_paths import dialect_of
-from router.http.selection import take_report
 from router.index import PrefixIndex
-from router.mirror import WORTH_TELLING
-from router.placing import native_decisions, prepared_with, told_with
+from router.index.mirror_types import WORTH_TELLING
 from router.plane import (
     DIALECTS,
     BehindPlane,
@@ -46,7 +53,7 @@ from router.plane import (
     Secured,
     load_openssl,
 )
-from router.preparing import PREPARED, Preparation
+from router.policies import LEAST_DELAY
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -56,17 +63,16 @@ from router.process import (
     listen,
     set_up_logging,
 )
+from router.prompt import Endpoint
 from router.reload import Reloader
 from router.routing.admission import Elsewhere
-from router.scoring import LEAST_DELAY
+from router.seams.fleet import native_decisions, prepared_with, told_with
+from router.seams.prepare import PREPARED, Preparation
+from router.seams.records import Settling
 from router.service import RouterService
-from router.settling import Settling
-from router.tls import LISTENER, REPLICAS, Certificate, keep_fresh, listener_certificate
-from router.tokenize import Endpoint
-from router.upstream import KEPT_S
 
 if TYPE_CHECKING:
-    from router.placing import NativeDecisions
+    from router.seams.fleet import NativeDecisions
 
 logger = logging.getLogger(__name__)
 

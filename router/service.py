@@ -25,42 +25,37 @@ from kvevents.sealing import hold_key, read_hash_key
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
-from router.board import Board, BoardExchange
 from router.config import RouterConfig
-from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
+from router.config.certificates import PEERS, replica_certificate
+from router.config.origin import Timeouts
 from router.doors import Reservations, address_of
 from router.errors import ConfigError, ConfigProblem
-from router.feed import Feed
+from router.feed.beginning import Beginning
+from router.feed.feed import Feed
+from router.feed.snapshot_file import SnapshotKeeper, read_file
+from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
+from router.feed.snapshot_records import IndexSnapshot
+from router.feed.snapshot_transfer import Sender
+from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import ResponseTooLarge, UpstreamError
+from router.fleet.discovery import CONFIGURATION, ReplicaKeeper, make_providers
+from router.fleet.entrance import Entrance, line_limits
+from router.fleet.gate import GateOptions
+from router.fleet.limits import KeyLimits
+from router.fleet.load import LoadTracker
+from router.fleet.registry import ReplicaListener, ReplicaRegistry
+from router.fleet.replica import Replica
+from router.fleet.room import RoomListener, WaitingRoom
+from router.fleet.types import EventSource, ReplicaState, ServedModels
+from router.fleet.watcher import UpstreamFetch
 from router.index import PrefixIndex, SourceId
-from router.mirror import ApproximateCaches, Mirror
-from router.observability.collector import CollectedParts, collect
-from router.observability.history import BlockCounts, History, Removals
-from router.observability.metrics import RouterMetrics
-from router.observability.readiness import Readiness
-from router.observability.request_log import RequestLog
-from router.observability.request_observer import RequestObservers
-from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
-from router.observability.shortages import Shortages
-from router.overload import (
-    Entrance,
-    GateOptions,
-    KeyLimits,
-    RoomListener,
-    WaitingRoom,
-    line_limits,
-)
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
 from router.plane import PlaneProxy
-from router.proxy import ProxySettings, RetryLimits
-from router.replicas import (
-    EventSource,
-    Replica,
-    ReplicaListener,
-    ReplicaRegistry,
-    ReplicaState,
-    ServedModels,
-    UpstreamFetch,
-)
-from router.replicas.load import LoadTracker
+from router.plane.attempts import RetryLimits
+from router.plane.proxy_types import ProxySettings
+from router.policies import LEAST_DELAY, PolicySettings, make_policy
+from router.prompt import LargeWork
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
@@ -69,25 +64,20 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
-from router.scoring import LEAST_DELAY, PolicySettings, make_policy
-from router.sharing import Sharing, valkey_board
-from router.snapshots import (
-    Beginning,
-    IndexSnapshot,
-    PeerLimits,
-    Peers,
-    Sender,
-    SnapshotKeeper,
-    peer_key,
-    read_file,
-)
-from router.tls import PEERS, replica_certificate
-from router.tokenize import LargeWork
-from router.upstream import ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
+from router.sharing.board import Board, BoardExchange
+from router.sharing.exchange import Sharing, valkey_board
+from router.telemetry.collector import CollectedParts, collect
+from router.telemetry.history import BlockCounts, History, Removals
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.readiness import Readiness
+from router.telemetry.request_log import RequestLog
+from router.telemetry.request_observer import RequestObservers
+from router.telemetry.self_repair import CacheFacts, RepairTimes, SelfRepair
+from router.telemetry.shortages import Shortages
 
 if TYPE_CHECKING:
     from router.routing.ranker import Ranker
-    from router.tracing.otel import OtelTracing
+    from router.telemetry.otel import OtelTracing
 
 logger = logging.getLogger(__name__)
 
@@ -686,7 +676,7 @@ def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing |
     if not config.observability.tracing.enabled:
         return None
     try:
-        otel = import_module("router.tracing.otel")
+        otel = import_module("router.telemetry.otel")
     except ImportError as error:
         rule = "it needs the extra otel: pip install '.[otel]' in kvroute's checkout"
         problem = ConfigProblem("observability.tracing.enabled", f"true; {rule} ({error})")

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import ReplicaOptions, RouterConfig
-from router.feed import Feed
+from router.feed.feed import Feed
 from router.index import Hit, PrefixIndex, SourceId
 from router.service import RouterService
 from tests.support.following import QUICK

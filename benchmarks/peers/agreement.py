@@ -34,8 +34,8 @@ from benchmarks.peers.programs import Answer, Connection, Missing, Replicas, bui
 from benchmarks.peers.publishing import Publisher
 from kvevents.codec import encode
 from kvevents.events import BlockStored, EventBatch
+from router.cli.recordings import Header, Query, RecordingReader
 from router.doors import worker_number
-from router.recordings import Header, Query, RecordingReader
 from tests.support.router_process import RouterProcess, router_process
 
 STREAMS = Path("tests/conformance/streams")

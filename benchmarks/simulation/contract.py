@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvevents.events import EventBatch
-from router.steering import NO_HINTS, Hints
+from router.routing.steering import NO_HINTS, Hints
 
 
 class Account(Protocol):

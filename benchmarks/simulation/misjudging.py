@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import msgspec
 
-from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights
+from router.policies import (
+    Candidate,
+    Policy,
+    Ranked,
+    RouteRequest,
+    Weights,
+)
 
 ESTIMATES = ("prefill_tokens_per_s", "arrivals_per_s", "reuse_probability")
 WEIGHTS = ("decode_request", "decode_context_token")

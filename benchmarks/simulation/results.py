@@ -14,8 +14,8 @@ from benchmarks.simulation.routing import LEAST_DELAY
 Line = dict[str, Any]
 _ROOT = Path(__file__).parents[2]
 _OURS = (
-    *("router/scoring", "router/mirror", "router/routing", "router/replicas"),
-    "router/steering",
+    *("router/policies", "router/index", "router/routing", "router/fleet"),
+    "router/routing",
 )
 SIMULATION = 3
 """Counted up by whoever changes what a run with unchanged policies would measure."""

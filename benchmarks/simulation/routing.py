@@ -13,17 +13,22 @@ from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
 from router.config import PeerTierConfig
 from router.config import ReplicaConfig as RouterReplicaConfig
+from router.fleet.engine_load import EngineLoad
+from router.fleet.health import HealthRecord
+from router.fleet.load import LoadTracker
+from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.mirror import Mirror
-from router.replicas.engine_load import EngineLoad
-from router.replicas.health import HealthRecord
-from router.replicas.load import LoadTracker
-from router.replicas.replica import Replica
+from router.index.mirror import Mirror
+from router.policies import (
+    PolicySettings,
+    RouteRequest,
+    Weights,
+    make_policy,
+)
+from router.prompt import NO_ENDS, MessageEnds
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
-from router.steering import NO_HINTS, Hints, Steering
-from router.tokenize import NO_ENDS, MessageEnds
+from router.routing.steering import NO_HINTS, Hints, Steering
 
 MODEL = "simulated"
 LEAST_DELAY = "least_delay"

@@ -20,8 +20,8 @@ from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.config import OverloadConfig
-from router.overload.line import place_of
-from router.scoring import Weights
+from router.fleet.line import place_of
+from router.policies import Weights
 
 AGEING_TOKENS_PER_S = OverloadConfig().ageing_tokens_per_s
 """By how much a request that comes a second later stands behind, where engines go by priority."""

@@ -14,12 +14,24 @@ from rich.table import Table
 from rich.text import Text
 
 from router.cli.signals import EndedBySignal, run_until_signal
-from router.demo.comparison import Play, chance, mean, mean_ttft_s, of_way, reused_tokens
-from router.demo.fleet import EVICTED, HIT_TOKENS, SLID_OUT, EngineCache
+from router.demo.comparison import (
+    Play,
+    chance,
+    mean,
+    mean_ttft_s,
+    of_way,
+    reused_tokens,
+)
+from router.demo.fleet import (
+    EVICTED,
+    HIT_TOKENS,
+    SLID_OUT,
+    EngineCache,
+)
 from router.demo.phase import PhaseResult, ReplicaResult
 from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes, questions_about_documents
-from router.observability.labels import group_label
+from router.telemetry.labels import group_label
 
 _CACHE_BLOCKS = 140
 _SIMULATED = ("--simulate", "--prefill-tokens-per-s", "10000")

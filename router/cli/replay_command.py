@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from router.recordings import Prediction, ReplaySummary, replay
+from router.cli.recordings import Prediction, ReplaySummary, replay
 
 
 def add_to(commands: Any) -> None:

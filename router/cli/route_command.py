@@ -13,10 +13,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.running_router import Name, QueryFailed, RunningRouter, plain
-from router.http.views import HitView, RankedReplica, RouteView
-from router.observability.labels import group_label
-from router.upstream import Timeouts
+from router.cli.running_router import (
+    Name,
+    QueryFailed,
+    RunningRouter,
+    plain,
+)
+from router.config.origin import Timeouts
+from router.doors.http.views import HitView, RankedReplica, RouteView
+from router.telemetry.labels import group_label
 
 API_KEY_VARIABLE = "KVROUTE_API_KEY"
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)

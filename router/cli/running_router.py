@@ -11,8 +11,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from router.config.origin import (
+    Header,
+    Origin,
+    OriginError,
+    Timeouts,
+)
 from router.errors import RouterError
-from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClient, UpstreamError
+from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import UpstreamError
 
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -63,7 +70,7 @@ class RunningRouter:
         Args:
             method: Of the HTTP request.
             target: Path and query string.
-            kind: The type to decode to, one of `router.http.views`.
+            kind: The type to decode to, one of `router.doors.http.views`.
             body: JSON; empty for none.
         Raises:
             QueryFailed: There was no response, its status was not 200, or it is not a *kind*.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from router.config import Overrides, RouterConfig, read_text
+from router.config.certificates import listener_certificate, replica_certificate
+from router.policies import PolicySettings, make_policy
 from router.routing.models import ModelSet
-from router.scoring import PolicySettings, make_policy
 from router.serve import ConfigSource
 from router.serve import run as run_server
-from router.tls import listener_certificate, replica_certificate
 
 
 def add_to(commands: Any) -> None:

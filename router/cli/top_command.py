@@ -22,9 +22,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.running_router import OPERATOR_KEY_VARIABLE, Name, QueryFailed, RunningRouter, plain
+from router.cli.running_router import (
+    OPERATOR_KEY_VARIABLE,
+    Name,
+    QueryFailed,
+    RunningRouter,
+    plain,
+)
 from router.cli.signals import EndedBySignal, run_until_signal
-from router.http.views import (
+from router.config.origin import Timeouts
+from router.doors.http.views import (
     LastMinute,
     Overview,
     ReplicaSummary,
@@ -32,8 +39,7 @@ from router.http.views import (
     RequestView,
     StoreSummary,
 )
-from router.observability.problems import Level
-from router.upstream import Timeouts
+from router.telemetry.problems import Level
 
 _MAX_REQUESTS = 60
 _PIPE_COLUMNS = 200

@@ -5,21 +5,24 @@ and `ReplicaConfig.model_json_schema()` describes it.
 
 The files; each imports only what is listed above it:
 
-    document.py   YAML text -> plain data; pydantic's errors -> ours
-    values.py     what one value may be
-    section.py    what all mappings have in common
-    replica.py    one replica
-    discovery.py  where more of them come from
-    tls.py        certificates
-    state.py      what outlives a restart
-    board.py      where routers tell each other of their load
-    keys.py       who may come in, and what comes with a key
-    overload.py   what waits when replicas have no room
-    doors.py      what gateways that send requests themselves may hold
+    files.py          has a watched file changed?
+    origin.py         where a server is; timeouts
+    document.py       YAML text -> plain data; pydantic's errors -> ours
+    values.py         what one value may be
+    section.py        what all mappings have in common
+    replica.py        one replica
+    discovery.py      where more of them come from
+    tls.py            certificates
+    certificates.py   who we are, and whom we trust, from these files; kept fresh
+    state.py          what outlives a restart
+    board.py          where routers tell each other of their load
+    keys.py           who may come in, and what comes with a key
+    overload.py       what waits when replicas have no room
+    doors.py          what gateways that send requests themselves may hold
     observability.py  logs, metrics, traces
-    approximate.py  what stands in for event streams that are not there
-    versions.py   names that stand for several versions of a model
-    schema.py     everything else, and the rules between its values
+    approximate.py    what stands in for event streams that are not there
+    versions.py       names that stand for several versions of a model
+    schema.py         everything else, and the rules between its values
 """
 
 from router.config.board import BoardConfig

@@ -9,7 +9,13 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SecretStr, ValidationError
 
 from kvevents.listener import LISTENED_TO
-from router.config.document import Location, parse_document, problems_in, read_text
+from router.config.document import (
+    Location,
+    parse_document,
+    problems_in,
+    read_text,
+)
+from router.config.origin import Origin
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
@@ -25,7 +31,6 @@ from router.config.values import (
     ZmqAddress,
 )
 from router.errors import BadRequest, ConfigError
-from router.upstream.origin import Origin
 
 
 class EventSourceConfig(Section, frozen=True):

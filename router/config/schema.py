@@ -67,8 +67,8 @@ from router.config.values import (
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
 from router.index import LayoutHints, StoreHint, TierHint
-from router.scoring.policies import BUILT_IN, LEAST_DELAY
-from router.scoring.types import Weights
+from router.policies.policies import BUILT_IN, LEAST_DELAY
+from router.policies.types import Weights
 
 PRIVATE_NETWORKS = (
     *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 
 from router.config.document import Location, refusal
-from router.scoring.types import Weights
+from router.policies.types import Weights
 
 
 class Section(

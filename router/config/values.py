@@ -27,8 +27,8 @@ from kvevents.curve import parse_public_key
 from kvevents.errors import CurveError
 from kvevents.listener import LISTENED_TO
 from router.config.document import broken_rule
-from router.scoring.policies import BUILT_IN, policy_names
-from router.upstream.origin import Origin, OriginError
+from router.config.origin import Origin, OriginError
+from router.policies.policies import BUILT_IN, policy_names
 
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from router.config.origin import Origin, Timeouts
 from router.demo.processes import DemoFailed
-from router.upstream import Origin, Timeouts, UpstreamClient
+from router.fleet.client import UpstreamClient
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=120, idle_s=120)
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024

@@ -17,8 +17,8 @@ from kvevents.messages import encode_start, read_reply
 from kvevents.stream_state import SourceState
 from router.demo.client import Client
 from router.demo.processes import DemoFailed, Running
-from router.http.views import ReplicaDetails, ReplicaList
-from router.upstream import UpstreamError
+from router.doors.http.views import ReplicaDetails, ReplicaList
+from router.fleet.client_errors import UpstreamError
 
 _LIVE_S = 30.0
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.config.origin import Origin
 from router.demo.client import Client, TimedCompletion
 from router.demo.comparison import Play
 from router.demo.fleet import (
@@ -20,10 +21,14 @@ from router.demo.fleet import (
     until_live,
     until_read,
 )
-from router.demo.phase import PhaseResult, PlayPhase, ReplicaResult, run_phase
+from router.demo.phase import (
+    PhaseResult,
+    PlayPhase,
+    ReplicaResult,
+    run_phase,
+)
 from router.demo.processes import Running, engines, router
 from router.demo.workload import Workload, WorkloadSizes, questions_about_documents
-from router.upstream import Origin
 
 _LOOK_EVERY_S = 0.5
 _RECENT_TTL_S = 0.1

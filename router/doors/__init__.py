@@ -1,15 +1,20 @@
-"""How gateways that send requests themselves use the router: they ask where, and report what became
-of it. Knows no ASGI.
+"""Who may ask what, and in which words: our HTTP API (`http/`), gateways that send requests
+themselves, Envoy's external processing, the dialects of other indexers.
+
+In come questions; out go decisions and bookings, in the asker's form. A dialect is added in
+`http/dialects.py`. Only `http/` knows ASGI, only `external_processing.py` gRPC.
 
 The files; each imports only what is listed above it:
 
-    names.py         what gateways call a replica
-    asks.py          who asks, and what for
-    reservations.py  what is booked until its gateway says that it is over, or falls silent
-    adopted.py       those that the compiled core makes by itself
-    desk.py          decides, waits for room, books
-    messages.py      of Envoy's external processing, gRPC's health checks, llm-d's indexer
-    picker.py        one request of a gateway that asks by external processing
+    names.py                what gateways call a replica
+    asks.py                 who asks, and what for
+    reservations.py         what is booked until its gateway says that it is over, or falls silent
+    adopted.py              those that the compiled core makes by itself
+    desk.py                 decides, waits for room, books
+    messages.py             of Envoy's external processing, gRPC's health checks, llm-d's indexer
+    picker.py               one request of a gateway that asks by external processing
+    http/                   everything that knows ASGI or FastAPI
+    external_processing.py  how Envoy's questions arrive; imported only where it listens
 """
 
 from router.doors.adopted import Adopted

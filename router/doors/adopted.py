@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from router.doors.asks import Question
 from router.doors.reservations import Claim, Reservation, Reservations
-from router.observability.request_observer import BY_CORE, AskedInCore, RequestObservers, Settled
-from router.overload import Entrance
-from router.proxy import Attempt, End, Failure
+from router.fleet.entrance import Entrance
+from router.plane.attempts import Attempt, Failure
+from router.plane.proxy_types import End
 from router.routing.admission import Admission
+from router.telemetry.request_observer import (
+    BY_CORE,
+    AskedInCore,
+    RequestObservers,
+    Settled,
+)
 
 if TYPE_CHECKING:
     from router._core import Booking, Place

@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.overload import KeyUsage
+from router.fleet.limits import KeyUsage
+from router.prompt import Endpoint
 from router.routing.stored_responses import ResponseOwner
 from router.routing.terms import IsEligible, TenantSalt
-from router.tokenize import Endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,25 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from router.doors.asks import Caller, Question
-from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
-from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
-from router.observability.request_observer import RequestObservers
-from router.overload import EngineOrder, Entrance
+from router.doors.reservations import (
+    Claim,
+    DecidedReservation,
+    Outcome,
+    Reservations,
+)
+from router.errors import (
+    BadRequest,
+    NoReplica,
+    RequestError,
+    UnknownReservation,
+)
+from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import Entrance
 from router.routing.admission import Admission
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
 from router.routing.terms import Terms
+from router.telemetry.request_observer import RequestObservers
 
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
@@ -43,6 +54,7 @@ class Desk:
 
     def __init__(self, parts: DeskParts) -> None:
         self.reservations = parts.reservations
+        self.admission = parts.admission
         self._parts = parts
         self._selections = _Selections()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-from router.replicas import Replica
+from router.fleet.replica import Replica
 
 _WORKER_BITS = 53
 """Every JSON reader holds such a number exactly."""

@@ -24,19 +24,26 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from router.config.origin import Header
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import address_of
 from router.doors.reservations import DecidedReservation, Outcome
-from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
-from router.proxy import Attempt, Dialect, error_body
-from router.replicas import Replica
+from router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    NoReplica,
+    RequestError,
+)
+from router.fleet.replica import Replica
+from router.plane.attempts import Attempt
+from router.plane.proxied_messages import error_body
+from router.plane.proxy_types import Dialect
+from router.prompt import Endpoint
 from router.routing.admission import Admission, BodyBuffer
 from router.routing.decision import RANK_HEADER
 from router.routing.terms import IsEligible
-from router.tokenize import Endpoint
-from router.upstream import Header
 
 ENDPOINT = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"

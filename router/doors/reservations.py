@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from router.doors.asks import Question
 from router.errors import Overloaded, ReservationExists, UnknownReservation
-from router.observability.request_observer import RequestObserver
-from router.overload import Waiter, WaitingRoom
-from router.proxy import Attempt, End, Failure
+from router.fleet.line import Waiter
+from router.fleet.room import WaitingRoom
+from router.plane.attempts import Attempt, Failure
+from router.plane.proxy_types import End
 from router.routing.admission import Admission
 from router.routing.decision import Decision
+from router.telemetry.request_observer import RequestObserver
 
 if TYPE_CHECKING:
     from router._core import Place

@@ -1,7 +1,14 @@
-"""The group-aware prefix index: which replica would reuse how much of a prompt.
+"""How much of a prompt would each replica reuse, and what will its cache evict next?
 
-It is compiled (`router/core/index`); `tests/oracle/index` has it in Python that can be read, and
-defines what it answers. The files; each imports only what is listed above it:
+In come batches of events (`PrefixIndex.apply`) and prompts (`PrefixIndex.match`); out go hits, by
+source. Both are compiled (`router/core/index`, `router/core/mirror`); `tests/oracle` has them in
+Python that can be read, and defines what they answer: whoever changes a rule begins there.
+
+Events say what a cache holds; they do not say who used it last. The router knows: it sent the
+requests. So the mirror keeps, for every cache, the requests in the order of their end with what
+each was the last to use, which is the order in which an engine evicts (least recently used first).
+
+The files; each imports only what is listed above it:
 
     compiled.py        whether the compiled core is there, and the right one
     base.py            the values that go into an index and come out of it
@@ -10,6 +17,9 @@ defines what it answers. The files; each imports only what is listed above it:
     prompt.py          a prompt under every key and hash that some source may know it by
     index.py           all sources of one model
     dump.py            an index as bytes and back
+    mirror_types.py    what goes into a mirror and comes out
+    mirror.py          every cache: requests in prefill, ended ones in order, what is evicted next
+    approximate.py     what a cache holds whose events are not there
 """
 
 from router.index.base import (

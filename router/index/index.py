@@ -24,7 +24,12 @@ from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, Eve
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheLayout
 from kvevents.sealing import held_key
-from router._core import Core, HitMap, SharedIndex, StateError
+from router._core import (
+    Core,
+    HitMap,
+    SharedIndex,
+    StateError,
+)
 from router.index.base import (
     NO_HIT,
     ApplyResult,

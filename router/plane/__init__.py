@@ -6,17 +6,21 @@ what happens to a request they tell:
     core thread ──Opened──> DataPlane ──> Passage ──> PlaneProxy
          ^                                                │
          └────────── Forward, Respond, PassOn ────────────┘
-    core thread ──Prepare──> `router.preparing`, which says `place`, or `open`
+    core thread ──Prepare──> `router.seams.prepare`, which says `place`, or `open`
     core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
 
 The files:
 
-    addresses.py   where the hosts of replicas are
-    secured.py     who the router is by TLS, and whom it trusts, in the core
-    exchanges.py   a client's request that the core holds
-    relays.py      a request that was sent on: its attempts, and what the core tells of them
-    control.py     all that goes to no replica: to the application behind the plane
-    data_plane.py  the core's threads, their events, and who they are for
+    attempts.py          where a request may be sent, how that fails, how often it is tried again
+    proxy_types.py       what is sent to a replica, and what is reported of it
+    proxied_messages.py  errors of the router's own, and the end of a broken event stream
+    usage.py             the token counts and the id in a passing response
+    addresses.py         where the hosts of replicas are
+    secured.py           who the router is by TLS, and whom it trusts, in the core
+    exchanges.py         a client's request that the core holds
+    relays.py            a request that was sent on: its attempts, and what the core tells of them
+    control.py           all that goes to no replica: to the application behind the plane
+    data_plane.py        the core's threads, their events, and who they are for
 """
 
 from router.plane.addresses import Addresses
@@ -24,7 +28,13 @@ from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.relays import DIALECTS, PlaneProxy, PlaneRelay
-from router.plane.secured import NoTls, PemFiles, Secured, has_openssl, load_openssl
+from router.plane.secured import (
+    NoTls,
+    PemFiles,
+    Secured,
+    has_openssl,
+    load_openssl,
+)
 
 __all__ = [
     "DIALECTS",

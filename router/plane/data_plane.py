@@ -10,14 +10,19 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from router.config.origin import Header
 from router.errors import is_out_of_memory
 from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
-from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
+from router.plane.proxied_messages import error_body
+from router.plane.proxy_types import Dialect
+from router.plane.relays import (
+    IS_CONTROL,
+    PlaneProxy,
+    PlaneRelay,
+    broken_events,
+)
 from router.plane.secured import Secured
-from router.proxy.messages import error_body
-from router.proxy.types import Dialect
-from router.upstream import Header
 
 if TYPE_CHECKING:
     from router._core import Plane

@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from router.upstream import Header
+from router.config.origin import Header
 
 if TYPE_CHECKING:
     from router._core import Plane

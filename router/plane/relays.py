@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from router.config.origin import Header
 from router.plane.addresses import Addresses
-from router.plane.exchanges import FailedFirst, PlaneExchange
-from router.proxy.attempts import (
+from router.plane.attempts import (
     Attempt,
     Failure,
     RequestRetries,
@@ -18,9 +18,15 @@ from router.proxy.attempts import (
     Unretried,
     failure_of,
 )
-from router.proxy.messages import error_body, error_event
-from router.proxy.types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
-from router.upstream import Header
+from router.plane.exchanges import FailedFirst, PlaneExchange
+from router.plane.proxied_messages import error_body, error_event
+from router.plane.proxy_types import (
+    Dialect,
+    End,
+    ProxyObserver,
+    ProxyRequest,
+    ProxySettings,
+)
 
 if TYPE_CHECKING:
     from router._core import Plane

@@ -5,22 +5,31 @@ next:
 
     bytes             the body, as the client sent it
     Terms             what else is known of it                                routing
-    PromptSpec        what the body asks to be computed                       tokenize
-    TokenizedPrompt   the token ids of one of its prompts                     tokenize
+    PromptSpec        what the body asks to be computed                       prompt
+    TokenizedPrompt   the token ids of one of its prompts                     prompt
     HashedPrompt      these, hashed                                           index
     Hit               what one source would reuse of a prompt                 index
-    RouteRequest      what a policy may know of the request                   scoring
-    Candidate         one replica, with its hit and its load                  scoring
-    Ranked            a candidate in its place, with cost and reason          scoring
+    RouteRequest      what a policy may know of the request                   policies
+    Candidate         one replica, with its hit and its load                  policies
+    Ranked            a candidate in its place, with cost and reason          policies
     Decision          all of this, and the body to send                       routing
-    RoutedRequest     the request in the log, from prediction to end          observability
-    Attempt           where the decision may send it: origin and headers      proxy
-    ProxyRequest      what is sent there                                      proxy
+    RoutedRequest     the request in the log, from prediction to end          telemetry
+    Attempt           where the decision may send it: origin and headers      plane
+    ProxyRequest      what is sent there                                      plane
 
 Two objects work on them: `InFlight` (its share of a replica's load) and `RequestObserver`.
 
+It also says what engines are told to keep, for the router knows where prompts part. Engines keep
+windows and states sparsely: at the end of a prompt, and where a hit was cut short. What will be
+asked for next only shows in the requests of the whole fleet.
+
 The files; each imports only what is listed above it:
 
+    fading.py              a ratio in which the past fades
+    branches.py            where prompts part, and whether sessions go on
+    tails.py               where a new prompt will part from later ones
+    tenant.py              both, and which kinds of boundary pay, of one tenant's prompts
+    steering.py            what is told with a request, and what came of it
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from router.errors import Overloaded, ShuttingDown
-from router.replicas import Replica, ReplicaState
+from router.fleet.replica import Replica
+from router.fleet.types import ReplicaState
 
 
 class Elsewhere(NamedTuple):

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from router.config.origin import Header
 from router.errors import KeyLimitReached, NoReplica
+from router.fleet.gate import PASSING, TENANT_BACKING_OFF
+from router.fleet.replica import Replica
 from router.index import HashedPrompt, SourceId
-from router.overload import PASSING, TENANT_BACKING_OFF
-from router.proxy import Attempt
-from router.replicas import Replica
-from router.routing.models import Model
-from router.routing.planner import source_of
-from router.scoring import Candidate, Ranked, empty_reason
-from router.steering import NO_HINTS, STEP, Hints, Said
-from router.tokenize import (
+from router.index.mirror_types import STEP
+from router.plane.attempts import Attempt
+from router.policies import Candidate, Ranked, empty_reason
+from router.prompt import (
     Endpoint,
     PromptSpec,
     TokenizedPrompt,
@@ -26,7 +25,10 @@ from router.tokenize import (
     with_priority,
     with_source,
 )
-from router.upstream import Header
+from router.routing.models import Model
+from router.routing.planner import source_of
+from router.routing.steering import NO_HINTS, Hints
+from router.routing.tenant import Said
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""

@@ -10,21 +10,17 @@ from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
-from router.index import HashedPrompt, pack_token_ids
-from router.replicas import Replica, ReplicaRegistry
-from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
-from router.routing.lengths import check_length, common_length
-from router.routing.models import Model, ModelSet
-from router.routing.planner import (
-    RankChoice,
-    RoutePlanner,
-    prepare,
+from router.errors import (
+    BadRequest,
+    NoReplica,
+    Overloaded,
+    UnknownModel,
 )
-from router.routing.stored_responses import ResponseOwner, StoredResponses
-from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
-from router.scoring import RouteRequest
-from router.tokenize import (
+from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
+from router.index import HashedPrompt, pack_token_ids
+from router.policies import RouteRequest
+from router.prompt import (
     PULLING,
     ChatPrompt,
     Endpoint,
@@ -38,6 +34,22 @@ from router.tokenize import (
     read_model,
     read_request,
     with_model,
+)
+from router.routing.decision import (
+    ANY_MODEL,
+    RANK_IGNORED,
+    Asked,
+    Decision,
+)
+from router.routing.lengths import check_length, common_length
+from router.routing.models import Model, ModelSet
+from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.stored_responses import ResponseOwner, StoredResponses
+from router.routing.terms import (
+    NO_TERMS,
+    IsEligible,
+    TenantSalt,
+    Terms,
 )
 
 _Result = TypeVar("_Result")
@@ -470,7 +482,7 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        """What the body asks for, and the body to send; see `router.tokenize.read_request`."""
+        """What the body asks for, and the body to send; see `router.prompt.read_request`."""
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
         try:

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from router._core import Books, Conditions, Fleet, SharedIndex
+from router._core import (
+    Books,
+    Conditions,
+    Fleet,
+    SharedIndex,
+)
+from router.fleet.replica import Replica
 from router.index import PrefixIndex, SourceId
-from router.replicas import Replica
 
 MAX_FLEETS = 256
 """That are kept: of models, and of adapters that not all replicas of a model serve."""

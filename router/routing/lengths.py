@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from router.errors import PromptTooLong
-from router.replicas import Replica
-from router.tokenize import Endpoint, TokenizedPrompt
+from router.fleet.replica import Replica
+from router.prompt import Endpoint, TokenizedPrompt
 
 _MAY_CUT = frozenset({Endpoint.EMBEDDINGS, Endpoint.ROUTE})
 """Where engines may take a longer prompt in pieces, or nothing is sent."""

@@ -11,16 +11,14 @@ from typing import Literal, NamedTuple, TypeAlias
 from router.config import ModelConfig, StoreConfig
 from router.config.schema import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
+from router.fleet.replica import Replica
 from router.index import (
     LayoutHints,
     PrefixIndex,
     SourceId,
     SourceStatistics,
 )
-from router.replicas import Replica
-from router.routing.versions import Versions
-from router.steering import Steering
-from router.tokenize import (
+from router.prompt import (
     ChatSettings,
     HintForm,
     LargeWork,
@@ -30,6 +28,8 @@ from router.tokenize import (
     Tokenization,
     read_model_files,
 )
+from router.routing.steering import Steering
+from router.routing.versions import Versions
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
+from router._core import EstimatedVisit, Visit
+from router.fleet.load import LoadTracker
+from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.mirror import (
-    WORTH_TELLING,
-    ApproximateCaches,
-    ApproximateVisit,
-    Coming,
-    Mirror,
-    Visit,
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
+from router.index.mirror_types import WORTH_TELLING, Coming
+from router.policies import (
+    Candidate,
+    Policy,
+    Ranked,
+    RouteRequest,
+    Weights,
 )
-from router.replicas import Replica
-from router.replicas.load import LoadTracker
+from router.prompt import TokenizedPrompt
 from router.routing.ranker import Ranker
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights
-from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
@@ -240,7 +242,7 @@ class RoutePlanner:
 
     def approximate_visit(
         self, prompts: Sequence[HashedPrompt], source: SourceId, candidate: Candidate
-    ) -> ApproximateVisit | None:
+    ) -> EstimatedVisit | None:
         """The same for a cache without events; None for one with them.
 
         Args:

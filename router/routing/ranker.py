@@ -16,9 +16,7 @@ from msgspec.structs import replace
 
 from router._core import DecidedRanking, Decider
 from router.errors import PolicyError
-from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.mirror import STEP, ApproximateCaches, Coming, Mirror
-from router.overload import (
+from router.fleet.gate import (
     AT_LIMIT,
     AT_TOKEN_LIMIT,
     BACKING_OFF,
@@ -26,10 +24,13 @@ from router.overload import (
     BREAKER_OPEN,
     TENANT_BACKING_OFF,
 )
-from router.replicas import Replica
-from router.replicas.load import LoadTracker
-from router.routing.fleets import FleetKeeper, KnownFleet
-from router.scoring import (
+from router.fleet.load import LoadTracker
+from router.fleet.replica import Replica
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
+from router.index.mirror_types import STEP, Coming
+from router.policies import (
     BuiltInPolicy,
     Candidate,
     CandidateLoad,
@@ -44,6 +45,7 @@ from router.scoring import (
     Why,
     session_bytes,
 )
+from router.routing.fleets import FleetKeeper, KnownFleet
 
 _OBSTACLES = (
     None,

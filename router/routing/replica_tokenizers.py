@@ -19,11 +19,15 @@ from weakref import WeakKeyDictionary
 
 from async_timeout import timeout
 
+from router.config.origin import Timeouts
 from router.errors import NoReplica
-from router.replicas import Replica, ReplicaRegistry, ReplicaState
-from router.replicas.load import LoadTracker
-from router.routing.models import Model
-from router.tokenize import (
+from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import OutOfResources, UpstreamError
+from router.fleet.load import LoadTracker
+from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
+from router.fleet.types import ReplicaState
+from router.prompt import (
     ChatPrompt,
     LocalTokenizer,
     RemoteTokenizer,
@@ -33,7 +37,7 @@ from router.tokenize import (
     read_model,
     with_model,
 )
-from router.upstream import OutOfResources, Timeouts, UpstreamClient, UpstreamError
+from router.routing.models import Model
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from router.errors import UnknownResponse
-from router.replicas import Replica
+from router.fleet.replica import Replica
 
 MAX_RESPONSES = 65_536
 """Ids that are remembered; the one used longest ago is forgotten first."""

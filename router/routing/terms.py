@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from router.replicas import Replica
+from router.fleet.replica import Replica
 from router.routing.stored_responses import ResponseOwner
 
 IsEligible: TypeAlias = Callable[[Replica], bool]

@@ -23,7 +23,13 @@ from benchmarks.simulation.situations import (
     TRAFFIC,
     WARM_UP,
 )
-from router.scoring import Candidate, PolicySettings, RouteRequest, Weights, make_policy
+from router.policies import (
+    Candidate,
+    PolicySettings,
+    RouteRequest,
+    Weights,
+    make_policy,
+)
 
 MOONCAKE_REQUESTS = 11_203
 """In the conversation trace, with prompts that are not left out for their length."""

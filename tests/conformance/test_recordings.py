@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.recordings import ReplaySummary, replay
+from router.cli.recordings import ReplaySummary, replay
 
 STREAMS = sorted((Path(__file__).parent / "streams").glob("*.jsonl.gz"))
 

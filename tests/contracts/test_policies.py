@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.scoring import (
+from router.policies import (
     Candidate,
     CandidateLoad,
     Policy,
@@ -21,7 +21,7 @@ from router.scoring import (
     empty_reason,
     make_policy,
 )
-from router.scoring.policies import BUILT_IN
+from router.policies.policies import BUILT_IN
 from tests.oracle.scoring.ranking import rank
 
 

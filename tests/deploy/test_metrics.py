@@ -20,7 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router import errors
-from router.proxy import End
+from router.plane.proxy_types import End
 from tests.deploy.files import (
     dashboard,
     expressions,

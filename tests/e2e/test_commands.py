@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvevents.publisher_config import PublisherConfig
-from router.recordings import Query, RecordingReader
+from router.cli.recordings import Query, RecordingReader
 from tests.support.engine_stub import engines, unique
 from tests.support.hybrid_stub import HybridStub
 from tests.support.recorded_publisher import RecordedStreamPublisher

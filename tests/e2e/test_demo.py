@@ -23,7 +23,12 @@ from kvevents.publisher import announce
 from router.cli.demo_command import _verdict
 from router.demo.blind import GroupBlindIndex
 from router.demo.client import TimedCompletion
-from router.demo.comparison import Play, chance, mean, reused_tokens
+from router.demo.comparison import (
+    Play,
+    chance,
+    mean,
+    reused_tokens,
+)
 from router.demo.phase import PhaseResult
 from router.demo.play import DemoSettings, Scene
 from router.demo.processes import DemoFailed, engines

@@ -15,7 +15,7 @@ import pytest
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
-from router.feed import Feed
+from router.feed.feed import Feed
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK

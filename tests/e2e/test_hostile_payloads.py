@@ -21,8 +21,14 @@ import pytest
 from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
-from router.index import LayoutHints, PrefixIndex, SourceId, SourceLimits, SourceStatistics
-from router.recordings import Query, RecordingReader
+from router.cli.recordings import Query, RecordingReader
+from router.index import (
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+    SourceStatistics,
+)
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from router.observability.request_log import MAX_REQUESTS
+from router.telemetry.request_log import MAX_REQUESTS
 from tests.support.browser import Watch, browser_page, needs_browser
 from tests.support.engine_stub import (
     TOPIC,

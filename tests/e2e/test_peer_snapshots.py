@@ -8,7 +8,7 @@ from typing import Any
 
 from kvevents.codec import encode
 from kvevents.events import EventBatch
-from router.snapshots import peer_key
+from router.feed.snapshot_peers import peer_key
 from tests.support.blocks import FULL, Prefix
 from tests.support.engine_stub import EngineStub, engines
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process

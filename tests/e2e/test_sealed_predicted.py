@@ -13,7 +13,7 @@ from kvevents.publisher import announce
 from kvevents.sealing import HashKey, hold_key, make_hash_key, read_hash_key, sealed
 from offload.config import CacheConfig
 from router.index import Hit, PrefixIndex, SourceId
-from router.observability.problems import summarize_source
+from router.telemetry.problems import summarize_source
 from tests.support.actual_hits import hits, until_told
 from tests.support.cache_driver import CHAIN, CacheDriver
 from tests.support.cache_layouts import variants, with_blocks

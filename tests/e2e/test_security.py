@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.http.access import WrongKeys
-from router.tokenize import RequestBodyError, with_tenant_salt
+from router.doors.http.access import WrongKeys
+from router.prompt import RequestBodyError, with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids
 from tests.support.http_client import Answer, HttpClient, connect, request_bytes

@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from kvroute_vllm.plugin import register
-from router.recordings import Query, RecordingWriter
+from router.cli.recordings import Query, RecordingWriter
 from tests.interop import layouts
 from tests.interop.hinted_engine import HintedEngine
 from tests.interop.layouts import Layout

@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from kvevents.events import GroupSpec
-from router.recordings import Header, Query, RecordingWriter
+from router.cli.recordings import Header, Query, RecordingWriter
 from tests.interop import layouts
 from tests.interop.layouts import Layout
 from tests.interop.offloading_engine import Offloading, OffloadingEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.recordings import ReplaySummary, replay
+from router.cli.recordings import ReplaySummary, replay
 from tests.interop.record_offloading import record, variants
 
 

@@ -21,7 +21,7 @@ from kvevents.layout import GroupKind, KVCacheGroup
 from kvroute_vllm import retention
 from kvroute_vllm.plugin import register
 from offload.request import RetentionHints
-from router.recordings import ReplaySummary, replay
+from router.cli.recordings import ReplaySummary, replay
 from tests.interop import layouts
 from tests.interop.cache import CachedBlock, FirstStep
 from tests.interop.hinted_engine import PROMPT_TOKENS, HintedEngine

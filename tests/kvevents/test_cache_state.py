@@ -27,8 +27,8 @@ from kvevents.events import (
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
+from router.cli.recordings import Query, RecordingReader
 from router.index import LayoutHints, SourceId
-from router.recordings import Query, RecordingReader
 from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 

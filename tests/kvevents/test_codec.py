@@ -27,7 +27,7 @@ from kvevents.events import (
     GroupSpec,
     TierBlocksCleared,
 )
-from router.recordings import Query, RecordingReader
+from router.cli.recordings import Query, RecordingReader
 from tests.support import wire_samples
 
 STREAMS = sorted((Path(__file__).parent.parent / "conformance" / "streams").glob("*.jsonl.gz"))

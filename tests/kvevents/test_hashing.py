@@ -21,7 +21,7 @@ from kvevents.codec import decode
 from kvevents.errors import HashAlgorithmError
 from kvevents.events import BlockStored
 from kvevents.hashing import DEFAULT_SEED, HashChain, encode_cbor, hash_algorithms, to_wire_int
-from router.recordings import Query, RecordingReader
+from router.cli.recordings import Query, RecordingReader
 
 STREAMS = Path(__file__).parent.parent / "conformance" / "streams"
 

@@ -10,17 +10,17 @@ _CORE = (
         f"tests/router/index/test_{name}.py"
         for name in ("truth_table", "contract", "tiers", "dump", "sglang_samples")
     ),
-    "tests/router/snapshots",
+    "tests/router/feed",
     "tests/router/index/test_core_equals_oracle.py",
 )
 """The quickest first: one that fails ends the trial."""
 _DECIDE = (
-    "tests/router/scoring",
-    "tests/router/replicas/test_load.py",
+    "tests/router/policies",
+    "tests/router/fleet/test_load.py",
     "tests/router/routing",
     "tests/router/core/decide",
 )
-_MIRROR = ("tests/router/mirror", "tests/router/core/decide")
+_MIRROR = ("tests/router/index", "tests/router/core/decide")
 _GROUPS = ("tests/offload/groups", "tests/offload/test_cache_manager.py")
 
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -43,16 +43,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/index/hash_finder.py": _CORE,
     "router/index/dump.py": _CORE,
     # Routing and scoring.
-    "router/routing/planner.py": ("tests/router/routing", "tests/router/observability"),
+    "router/routing/planner.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/recent_prefixes.py": ("tests/router/routing",),
-    "router/routing/decision.py": ("tests/router/routing", "tests/router/observability"),
+    "router/routing/decision.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/dispatcher.py": ("tests/router/routing",),
-    "router/replicas/load.py": ("tests/router/replicas/test_load.py", "tests/router/routing"),
+    "router/fleet/load.py": ("tests/router/fleet/test_load.py", "tests/router/routing"),
     "router/routing/ranker.py": ("tests/router/routing", "tests/router/core/decide"),
     "router/routing/fleets.py": ("tests/router/routing", "tests/router/core/decide"),
-    "router/scoring/policies.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
-    "router/scoring/plug_ins.py": ("tests/router/scoring", "tests/router/routing"),
-    "router/scoring/reasons.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
+    "router/policies/policies.py": ("tests/router/policies", "tests/contracts/test_policies.py"),
+    "router/policies/plug_ins.py": ("tests/router/policies", "tests/router/routing"),
+    "router/policies/reasons.py": ("tests/router/policies", "tests/contracts/test_policies.py"),
     **{
         f"router/core/decide/{name}.cpp": _DECIDE
         for name in ("decide", "hits", "least_delay", "load", "policies", "standings")
@@ -73,10 +73,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "traffic",
         )
     },
-    "router/scoring/standings.py": ("tests/router/scoring",),
+    "router/policies/standings.py": ("tests/router/policies",),
     "router/routing/replica_tokenizers.py": (
         "tests/router/routing",
-        "tests/router/tokenize/test_tokenization.py",
+        "tests/router/prompt/test_tokenization.py",
     ),
     # The compiled index, and what stands between it and the rest.
     "router/index/index.py": _CORE,
@@ -116,36 +116,36 @@ TARGETS: dict[str, tuple[str, ...]] = {
         )
     },
     # What surrounds a request.
-    "router/overload/line.py": ("tests/router/overload",),
-    "router/overload/room.py": ("tests/router/overload",),
-    "router/overload/gate.py": ("tests/router/overload",),
-    "router/overload/limits.py": ("tests/router/overload",),
-    "router/overload/entrance.py": ("tests/router/overload", "tests/e2e/test_overload.py"),
-    "router/http/gateway.py": (
-        "tests/router/http/test_gateway.py",
-        "tests/router/http",
+    "router/fleet/line.py": ("tests/router/fleet",),
+    "router/fleet/room.py": ("tests/router/fleet",),
+    "router/fleet/gate.py": ("tests/router/fleet",),
+    "router/fleet/limits.py": ("tests/router/fleet",),
+    "router/fleet/entrance.py": ("tests/router/fleet", "tests/e2e/test_overload.py"),
+    "router/doors/http/gateway.py": (
+        "tests/router/doors/http/test_gateway.py",
+        "tests/router/doors/http",
         "tests/e2e/test_router.py",
         "tests/e2e/test_security.py",
     ),
-    "router/proxy/attempts.py": ("tests/router/proxy",),
-    "router/proxy/messages.py": ("tests/router/proxy",),
-    "router/proxy/usage.py": ("tests/router/proxy",),
-    "router/upstream/client.py": ("tests/router/upstream", "tests/router/proxy"),
+    "router/plane/attempts.py": ("tests/router/plane",),
+    "router/plane/proxied_messages.py": ("tests/router/plane",),
+    "router/plane/usage.py": ("tests/router/plane",),
+    "router/fleet/client.py": ("tests/router/fleet", "tests/router/plane"),
     # What outlives a process, or comes from another.
-    "router/board/slots.py": ("tests/router/board",),
-    "router/board/valkey.py": ("tests/router/board",),
-    "router/snapshots/beginning.py": ("tests/router/snapshots",),
-    "router/snapshots/file.py": ("tests/router/snapshots",),
-    "router/snapshots/peers.py": ("tests/router/snapshots",),
-    "router/snapshots/records.py": ("tests/router/snapshots",),
-    "router/snapshots/transfer.py": ("tests/router/snapshots",),
-    "router/discovery/dns.py": ("tests/router/discovery",),
-    "router/discovery/file.py": ("tests/router/discovery",),
-    "router/discovery/keeper.py": ("tests/router/discovery",),
-    "router/discovery/kubernetes.py": ("tests/router/discovery",),
-    "router/discovery/kubernetes_api.py": ("tests/router/discovery",),
-    "router/observability/readiness.py": ("tests/router/observability/test_readiness.py",),
-    "router/observability/self_repair.py": ("tests/router/observability",),
+    "router/sharing/slots.py": ("tests/router/sharing",),
+    "router/sharing/valkey.py": ("tests/router/sharing",),
+    "router/feed/beginning.py": ("tests/router/feed",),
+    "router/feed/snapshot_file.py": ("tests/router/feed",),
+    "router/feed/snapshot_peers.py": ("tests/router/feed",),
+    "router/feed/snapshot_records.py": ("tests/router/feed",),
+    "router/feed/snapshot_transfer.py": ("tests/router/feed",),
+    "router/fleet/discovery/dns.py": ("tests/router/fleet/discovery",),
+    "router/fleet/discovery/file.py": ("tests/router/fleet/discovery",),
+    "router/fleet/discovery/keeper.py": ("tests/router/fleet/discovery",),
+    "router/fleet/discovery/kubernetes.py": ("tests/router/fleet/discovery",),
+    "router/fleet/discovery/kubernetes_api.py": ("tests/router/fleet/discovery",),
+    "router/telemetry/readiness.py": ("tests/router/telemetry/test_readiness.py",),
+    "router/telemetry/self_repair.py": ("tests/router/telemetry",),
     # The engine's cache.
     "offload/block_pool.py": (
         "tests/offload/test_block_pool.py",

@@ -12,7 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from router.replicas.load import NO_LOAD, Follower, LoadStatistics, Place, ReplicaLoad, sum_of
+from router.fleet.load import (
+    NO_LOAD,
+    Follower,
+    LoadStatistics,
+    Place,
+    ReplicaLoad,
+    sum_of,
+)
 
 _FIELDS = ReplicaLoad.__struct_fields__
 

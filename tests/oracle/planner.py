@@ -13,11 +13,17 @@ import msgspec
 from msgspec.structs import replace
 
 from kvevents.events import CPU
-from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
-from router.mirror import Coming
-from router.replicas import Replica
-from router.routing.planner import ANY_RANK, RECENT_STEP, UNREAD_RANK, RankChoice
-from router.scoring import (
+from router.fleet.replica import Replica
+from router.index import (
+    NO_HIT,
+    HashedPrompt,
+    Hit,
+    PrefixIndex,
+    SourceId,
+    token_columns,
+)
+from router.index.mirror_types import Coming
+from router.policies import (
     PEER,
     Candidate,
     Lower,
@@ -27,6 +33,12 @@ from router.scoring import (
     RouteRequest,
     State,
     Weights,
+)
+from router.routing.planner import (
+    ANY_RANK,
+    RECENT_STEP,
+    UNREAD_RANK,
+    RankChoice,
 )
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent

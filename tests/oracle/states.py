@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from router.fleet.engine_load import EngineLoad
+from router.fleet.load import NO_LOAD, ReplicaLoad
+from router.fleet.replica import Replica
 from router.index import SourceId
-from router.replicas import Replica
-from router.replicas.engine_load import EngineLoad
-from router.replicas.load import NO_LOAD, ReplicaLoad
-from router.scoring import State
+from router.policies import State
 
 
 class States(msgspec.Struct, frozen=True):

@@ -13,20 +13,23 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from router.plane import DataPlane, PlaneListener, PlaneOptions, PlaneProxy
-from router.plane.exchanges import PlaneExchange
-from router.plane.relays import PlaneRelay
-from router.plane.secured import Secured
-from router.proxy import (
+from router.config.origin import Header, Origin, Timeouts
+from router.plane import (
+    DataPlane,
+    PlaneListener,
+    PlaneOptions,
+    PlaneProxy,
+)
+from router.plane.attempts import (
     Attempt,
-    End,
     Failure,
-    ProxyRequest,
-    ProxySettings,
     RetryLimits,
     Unretried,
 )
-from router.upstream import Header, Origin, Timeouts
+from router.plane.exchanges import PlaneExchange
+from router.plane.proxy_types import End, ProxyRequest, ProxySettings
+from router.plane.relays import PlaneRelay
+from router.plane.secured import Secured
 from tests.support.waiting import DEADLINE_S, eventually
 
 TIMEOUTS = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)

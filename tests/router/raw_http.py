@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from async_timeout import timeout
 
-from router.upstream import Origin
+from router.config.origin import Origin
 
 
 def reset(writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,6 @@
 """A model's chat template, rendered in a sandbox with the options and helpers of transformers.
 
-The router renders templates too, in `router/tokenize/chat`, and shares no code with this on
+The router renders templates too, in `router/prompt/chat`, and shares no code with this on
 purpose: the end-to-end tests compare the router's token ids with the engine's, and only an
 independent implementation makes that a test.
 """

@@ -47,7 +47,7 @@ public:
 
     explicit Given(std::shared_ptr<const Fleet> fleet) : fleet_(std::move(fleet)) {}
 
-    // Progress, and the tuples of router/mirror: age, reuse, two rates, refill.
+    // Progress, and the tuples of router/index: age, reuse, two rates, refill.
     void take_outlooks(const nb::list& progress, const nb::list& tuples) {
         of_caches.resize(nb::len(tuples));
         for (std::size_t number = 0; number < of_caches.size(); ++number) {
@@ -145,7 +145,7 @@ nb::object rank_or_none(int dp_rank) {
     return dp_rank == kAnyRank ? nb::none() : nb::cast(dp_rank);
 }
 
-// `router.scoring.Lower`: what each tier has, the price, and from whom a part is pulled.
+// `router.policies.Lower`: what each tier has, the price, and from whom a part is pulled.
 nb::tuple lower_tuple(const Candidates& of, std::size_t number, const Fleet& fleet) {
     const Lower& lower = of.lower.at(number);
     nb::list by_tier;
@@ -157,7 +157,7 @@ nb::tuple lower_tuple(const Candidates& of, std::size_t number, const Fleet& fle
         lower.pull_from == kNobody ? nb::none() : text(fleet[lower.pull_from].id));
 }
 
-// `router.scoring.State`.
+// `router.policies.State`.
 nb::tuple state_tuple(const State& state, const Fleet& fleet) {
     const nb::object doubt =
         state.estimate_trust != 0.0 ? nb::cast(state.estimate_trust) : nb::cast(state.is_suspect);
@@ -166,7 +166,7 @@ nb::tuple state_tuple(const State& state, const Fleet& fleet) {
                           state.context_tokens, state.foreign, state.waiting);
 }
 
-// The columns of `router.scoring.Standings`.
+// The columns of `router.policies.Standings`.
 nb::tuple columns_of(const Candidates& of, const Fleet& fleet) {
     nb::list states, gpu, cached, junction, recent, progress, outlooks;
     for (std::size_t number = 0; number < of.size(); ++number) {
@@ -274,7 +274,7 @@ public:
     }
 
 private:
-    // The fields of `router.scoring.Candidate` in their order, with those of its load in one tuple.
+    // The fields of `router.policies.Candidate` in their order, with those of its load in one tuple.
     nb::tuple tuple_of(const Candidates& of, std::size_t number) const {
         const State& state = of.states.at(number);
         const CachedTokens& cached = of.cached[number];

@@ -17,7 +17,7 @@ struct FleetHandle {
 
 // By its name; of a plug-in: nothing.
 decide::Policy::Kind kind_of(const std::string& name);
-// From `router.scoring.Weights`.
+// From `router.policies.Weights`.
 decide::Weights weights_of(nanobind::handle from);
 
 BooksPointer decide_books_of(nanobind::handle books);

@@ -23,7 +23,7 @@ namespace {
 
 using Rank = std::optional<int>;
 
-// The fields of `router.replicas.load.ReplicaLoad`.
+// The fields of `router.fleet.load.ReplicaLoad`.
 using LoadTuple = std::tuple<i64, i64, i64, i64, i64>;
 
 LoadTuple tuple_of(const Load& load) {

@@ -1,5 +1,5 @@
 // What Python sees of the mirror and of the estimates: caches and models by number, and the time with
-// every call. `router/mirror/` gives names to the numbers.
+// every call. `router/index/` gives names to the numbers.
 //
 // One mutex, the "books", guards both; see `Guarded`: nothing of Python is touched under it.
 

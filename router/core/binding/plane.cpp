@@ -338,13 +338,13 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
-// From an `OrderFacts` of router/overload/engine_order.py.
+// From an `OrderFacts` of router/fleet/engine_order.py.
 Ordering ordering_of(nb::handle from) {
     return {read<double>(from, "ageing_tokens_per_s"), read<u64>(from, "usual_class"),
             read<int>(from, "class_bits"), read<u64>(from, "longest_tokens")};
 }
 
-// From a `Way` of router/placing.py.
+// From a `Way` of router/seams/fleet.py.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = read<std::string>(from, "origin");
@@ -363,14 +363,14 @@ Forward way_of(nb::handle from) {
     return made;
 }
 
-// From an `AtGateway` of router/placing.py.
+// From an `AtGateway` of router/seams/fleet.py.
 AtGateway at_gateway_of(nb::handle from) {
     return {std::to_string(read<u64>(from, "worker_id")), read<std::string>(from, "endpoint"),
             read<std::string>(from, "address"),
             read<std::vector<std::pair<int, u64>>>(from, "block_tokens")};
 }
 
-// From a `ServedName` of router/placing.py.
+// From a `ServedName` of router/seams/fleet.py.
 std::shared_ptr<Served> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
     made->model = read<std::string>(from, "model");

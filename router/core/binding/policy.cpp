@@ -28,7 +28,7 @@ Value read(nb::handle object, const char* field) {
     return nb::cast<Value>(object.attr(field));
 }
 
-// From a `router.scoring.Candidate`. `number`: its replica's.
+// From a `router.policies.Candidate`. `number`: its replica's.
 void append_candidate(nb::handle from, u32 number, Candidates& out) {
     const nb::object load = from.attr("load");
     out.states.push_back({number, read<Rank>(from, "dp_rank").value_or(kAnyRank),

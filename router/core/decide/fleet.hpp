@@ -38,7 +38,7 @@ enum class Obstacle : u8 {
     removed,
 };
 
-// What router/overload/gate.py watches, as plain values; times are seconds on a monotonic clock.
+// What router/fleet/gate.py watches, as plain values; times are seconds on a monotonic clock.
 struct Gate {
     static constexpr double kSlowest = 0.1;  // at the beginning of a slow start
 

@@ -1,5 +1,5 @@
 // The built-in policies: hits and load in, a cost for each candidate out, and who comes first among
-// equals. tests/oracle/scoring has them in Python, and says why; router/scoring writes their
+// equals. tests/oracle/scoring has them in Python, and says why; router/policies writes their
 // reasons.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace kvroute::decide {
 
 class Fleet;
 
-// What things cost, in prefill tokens; router/scoring/types.py says why.
+// What things cost, in prefill tokens; router/policies/types.py says why.
 struct Weights {
     double lower_tier_token = 0.1;
     std::vector<std::pair<std::string, double>> tier_token;  // by name, in upper case

@@ -32,7 +32,7 @@ std::string for_people(double tokens) {
     return text.append(for_people(static_cast<u64>(std::abs(whole))));
 }
 
-// See `Candidate.hit_in_words` of router/scoring/types.py.
+// See `Candidate.hit_in_words` of router/policies/types.py.
 std::string hit_in_words(const Answer& answer) {
     const Prediction& found = answer.prediction;
     std::string text = for_people(found.gpu_cached_tokens);
@@ -69,7 +69,7 @@ void append_headers(std::string& out, const Fields& headers) {
     out += ",";
 }
 
-// `_overlap` of router/http/responses.py.
+// `_overlap` of router/doors/http/responses.py.
 void append_overlap(std::string& out, const Answer& answer) {
     const Prediction& found = answer.prediction;
     u64 in_memory = 0;
@@ -162,7 +162,7 @@ std::string answer_body(const Answer& answer, double routing_s) {
 }
 
 u64 AtGateway::block_tokens_of(int dp_rank) const {
-    constexpr u64 kUsual = 16;  // as `_BLOCK_SIZE` of router/http/responses.py
+    constexpr u64 kUsual = 16;  // as `_BLOCK_SIZE` of router/doors/http/responses.py
     for (const auto& [rank, tokens] : block_tokens) {
         if (rank == std::max(dp_rank, 0)) return tokens;
     }

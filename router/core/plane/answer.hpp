@@ -1,6 +1,6 @@
 // What a gateway that asks where a request would go is told. No I/O.
 //
-// The words are those of router/scoring/reasons.py, and the fields those of router/http/views.py, which
+// The words are those of router/policies/reasons.py, and the fields those of router/doors/http/views.py, which
 // Python answers with: told here, a question takes 0.02 ms where it took 0.2 (`--rows route` of
 // benchmarks/peers), and an end-to-end test holds both to each other.
 #pragma once
@@ -46,9 +46,9 @@ struct Reservable {
 // A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
 std::string json_escaped(std::string_view text);
 
-// As router/scoring/reasons.py says it of a delay.
+// As router/policies/reasons.py says it of a delay.
 std::string reason_of(const Answer& answer);
-// As `RouteView` of router/http/views.py.
+// As `RouteView` of router/doors/http/views.py.
 std::string answer_body(const Answer& answer, double routing_s);
 // As its `SelectionView`. `reason`: of the answer.
 std::string reservation_body(const Reservable& reserved, const std::string& reason);

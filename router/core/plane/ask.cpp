@@ -12,7 +12,7 @@ namespace {
 using sv = std::string_view;
 
 // Fields that say something of the prompt, of where it goes or of what is cached: see
-// router/tokenize/body/requests.py. All others are the engine's.
+// router/prompt/body/requests.py. All others are the engine's.
 constexpr std::array kLookedAt = {
     sv("cache_salt"), sv("lora_name"), sv("endpoint"), sv("token_ids"), sv("messages"),
     sv("input"), sv("n"), sv("prompt_logprobs"), sv("logprobs"), sv("echo"), sv("prompt_embeds"),

@@ -8,7 +8,7 @@
 
 namespace kvroute::plane {
 
-// What reservations may be called; as `ReservationId` of router/http/request_bodies.py.
+// What reservations may be called; as `ReservationId` of router/doors/http/request_bodies.py.
 bool is_reservation_id(std::string_view text);
 
 enum class Form : u8 {

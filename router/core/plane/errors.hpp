@@ -9,7 +9,7 @@ namespace kvroute::plane {
 
 inline constexpr std::string_view kOutOfMemory = "the router is out of memory; try again";
 
-// In OpenAI's form, as `error_body` of router/proxy/messages.py. What is not plain in `message` is
+// In OpenAI's form, as `error_body` of router/plane/proxied_messages.py. What is not plain in `message` is
 // shown as `?`.
 Respond error_response(int status, std::string_view code, std::string_view message);
 

@@ -40,7 +40,7 @@ struct Served final : Model {
     std::shared_ptr<const CacheNumbers> numbers;
 };
 
-// Where requests stand among those that wait in an engine: see router/overload/engine_order.py.
+// Where requests stand among those that wait in an engine: see router/fleet/engine_order.py.
 struct Ordering {
     double ageing_tokens_per_s = 0;
     u64 usual_class = 0;

@@ -14,7 +14,7 @@ using sv = std::string_view;
 
 constexpr sv kPrefix = "/reservations/";
 constexpr std::size_t kMostDigits = 12;  // of a count of tokens
-constexpr std::size_t kMostBytes = 65'536;  // as `MAX_REPORT_BYTES` of router/http/selection.py
+constexpr std::size_t kMostBytes = 65'536;  // as `MAX_REPORT_BYTES` of router/doors/http/selection.py
 
 bool is_space(sv text) { return text.find_first_not_of(" \t\r\n") == sv::npos; }
 
@@ -53,7 +53,7 @@ bool is_one_of(const std::array<sv, size>& texts, sv text) {
     return std::find(texts.begin(), texts.end(), text) != texts.end();
 }
 
-// See `OutputReport` and `ReservationEnd` of router/http/request_bodies.py.
+// See `OutputReport` and `ReservationEnd` of router/doors/http/request_bodies.py.
 constexpr std::array kOutcomes = {sv("completed"), sv("client_left"), sv("failed")};
 constexpr std::array kReportedFailures = {sv("connect"), sv("closed"), sv("first_byte_timeout"),
                                           sv("unavailable")};

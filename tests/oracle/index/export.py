@@ -14,7 +14,13 @@ import msgspec
 from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
-from router.index.base import DumpError, LayoutHints, SourceId, SourceLimits, TierHint
+from router.index.base import (
+    DumpError,
+    LayoutHints,
+    SourceId,
+    SourceLimits,
+    TierHint,
+)
 from router.index.layout_learner import SeenGroup
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import Counting

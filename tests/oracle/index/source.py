@@ -29,7 +29,12 @@ from kvevents.events import (
 )
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import GroupKind, KVCacheLayout, kind_from_wire
-from router.index.base import ApplyResult, LayoutHints, SourceLimits, SourceStatistics
+from router.index.base import (
+    ApplyResult,
+    LayoutHints,
+    SourceLimits,
+    SourceStatistics,
+)
 from router.index.hash_finder import HashFinder, engine_hashes
 from router.index.layout_learner import LayoutLearner
 from tests.oracle.index.block_table import BlockTable, GroupTier

@@ -19,8 +19,8 @@ from kvevents.events import (
     Event,
     EventBatch,
 )
+from router.cli.recordings import Query, RecordingReader
 from router.index import SourceLimits
-from router.recordings import Query, RecordingReader
 from tests.oracle.index.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
 from tests.oracle.index.index import PromptKeys, hit_and_junction
 from tests.oracle.index.keys import KeySpace

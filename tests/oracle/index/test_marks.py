@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.prompt import besides_lora, plain, spellings, tagged
+from router.index.prompt import (
+    besides_lora,
+    plain,
+    spellings,
+    tagged,
+)
 from tests.oracle.index.keys import Mark, digest
 from tests.oracle.index.marks import marks_of
 

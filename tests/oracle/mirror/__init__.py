@@ -1,5 +1,5 @@
 """The mirror in plain Python. It defines what the compiled one says, which is tested to equal it;
-`router.mirror` says what each of its methods is for.
+`router.index` says what each of its methods is for.
 
 The files; each imports only what is listed above it:
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.index import SourceId
-from router.mirror.types import STEP, ApproximateHit, ApproximateStatistics
-from router.steering.fading import FadingRatio
+from router.index.mirror_types import STEP, ApproximateHit, ApproximateStatistics
+from router.routing.fading import FadingRatio
 from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.oracle.mirror.ownership import Ownership, Use
 

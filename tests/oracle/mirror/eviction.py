@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.mirror.types import STEP
+from router.index.mirror_types import STEP
 from tests.oracle.mirror.layout import Layout
 from tests.oracle.mirror.ownership import Taken, Use
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from router.index import HashedPrompt
-from router.mirror.types import STEP, Coming
+from router.index.mirror_types import STEP, Coming
 from tests.oracle.mirror.layout import UNKNOWN, Layout
 from tests.oracle.mirror.prefix_tree import PrefixTree, equal_keys
 

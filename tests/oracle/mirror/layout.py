@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvevents.events import GPU
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index import PrefixIndex, SourceId, SourceStatistics
-from router.mirror.types import STEP
+from router.index.mirror_types import STEP
 
 DENSE = 0.97
 """Of the tokens that full attention stored, the share from which on windows are kept densely."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.mirror.types import ByTier
-from router.steering.fading import FadingRatio
+from router.index.mirror_types import ByTier
+from router.routing.fading import FadingRatio
 
 
 class LoadPrices:

@@ -19,8 +19,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvevents.layout import GroupKind
-from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
-from router.mirror.types import (
+from router.index import (
+    HashedPrompt,
+    Hit,
+    PrefixIndex,
+    SourceId,
+)
+from router.index.mirror_types import (
     STEP,
     WORTH_TELLING,
     ByTier,
@@ -30,7 +35,7 @@ from router.mirror.types import (
     Outlook,
     Prefilling,
 )
-from router.steering.fading import FadingRatio
+from router.routing.fading import FadingRatio
 from tests.oracle.mirror.eviction import EvictionOrder, Forecast
 from tests.oracle.mirror.in_prefill import InPrefill, coming_of
 from tests.oracle.mirror.layout import UNKNOWN, Layout, layout_of

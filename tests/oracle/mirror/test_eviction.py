@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.mirror.types import STEP
+from router.index.mirror_types import STEP
 from tests.oracle.mirror.eviction import STEP_TOKENS, EvictionOrder, Forecast
 from tests.oracle.mirror.layout import UNKNOWN, Layout, Tail
 from tests.oracle.mirror.ownership import Ownership, Taken, Use

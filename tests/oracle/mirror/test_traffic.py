@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.steering.fading import FadingRatio
+from router.routing.fading import FadingRatio
 from tests.oracle.mirror.ownership import Ownership
 from tests.oracle.mirror.traffic import (
     BINS,

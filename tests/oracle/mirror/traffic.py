@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from router.steering.fading import FadingRatio
+from router.routing.fading import FadingRatio
 from tests.oracle.mirror.ownership import Ownership, Taken, Use
 
 # --- sums that forget -----------------------------------------------------------------------------

@@ -12,8 +12,15 @@ from zlib import crc32
 
 from typing_extensions import override
 
-from router.scoring import Candidate, Order, RouteRequest, Standings, Weights, Why
-from router.scoring.types import KEY_TOKENS
+from router.policies import (
+    Candidate,
+    Order,
+    RouteRequest,
+    Standings,
+    Weights,
+    Why,
+)
+from router.policies.types import KEY_TOKENS
 from tests.oracle.scoring.standings import (
     RanksByOrder,
     fewest_requests,

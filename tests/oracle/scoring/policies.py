@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from typing_extensions import override
 
-from router.scoring import (
+from router.policies import (
     Candidate,
     CandidateLoad,
     Order,
@@ -22,7 +22,7 @@ from router.scoring import (
     Weights,
     Why,
 )
-from router.scoring.standings import state_of
+from router.policies.standings import state_of
 from tests.oracle.scoring.delay import LeastDelayPolicy
 from tests.oracle.scoring.standings import (
     RanksByOrder,
@@ -37,10 +37,10 @@ class Reference(Protocol):
     needs_outlook: bool
 
     def order(self, request: RouteRequest, standings: Any) -> Order:
-        """See `router.scoring.OrdersStandings`."""
+        """See `router.policies.OrdersStandings`."""
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """See `router.scoring.Policy`."""
+        """See `router.policies.Policy`."""
 
 
 # --- by the estimated wait, in prefill tokens -----------------------------------------------------

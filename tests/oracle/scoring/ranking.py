@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.scoring import Candidate, Policy, Ranked, RouteRequest
-from router.scoring.plug_ins import check
+from router.policies import (
+    Candidate,
+    Policy,
+    Ranked,
+    RouteRequest,
+)
+from router.policies.plug_ins import check
 
 
 def rank(

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from router.scoring import (
+from router.policies import (
     Candidate,
     Lower,
     Order,
@@ -19,7 +19,7 @@ from router.scoring import (
     Standings,
     State,
 )
-from router.scoring.standings import lower_of_candidate, outlook_of, state_of
+from router.policies.standings import lower_of_candidate, outlook_of, state_of
 
 IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 """Of a cache that nothing is sent to and that evicts nothing."""

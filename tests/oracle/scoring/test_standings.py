@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.scoring import (
+from router.policies import (
     Candidate,
     CandidateLoad,
     PlugIn,
@@ -21,7 +21,7 @@ from router.scoring import (
 from tests.oracle.scoring.delay import delays_of, mean_congestion
 from tests.oracle.scoring.policies import REFERENCES, draw, make_reference
 from tests.oracle.scoring.standings import ChangingStandings
-from tests.router.scoring.candidates import candidate_lists, tokens
+from tests.router.policies.candidates import candidate_lists, tokens
 
 WEIGHTS = Weights(recent_trust=0.75)
 SEED = 11

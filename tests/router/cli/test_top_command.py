@@ -12,7 +12,7 @@ from rich.console import Console
 
 from router.cli.running_router import plain
 from router.cli.top_command import Glance, render
-from router.http.views import (
+from router.doors.http.views import (
     EXAMPLES,
     GroupSummary,
     Headline,
@@ -24,9 +24,9 @@ from router.http.views import (
     RequestView,
     StoreSummary,
 )
-from router.observability.labels import KIND_LABELS
-from router.observability.problems import Level, ReplicaProblem, SourceSummary
-from router.replicas.engine_load import EngineLoad
+from router.fleet.engine_load import EngineLoad
+from router.telemetry.labels import KIND_LABELS
+from router.telemetry.problems import Level, ReplicaProblem, SourceSummary
 
 MINUTE: dict[str, Any] = {
     "requests": 120,

@@ -26,7 +26,7 @@ from router.config import (
 )
 from router.errors import BadRequest, ConfigError
 from router.index import LayoutHints, StoreHint
-from router.scoring import PolicySettings, make_policy, policy_names
+from router.policies import PolicySettings, make_policy, policy_names
 
 FULL = """
 server:

@@ -22,9 +22,17 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.hashing import HashChain
-from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits, TierHint
+from router.cli.recordings import Query, Record, RecordingReader
+from router.index import (
+    DumpError,
+    Hit,
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+    TierHint,
+)
 from router.index.dump import dump, load
-from router.recordings import Query, Record, RecordingReader
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 

@@ -16,7 +16,12 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.layout import KVCacheGroup
-from router.index import LayoutHints, PrefixIndex, SourceLimits, TierHint
+from router.index import (
+    LayoutHints,
+    PrefixIndex,
+    SourceLimits,
+    TierHint,
+)
 from router.index.dump import dump, load
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window

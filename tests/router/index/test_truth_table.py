@@ -16,7 +16,12 @@ from kvevents.events import (
 )
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index import LayoutHints, PrefixIndex, SourceId, TierHint
+from router.index import (
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    TierHint,
+)
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, gpu_hit, mamba, tokens, window
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from router.plane import DataPlane, PlaneProxy, Secured
 from router.plane.exchanges import PlaneExchange
-from router.proxy import ProxySettings
+from router.plane.proxy_types import ProxySettings
 from tests.router.proxy_server import NOBODY_LISTENS, TIMEOUTS, NothingPrepared, plane_options
 from tests.support.http_client import HttpClient, connect
 from tests.support.waiting import eventually

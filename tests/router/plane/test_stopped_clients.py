@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from async_timeout import timeout
 
-from router.proxy import Attempt, End
+from router.plane.attempts import Attempt
+from router.plane.proxy_types import End
 from tests.router.proxy_server import ProxyServer, proxy_server
 from tests.router.raw_http import RawConnection, raw_server
 from tests.support.http_client import HttpClient, connect

@@ -6,8 +6,9 @@ import pytest
 
 from router.config import HealthConfig, ReplicaConfig
 from router.errors import Overloaded, ShuttingDown
-from router.replicas import Replica, ServedModels
-from router.replicas.health import HealthRecord
+from router.fleet.health import HealthRecord
+from router.fleet.replica import Replica
+from router.fleet.types import ServedModels
 from router.routing.admission import Admission, Elsewhere
 
 

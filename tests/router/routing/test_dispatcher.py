@@ -8,18 +8,25 @@ import pytest
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import HealthConfig, ModelConfig, ReplicaConfig
-from router.errors import BadRequest, NoReplica, PromptTooLong, UnknownModel
+from router.errors import (
+    BadRequest,
+    NoReplica,
+    PromptTooLong,
+    UnknownModel,
+)
+from router.fleet.load import LoadTracker
+from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
+from router.fleet.types import EventSource, ServedModels
 from router.index import SourceId
-from router.replicas import EventSource, Replica, ReplicaRegistry, ServedModels
-from router.replicas.load import LoadTracker
+from router.policies import make_policy
+from router.prompt import Endpoint, LargeWork
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.routing.terms import Terms
-from router.scoring import make_policy
-from router.tokenize import Endpoint, LargeWork
 
 REPORT_MODE = (
     b'{"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}'

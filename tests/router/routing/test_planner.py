@@ -12,16 +12,22 @@ import pytest
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
-from router.index import (
-    HashedPrompt,
-    PrefixIndex,
-    SourceId,
+from router.fleet.engine_load import EngineLoad, EngineRankLoad
+from router.fleet.health import HealthRecord
+from router.fleet.load import InFlight, LoadTracker
+from router.fleet.replica import Replica
+from router.fleet.types import EventSource
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
+from router.policies import (
+    LEAST_DELAY,
+    Candidate,
+    Ranked,
+    RouteRequest,
+    make_policy,
 )
-from router.mirror import ApproximateCaches, Mirror
-from router.replicas import EventSource, Replica
-from router.replicas.engine_load import EngineLoad, EngineRankLoad
-from router.replicas.health import HealthRecord
-from router.replicas.load import InFlight, LoadTracker
+from router.prompt import TokenizedPrompt
 from router.routing.planner import (
     ANY_RANK,
     MAX_MATCHED_PROMPTS,
@@ -34,8 +40,6 @@ from router.routing.planner import (
     uncached_tokens,
 )
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import LEAST_DELAY, Candidate, Ranked, RouteRequest, make_policy
-from router.tokenize import TokenizedPrompt
 
 IDS = list(range(1, 257))
 OTHER_IDS = list(range(5000, 5016))

@@ -8,11 +8,9 @@ from typing import ClassVar
 import pytest
 
 from router.errors import PolicyError
-from router.mirror import Mirror
-from router.replicas.load import InFlight, LoadTracker
-from router.routing.planner import RoutePlanner
-from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import (
+from router.fleet.load import InFlight, LoadTracker
+from router.index.mirror import Mirror
+from router.policies import (
     LEAST_DELAY,
     Candidate,
     Order,
@@ -22,6 +20,8 @@ from router.scoring import (
     Standings,
     make_policy,
 )
+from router.routing.planner import RoutePlanner
+from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
 
 BUSIEST = "by its requests"

@@ -11,11 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from router.config import HealthConfig, ReplicaConfig
-from router.replicas import Replica, ReplicaRegistry
-from router.replicas.load import LoadTracker
+from router.fleet.load import LoadTracker
+from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
+from router.prompt import LocalTokenizer, Tokenization, read_model_files
 from router.routing.models import Model
 from router.routing.replica_tokenizers import TokenizerCheck
-from router.tokenize import LocalTokenizer, Tokenization, read_model_files
 
 
 def trained(directory: Path, corpus: str) -> Tokenizer:

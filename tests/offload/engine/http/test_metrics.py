@@ -15,7 +15,7 @@ from offload.engine.core.requests import FinishReason
 from offload.engine.core.scheduler import SchedulerStatistics
 from offload.engine.http.metrics import EngineCollector, RequestMetrics
 from offload.engine.http.responses import ServedModel
-from router.replicas.engine_load import EngineLoad, parse_engine_load
+from router.fleet.engine_load import EngineLoad, parse_engine_load
 from tests.offload.engine.http.served import MODEL, serving
 from tests.support.waiting import eventually
 

@@ -9,7 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from router.index import HashedPrompt, SourceId
-from router.mirror import Coming, Mirror, Prefilling
+from router.index.mirror import Mirror
+from router.index.mirror_types import Coming, Prefilling
 from tests.oracle.mirror.mirror import ReferenceMirror
 
 

@@ -15,17 +15,15 @@ from msgspec.structs import replace
 
 from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
+from router.fleet.engine_load import EngineLoad, EngineRankLoad
+from router.fleet.gate import GateOptions, ReplicaGate
+from router.fleet.health import HealthRecord
+from router.fleet.load import InFlight, LoadTracker, ReplicaLoad
+from router.fleet.replica import Replica
+from router.fleet.types import EventSource
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.mirror import Coming
-from router.mirror.types import ApproximateHit
-from router.overload import GateOptions, ReplicaGate
-from router.replicas import EventSource, Replica
-from router.replicas.engine_load import EngineLoad, EngineRankLoad
-from router.replicas.health import HealthRecord
-from router.replicas.load import InFlight, LoadTracker, ReplicaLoad
-from router.routing.planner import RankChoice, RoutePlanner, prepare
-from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import (
+from router.index.mirror_types import ApproximateHit, Coming
+from router.policies import (
     Candidate,
     Policy,
     PolicySettings,
@@ -33,7 +31,9 @@ from router.scoring import (
     RouteRequest,
     make_policy,
 )
-from router.tokenize import TokenizedPrompt
+from router.prompt import TokenizedPrompt
+from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.recent_prefixes import RecentPrefixes
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.loading import LoadPrices
 from tests.oracle.planner import ReferencePlanner

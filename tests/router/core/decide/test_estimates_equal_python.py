@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.index import PrefixIndex, SourceId
-from router.mirror import STEP, ApproximateCaches
+from router.index.approximate import ApproximateCaches
+from router.index.mirror_types import STEP
 from tests.oracle.mirror.approximate import ReferenceEstimates
 from tests.router.core.decide.both import BothMirrors, same
 

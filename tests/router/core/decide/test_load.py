@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.replicas.load import LoadTracker, ReplicaLoad
+from router.fleet.load import LoadTracker, ReplicaLoad
 from tests.oracle.load import ReferenceLoad
 
 replicas = st.sampled_from("abc")

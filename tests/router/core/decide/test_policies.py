@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.scoring import (
+from router.policies import (
     Candidate,
     CandidateLoad,
     PolicySettings,

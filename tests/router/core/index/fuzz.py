@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from router.recordings import RecordingReader
+from router.cli.recordings import RecordingReader
 from tests.router.core.fuzzing import Fuzzer
 from tests.support.native import CORE
 from tests.support.wire_samples import live, versions

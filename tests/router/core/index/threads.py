@@ -44,7 +44,7 @@ def main(path: Path) -> None:
     """Apply in one thread, hash, match and serve in three, until the one is done."""
     module = load(path)
     from router.index.base import NO_HIT, ApplyResult  # noqa: PLC0415  # after the module
-    from router.mirror.types import Coming  # noqa: PLC0415
+    from router.index.mirror_types import Coming  # noqa: PLC0415
 
     core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192, 4096], NO_HIT, ApplyResult)
     for _ in range(SOURCES):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.tokenize import (
+from router.prompt import (
     Endpoint,
     PromptLimits,
     RequestBodyError,

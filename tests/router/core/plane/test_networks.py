@@ -6,7 +6,7 @@ import ipaddress
 from importlib import import_module
 from random import Random
 
-from router.http.networks import Networks
+from router.doors.http.networks import Networks
 
 core = import_module("router._core")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.request_bodies import OutputReport, ReservationEnd
+from router.doors.http.request_bodies import OutputReport, ReservationEnd
 
 ID = "0123456789abcdef" * 2
 COUNTS = st.one_of(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tokenize import with_model
-from router.tokenize.body.splicing import with_field
+from router.prompt import with_model
+from router.prompt.body.splicing import with_field
 from tests.support.native import what_the_compiled_index_lacks
 
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.usage import UsageReader
+from router.plane.usage import UsageReader
 from tests.oracle.event_lines import EventLines
 from tests.support.native import what_the_compiled_index_lacks
 

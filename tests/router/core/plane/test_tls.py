@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from router.plane import NoTls, PemFiles, Secured, load_openssl
+from router.plane import (
+    NoTls,
+    PemFiles,
+    Secured,
+    load_openssl,
+)
 from router.plane.relays import IS_CONTROL
 from tests.router.core.plane.harness import (
     DEADLINE_S,

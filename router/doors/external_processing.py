@@ -1,0 +1,353 @@
+"""The endpoint picker's gRPC server, wired: streams of external processing, and health checks.
+Imported only where it is to listen: it needs the extra `gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import msgspec
+from async_timeout import timeout_at
+from google.protobuf.message import DecodeError
+
+from router.config import ExtProcConfig, OverloadConfig, RouterConfig
+from router.doors.asks import NOBODY, Caller, Question
+from router.doors.desk import Desk, new_id
+from router.doors.http.access import KEY_HEADERS, Guard
+from router.doors.http.dialects import holdings
+from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
+from router.doors.http.selection import caller_of
+from router.doors.messages import (
+    EXT_PROC_SERVICE,
+    HEALTH_SERVICE,
+    INDEXER_SERVICE,
+    GetPodScoresRequest,
+    GetPodScoresResponse,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from router.doors.names import address_of
+from router.doors.picker import Pick, PickerParts
+from router.errors import (
+    BadRequest,
+    ConfigError,
+    ConfigProblem,
+    Overloaded,
+    RequestError,
+)
+from router.prompt import Endpoint
+from router.routing.decision import RANK_HEADER, Decision
+
+logger = logging.getLogger(__name__)
+
+_SERVING, _NOT_SERVING, _UNKNOWN_SERVICE = 1, 2, 3
+_LIVENESS = "liveness"
+_READINESS = ("", "readiness", EXT_PROC_SERVICE)
+_WATCH_S = 1.0
+_BLOCK_TOKENS = 16
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+_MESSAGE_BYTES = 1024 * 1024
+"""Of a message beside its body."""
+_FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+_OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_DOOR = "ext_proc"
+
+
+def make_picker(
+    config: RouterConfig,
+    desk: Desk,
+    guard: Guard,
+    paths: ProxiedPaths,
+    why_not_ready: Callable[[], str | None],
+) -> ExtProcServer:
+    """Make what listens for gateways.
+
+    Args:
+        config: The router's.
+        desk: Answers.
+        guard: Checks the keys of clients, where they need any.
+        paths: What their paths stand for.
+        why_not_ready: Answers health checks; None: the router is ready.
+    """
+    server = config.server
+    needs_key = guard.needs_key("client")
+    parts = PickerParts(
+        desk=desk,
+        admission=desk.admission,
+        find_path=paths.find,
+        dialect_of=dialect_of,
+        caller=_callers(guard) if needs_key else lambda _headers, _path: NOBODY,
+        aliases=_aliases(config.overload),
+        dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
+        session_header=config.policy.session_header.encode(),
+        max_body_bytes=server.max_body_bytes,
+        fallbacks=config.doors.ext_proc.fallbacks,
+        reads_response=config.doors.ext_proc.read_response,
+        rank_ports=config.doors.ext_proc.rank_ports,
+        deadline_header=_deadline_header(config),
+    )
+    limits = Limits(
+        server.timeouts.client_body_s, config.doors.reservation_idle_s, server.max_body_bytes
+    )
+    return ExtProcServer(config.doors.ext_proc, parts, limits, why_not_ready)
+
+
+def _aliases(overload: OverloadConfig) -> Mapping[bytes, tuple[bytes, ...]]:
+    """What the gateways of the field call the headers that are configured here."""
+    found = {overload.tenant_header: _FAIRNESS, overload.priority_header: _OBJECTIVE}
+    return {name.encode(): others for name, others in found.items() if name is not None}
+
+
+def _deadline_header(config: RouterConfig) -> bytes | None:
+    """Where the queue reads how long a request may wait, if the objective of the field says it."""
+    name = config.overload.timeout_header
+    is_meant = config.doors.ext_proc.ttft_is_deadline and name is not None
+    return name.encode() if is_meant and name is not None else None
+
+
+def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
+    """Who a gateway's clients are, by their keys. A wrong one is counted and logged; its refusal is
+    not held back, since all come from the gateway's address."""
+
+    def caller(headers: Mapping[bytes, bytes], path: str) -> Caller:
+        try:
+            return caller_of(guard.check("client", {}, headers), path)
+        except RequestError as error:
+            if guard.delay_s(error, _DOOR, "the gateway"):
+                guard.delay_over()
+            raise
+
+    return caller
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What a stream may cost."""
+
+    body_s: float
+    """In which the whole request must arrive."""
+    silence_s: float
+    """After which its reservation has ended, and so does the stream."""
+    body_bytes: int
+
+
+class ExtProcServer:
+    """Listens between `start` and `stop`, on the running event loop.
+
+    Args:
+        config: Where it listens.
+        parts: What answers.
+        limits: Of each stream.
+        why_not_ready: What the health checks say; None: it is ready.
+    """
+
+    def __init__(
+        self,
+        config: ExtProcConfig,
+        parts: PickerParts,
+        limits: Limits,
+        why_not_ready: Callable[[], str | None],
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._limits = limits
+        self._why_not_ready = why_not_ready
+        self._streams = 0
+        self._server: Any = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            ConfigError: The address cannot be bound, or the certificate cannot be read.
+        """
+        options = _options(self._limits, self._config.max_streams)
+        server = self._server = grpc.aio.server(options=options)
+        server.add_generic_rpc_handlers((self._picking(), self._indexer(), self._health()))
+        assert self._config.listen is not None
+        try:
+            self.port = self._bind(server, self._config.listen)
+        except (RuntimeError, OSError) as error:
+            problem = ConfigProblem("doors.ext_proc", f"cannot listen: {error}")
+            raise ConfigError([problem]) from None
+        await server.start()
+        host = self._config.listen.rpartition(":")[0]
+        logger.info("the endpoint picker listens on grpc://%s:%d", host, self.port)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take nothing new; streams have *grace_s* to end."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _bind(self, server: Any, address: str) -> int:
+        tls = self._config.tls
+        if tls.certificate is None or tls.key is None:
+            return int(server.add_insecure_port(address))
+        pair = Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes()
+        trusted = None if tls.client_ca is None else Path(tls.client_ca).read_bytes()
+        credentials = grpc.ssl_server_credentials([pair], trusted, trusted is not None)
+        return int(server.add_secure_port(address, credentials))
+
+    # --- picking ----------------------------------------------------------------------------------
+
+    def _picking(self) -> Any:
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            response_serializer=ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
+
+    async def _process(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        pick = Pick(self._parts)
+        if self._streams >= self._config.max_streams:
+            await context.write(pick.refused(Overloaded("has its limit of streams")))
+            return
+        self._streams += 1
+        try:
+            await self._answer(pick, context)
+        finally:
+            self._streams -= 1
+            pick.closed()
+
+    async def _answer(self, pick: Pick, context: Any) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._limits.body_s
+        while True:
+            try:
+                is_arriving = pick.is_arriving
+                async with timeout_at(
+                    deadline if is_arriving else clock() + self._limits.silence_s
+                ):
+                    message = await context.read()
+            except asyncio.TimeoutError:
+                if not is_arriving:
+                    return
+                rule = f"must arrive within {self._limits.body_s:g} s"
+                await context.write(pick.refused(BadRequest("body", "not complete", rule)))
+                return
+            if message is grpc.aio.EOF:
+                return
+            for answer in await self._take(pick, message):
+                await context.write(answer)
+            if pick.is_refused:
+                return
+
+    async def _take(self, pick: Pick, message: bytes) -> list[Any]:
+        try:
+            return await pick.take(ProcessingRequest.FromString(message))
+        except DecodeError:
+            rule = "must be a ProcessingRequest"
+            return [pick.refused(BadRequest("message", f"{len(message)} bytes", rule))]
+        except Exception:
+            logger.exception("a gateway's message could not be answered")
+            why = "the router failed to serve this request; its log says why"
+            return [pick.refused(RequestError(why))]
+
+    # --- scores -----------------------------------------------------------------------------------
+
+    def _indexer(self) -> Any:
+        scores = grpc.unary_unary_rpc_method_handler(
+            self._scores,
+            request_deserializer=GetPodScoresRequest.FromString,
+            response_serializer=GetPodScoresResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(INDEXER_SERVICE, {"GetPodScores": scores})
+
+    async def _scores(self, request: Any, context: Any) -> Any:
+        """llm-d's question: blocks of a text that each pod would reuse."""
+        body = {"model": request.model_name, "prompt": request.prompt}
+        metadata = {
+            each[0].encode(): each[1].encode() if isinstance(each[1], str) else each[1]
+            for each in context.invocation_metadata() or ()
+        }
+        try:
+            question = Question(
+                endpoint=Endpoint.COMPLETIONS,
+                body=msgspec.json.encode(body),
+                path=INDEXER_SERVICE,
+                request_id=new_id(),
+                caller=self._parts.caller(metadata, Endpoint.COMPLETIONS.value),
+            )
+            decision = await self._parts.desk.look_up(question)
+        except RequestError as error:
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.UNAVAILABLE), str(error))
+        answer, wanted = GetPodScoresResponse(), frozenset(request.pod_identifiers)
+        for pod, blocks in _scores_of(decision).items():
+            if not wanted or not wanted.isdisjoint((pod, pod.rpartition(":")[0])):
+                answer.scores.add(pod=pod, score=blocks)
+        return answer
+
+    # --- health -----------------------------------------------------------------------------------
+
+    def _health(self) -> Any:
+        forms = {
+            "request_deserializer": HealthCheckRequest.FromString,
+            "response_serializer": HealthCheckResponse.SerializeToString,
+        }
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check, **forms),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch, **forms),
+        }
+        return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        status = self._status(request.service)
+        if status == _UNKNOWN_SERVICE:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return HealthCheckResponse(status=status)
+
+    async def _watch(self, request: Any, context: Any) -> None:
+        said = None
+        while True:
+            status = self._status(request.service)
+            if status != said:
+                said = status
+                await context.write(HealthCheckResponse(status=status))
+            await asyncio.sleep(_WATCH_S)
+
+    def _status(self, service: str) -> int:
+        if service == _LIVENESS:
+            return _SERVING
+        if service not in _READINESS:
+            return _UNKNOWN_SERVICE
+        return _NOT_SERVING if self._why_not_ready() else _SERVING
+
+
+def _scores_of(decision: Decision) -> dict[str, float]:
+    """By address; what all groups allow, the last token left out, in blocks."""
+    if decision.model is None or not decision.prompts:
+        return {}
+    found = holdings(decision.model, decision.prompts[0])
+    return {
+        address_of(decision.replicas[name]): max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
+        for name, ranks in found.items()
+        if name in decision.replicas
+    }
+
+
+def _options(limits: Limits, max_streams: int) -> list[tuple[str, Any]]:
+    # gRPC drops new streams by chance where more than 1,000 wait to be taken: those of honest
+    # gateways as well, and without a word. We refuse them ourselves.
+    waiting = max(1000, 2 * max_streams)
+    return [
+        ("grpc.server.max_pending_requests", waiting),
+        ("grpc.server.max_pending_requests_hard_limit", waiting),
+        ("grpc.max_receive_message_length", limits.body_bytes + _MESSAGE_BYTES),
+        ("grpc.max_send_message_length", limits.body_bytes + _MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]

@@ -1,0 +1,337 @@
+"""Who may ask what: keys, and where no key is set, the peer; the name a browser used, and the page
+it was on.
+
+    endpoints    with their key set    without
+    clients'     who has a key         everyone, under a name of this router
+    operator's   who has a key         this machine only, under a name of this router
+    peers'       who has a key         nobody
+
+A page that a browser shows can send requests to any address that browser reaches. Two checks stop
+it: `Host` must name this router (a page whose own name was rebound to this address sends its own),
+and what changes something must come from this router's page, as JSON. A page knows no key, so who
+sends one needs no check of `Host`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from pydantic import SecretStr
+
+from router.config import ClientKeyConfig, ServerConfig, key_bytes
+from router.errors import (
+    ForeignHost,
+    ForeignOrigin,
+    LoopbackOnly,
+    NotJson,
+    RequestError,
+    Unauthorized,
+    UnknownPath,
+)
+from router.fleet.limits import KeyUsage
+from router.routing.stored_responses import ResponseOwner
+
+logger = logging.getLogger(__name__)
+
+Role: TypeAlias = Literal["client", "operator", "peer"]
+Scope: TypeAlias = MutableMapping[str, Any]
+Headers: TypeAlias = Mapping[bytes, bytes]
+
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Where OpenAI's SDKs and Anthropic's put the client's key."""
+
+_ANY_HOST = "*"
+_MAX_SEEN_HOSTS = 64
+_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")
+"""What a reverse proxy adds: then the peer is the proxy, and says nothing of who asks."""
+_OWN_PAGE = (b"same-origin", b"none")
+_READING = ("GET", "HEAD", "OPTIONS")
+
+_FREE_ATTEMPTS = 5
+_FORGOTTEN_AFTER_S = 300.0
+_MAX_ADDRESSES = 1024
+_MAX_HELD = 256
+"""Responses held back at a time; beyond them, wrong keys are refused at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One that was given, and is right."""
+
+    name: str
+    secret: bytes = field(repr=False)
+    cache_salt: bytes | None = field(default=None, repr=False)
+    priority: str | None = None
+    """The highest class of its requests."""
+    share: float = 1.0
+    usage: KeyUsage | None = field(default=None, repr=False, compare=False)
+    """What its holder uses, if that is limited."""
+    owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
+    """Names the responses made with it, where there are several keys."""
+
+
+class WrongKeys:
+    """Counts and logs wrong keys, and slows down who tries many.
+
+    An address gets some attempts for nothing; after those, each of its refusals is held back, at
+    first for a tenth of the bound, then for twice as long each time. A right key never waits. What
+    is kept is bounded: addresses are forgotten after a while, the oldest first.
+
+    Args:
+        max_delay_s: The bound on each delay.
+        count: Called with the endpoint of each.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        max_delay_s: float,
+        count: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_delay_s = max_delay_s
+        self._count = count
+        self._clock = clock
+        self._attempts: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._held = 0
+
+    def add(self, endpoint: str, address: str) -> float:
+        """Count one.
+
+        Args:
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        Returns:
+            For how many seconds to hold the refusal back.
+        """
+        now = self._clock()
+        attempts, last = self._attempts.pop(address, (0, now))
+        attempts = 1 if now - last > _FORGOTTEN_AFTER_S else attempts + 1
+        self._attempts[address] = attempts, now
+        if len(self._attempts) > _MAX_ADDRESSES:
+            self._attempts.popitem(last=False)
+        self._count(endpoint)
+        if attempts & (attempts - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood makes few lines
+            logger.warning("wrong key for %s from %s, %d so far", endpoint, address, attempts)
+        if attempts <= _FREE_ATTEMPTS:
+            return 0.0
+        doublings = min(attempts - _FREE_ATTEMPTS - 1, 10)
+        return float(min(self._max_delay_s, self._max_delay_s / 10 * 2**doublings))
+
+    def hold(self, endpoint: str, address: str) -> float:
+        """Count one.
+
+        Args:
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        Returns:
+            For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
+            afterwards.
+        """
+        delay_s = self.add(endpoint, address)
+        if not delay_s or self._held >= _MAX_HELD:
+            return 0.0
+        self._held += 1
+        return delay_s
+
+    def let_go(self) -> None:
+        """A refusal that was held back is sent."""
+        self._held -= 1
+
+
+class Guard:
+    """Checks who sends a request.
+
+    Args:
+        server: The keys, and the names that the router goes by.
+        count_wrong_key: Called with the endpoint of each.
+        usages: Of the keys that have limits, by name.
+        peer_key: Of the other routers; None: there are none.
+    """
+
+    def __init__(
+        self,
+        server: ServerConfig,
+        count_wrong_key: Callable[[str], None],
+        usages: Mapping[str, KeyUsage] = MappingProxyType({}),
+        peer_key: str | None = None,
+    ) -> None:
+        self._keys: dict[Role, tuple[Key, ...]] = {
+            "client": tuple(
+                _client_key(each, usages.get(each.name), len(server.client_keys) > 1)
+                for each in server.client_keys
+            ),
+            "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
+            "peer": () if peer_key is None else (Key("peer", peer_key.encode()),),
+        }
+        seen = server.clients_see_hits
+        self.clients_see_hits = not server.client_keys if seen is None else seen
+        """Whether clients are told how much of a prompt is cached."""
+        self._wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
+        self._named = frozenset(name.lower() for name in server.host_names)
+        self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
+        self._seen: set[bytes] = set()
+        self.on_host: Callable[[bytes], object] = lambda _host: None
+        """Told of a `Host` by which the router may be called, when it is seen first."""
+
+    def needs_key(self, role: Role) -> bool:
+        """Whether the endpoints of *role* want a key."""
+        return bool(self._keys[role])
+
+    def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
+        """Check that a request may go to an endpoint; return its key where one is needed.
+
+        Args:
+            role: Whose endpoint it is.
+            scope: The request's, for its peer.
+            headers: The request's, names in lower case.
+        Raises:
+            Unauthorized: The key is missing or wrong.
+            ForeignHost: `Host` names another machine.
+            LoopbackOnly: No operator key is set, and another machine asks.
+            UnknownPath: There are no peers.
+        """
+        if self._keys[role]:
+            return self._key(role, headers)
+        if role == "peer":
+            raise UnknownPath
+        self.check_host(headers)
+        if role == "operator" and not _is_local(scope, headers):
+            raise LoopbackOnly
+        return None
+
+    def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
+        """For how many seconds to hold a refusal back; where that is more than 0, call `delay_over`
+        afterwards. A wrong key is counted and logged.
+
+        Args:
+            error: What will be sent.
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        """
+        if isinstance(error, Unauthorized) and error.was_given:
+            return self._wrong_keys.hold(endpoint, address)
+        return 0.0
+
+    def delay_over(self) -> None:
+        """A refusal that was held back is sent."""
+        self._wrong_keys.let_go()
+
+    async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
+        """As `delay_s`, and wait for so long.
+
+        Args:
+            error: What will be sent.
+            endpoint: What was asked; a name of ours.
+            scope: The request's, for its peer.
+        """
+        delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
+        if delay_s:
+            try:
+                await asyncio.sleep(delay_s)
+            finally:
+                self.delay_over()
+
+    def _key(self, role: Role, headers: Headers) -> Key:
+        given = _given_key(headers)
+        # All of them, whichever fits: the time must not tell which one does.
+        fitting = [key for key in self._keys[role] if hmac.compare_digest(given, key.secret)]
+        if not fitting:
+            raise Unauthorized(was_given=bool(given))
+        return fitting[0]
+
+    def check_host(self, headers: Headers) -> None:
+        """Check that the client means this router. Raises `ForeignHost`."""
+        host = headers.get(b"host", b"")
+        if host in self._seen:
+            return
+        name = _host_name(host)
+        if not self._is_own(name):
+            raise ForeignHost(name)
+        if len(self._seen) < _MAX_SEEN_HOSTS:
+            self._seen.add(host)
+            self.on_host(host)
+
+    def check_change(self, method: str, headers: Headers) -> None:
+        """Check that a request to change something is not a foreign page's.
+
+        Args:
+            method: Of the request; one that only reads passes.
+            headers: The request's, names in lower case.
+        Raises:
+            ForeignOrigin: A page on another origin sends it.
+            NotJson: It is of a type that pages may send anywhere without being asked.
+        """
+        if method in _READING:
+            return
+        site, origin = headers.get(b"sec-fetch-site", b"none"), headers.get(b"origin")
+        if site not in _OWN_PAGE or (origin is not None and not self._is_own_page(origin, headers)):
+            raise ForeignOrigin
+        content_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if method != "DELETE" and content_type != b"application/json":
+            raise NotJson
+
+    def _is_own(self, name: str) -> bool:
+        # No one can make an address, or localhost, resolve to something else.
+        return (
+            name in self._own
+            or _ANY_HOST in self._named
+            or not name
+            or name == "localhost"
+            or name.endswith(".localhost")
+            or _address(name) is not None
+        )
+
+    def _is_own_page(self, origin: bytes, headers: Headers) -> bool:
+        _, separator, place = origin.partition(b"://")
+        if not separator:
+            return False  # `null`: a sandboxed frame, a file
+        return place == headers.get(b"host") or _host_name(place) in self._named
+
+
+def _client_key(config: ClientKeyConfig, usage: KeyUsage | None, is_one_of_several: bool) -> Key:
+    salt, secret = key_bytes(config.cache_salt), _bytes(config.key)
+    owner = ResponseOwner(secret) if is_one_of_several else None
+    return Key(config.name, secret, salt, config.priority, config.share, usage, owner)
+
+
+def _bytes(key: SecretStr) -> bytes:
+    return key.get_secret_value().encode("ascii")
+
+
+def _given_key(headers: Headers) -> bytes:
+    given = headers.get(b"authorization", b"")
+    return given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+
+
+def _host_name(host: bytes) -> str:
+    """The name in a `Host` header, without the port, in lower case."""
+    text = host.decode("latin-1").lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _is_local(scope: Scope, headers: Headers) -> bool:
+    """Whether this machine itself asks, and not for another through a reverse proxy."""
+    peer = _address((scope.get("client") or ("",))[0])
+    if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
+        peer = peer.ipv4_mapped
+    return peer is not None and peer.is_loopback and not any(name in headers for name in _FORWARDED)

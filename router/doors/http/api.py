@@ -1,0 +1,615 @@
+"""The router's own endpoints: the decision without the request, operation, metrics; described at
+`/docs`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from router.config import ReplicaConfig, RouterConfig, read_replica
+from router.doors.http.access import Key
+from router.doors.http.access_log import note_refused
+from router.doors.http.bodies import ClientLeft, decode_json, read_body
+from router.doors.http.dialects import add_dialects
+from router.doors.http.gateway import tenant_salt
+from router.doors.http.live_page import add_page
+from router.doors.http.networks import Networks
+from router.doors.http.openapi import (
+    JSON,
+    MSGPACK,
+    NOT_ROUTED,
+    REFUSED_BODY,
+    Access,
+    described,
+    document,
+    sends,
+    sends_text,
+    takes,
+)
+from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
+from router.doors.http.questions import encoded, encoding_of
+from router.doors.http.request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsToRoute,
+    MessagesToRoute,
+    ResponsesRequest,
+    TokenIdsRequest,
+)
+from router.doors.http.responses import (
+    ApiParts,
+    history_view,
+    model_entry,
+    model_list,
+    replica_details,
+    requests_view,
+    route_view,
+)
+from router.doors.http.selection import add_selection
+from router.doors.http.views import (
+    HistoryView,
+    ModelEntry,
+    ModelList,
+    Overview,
+    RemovedReplica,
+    ReplicaDetails,
+    ReplicaList,
+    RequestsView,
+    RouteView,
+    StatusView,
+)
+from router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    CaptureDisabled,
+    ForeignHost,
+    MethodNotAllowed,
+    NotRecordable,
+    Overloaded,
+    ReplicaExists,
+    RequestError,
+    UnknownModel,
+    UnknownPath,
+    UnknownReplica,
+    is_out_of_memory,
+)
+from router.feed.taps import Tap
+from router.index import SourceId
+from router.plane.proxied_messages import error_body
+from router.prompt import Endpoint
+from router.routing.terms import Terms
+from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
+from router.telemetry.request_log import MAX_REQUESTS
+
+MAX_OPERATOR_BODY_BYTES = 1_048_576
+_MAX_NUMBER = 2**53 - 1
+"""The largest that every JSON reader holds exactly."""
+
+
+def create_api(
+    parts: ApiParts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """Make the application for all paths that are not proxied.
+
+    Args:
+        parts: What the endpoints read or change.
+        lifespan: Entered at the server's start, left at its end.
+    """
+    app = FastAPI(
+        title="kvroute",
+        version=version("kvroute"),
+        summary="Exact prefix-cache routing for LLM inference engines.",
+        lifespan=lifespan,
+        generate_unique_id_function=_operation_id,
+        default_response_class=Response,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    client, operator = Access("client", parts.guard), Access("operator", parts.guard)
+    _add_error_handlers(app, parts)
+    _add_probes(app, parts, operator)
+    sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
+    _add_route(app, parts, sees_hits)
+    add_selection(app, parts, sees_hits)
+    add_dialects(app, parts, sees_hits, operator)
+    _add_models(app, parts, client)
+    _add_replicas(app, parts, operator)
+    _add_adding(app, parts, operator)
+    _add_draining(app, parts, operator)
+    _add_insight(app, parts, operator)
+    _add_history(app, parts, operator)
+    _add_recording(app, parts, operator)
+    _add_snapshot(app, parts)
+    add_page(app)
+    _add_description(app, client)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    is_alive = sends(StatusView, "It is.")
+    ready, not_ready = sends(StatusView, "Yes."), sends(StatusView, "No, with the reason.")
+
+    @app.get("/healthz", **described("operation", "Is the process alive?", {200: is_alive}))
+    async def healthz() -> Response:
+        return _json(StatusView(status="ok"))
+
+    @app.get(
+        "/readyz",
+        **described("operation", "Can some replica take requests?", {200: ready, 503: not_ready}),
+    )
+    async def readyz() -> Response:
+        reason = parts.readiness.why_not_ready()
+        if reason:
+            return _json(StatusView(status="not ready", reason=reason), 503)
+        return _json(StatusView(status="ready"))
+
+    as_engines = described(
+        "operation", "The same, as engines name it", {200: ready, 503: not_ready}
+    )
+
+    @app.get("/health", **as_engines)
+    async def health() -> Response:
+        return await readyz()
+
+    @app.post("/ping", include_in_schema=False, name="post_ping")
+    @app.get("/ping", **as_engines)
+    async def ping() -> Response:
+        return await readyz()
+
+    scraper = operator if parts.config.observability.metrics_need_key else None
+    text = sends_text("Every metric, in Prometheus's text format.", CONTENT_TYPE)
+
+    @app.get(
+        "/metrics",
+        **described(
+            "operation",
+            "Prometheus metrics",
+            {200: text},
+            access=scraper,
+            errors=(ForeignHost("router.example"),),
+        ),
+    )
+    async def metrics(request: Request) -> Response:
+        if scraper is None:
+            parts.guard.check_host(dict(request.headers.raw))
+        return await _scrape(parts, request.headers.get("accept", ""))
+
+
+async def _scrape(parts: ApiParts, accepted: str) -> Response:
+    if parts.render_exemplars is not None and OPENMETRICS_NAME in accepted:
+        return Response(await parts.render_exemplars(), media_type=OPENMETRICS_TYPE)
+    return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
+
+
+# --- routing --------------------------------------------------------------------------------------
+
+
+_ROUTABLE = takes(
+    *(TokenIdsRequest, ChatRequest, CompletionRequest),
+    *(ResponsesRequest, MessagesToRoute, EmbeddingsToRoute),
+    description="Token ids, or the body of any endpoint with a prompt.",
+    content_types=(JSON, MSGPACK),
+)
+
+
+_EXPLAIN = {
+    "name": "explain",
+    "in": "query",
+    "description": "Whether to say all that is known: the ranking with what each group of each "
+    "replica holds, who cannot take the request, and the prompts. Without it, the choice only.",
+    "schema": {"type": "boolean", "default": False},
+}
+
+
+def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
+    server = parts.config.server
+
+    @app.post(
+        "/route",
+        **described(
+            "routing",
+            "Where would this request go, and why? Nothing is sent.",
+            {200: sends(RouteView, "The choice; explained if asked for.", (JSON, MSGPACK))},
+            access=sees_hits,
+            errors=(*REFUSED_BODY, *NOT_ROUTED),
+            requestBody=_ROUTABLE,
+            parameters=[_EXPLAIN],
+        ),
+    )
+    async def route(request: Request) -> Response:
+        # Without a query, `RouteQuestions` answers.
+        explains = _flag(request, "explain")
+        headers = dict(request.headers.raw)
+        session = request.headers.get(parts.config.policy.session_header)
+        key: Key | None = request.state.key
+        usage = None if key is None else key.usage
+        counted = nullcontext() if usage is None else usage.counted()
+        with counted, parts.admission.buffer() as buffer:
+            content = await _body(
+                request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
+            )
+            terms = Terms(
+                session=session,
+                headers=headers,
+                salt=tenant_salt(key, "/route"),
+                check_model=None if usage is None else usage.check_model,
+                owner=None if key is None else key.owner,
+            )
+            decision = await parts.dispatcher.dispatch(
+                Endpoint.ROUTE, content, terms, encoding_of(headers)
+            )
+        parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
+        decision.require_replica()
+        content_type, body = encoded(route_view(decision, explains), headers)
+        return Response(body, media_type=content_type)
+
+
+def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
+    @app.get(
+        "/v1/models",
+        **described(
+            "routing",
+            "Models and adapters that some healthy replica serves",
+            {200: sends(ModelList, "As in OpenAI's API.")},
+            access=client,
+        ),
+    )
+    async def models(request: Request) -> Response:
+        names = parts.models.names()
+        allowed = {name: names[name] for name in names if _may_use(request, name)}
+        healthy = parts.healthy()
+        return _json(model_list(allowed, lambda name: parts.models.serving(name, healthy)))
+
+    @app.get(
+        "/v1/models/{name:path}",
+        **described(
+            "routing",
+            "One of them",
+            {200: sends(ModelEntry, "As in OpenAI's API.")},
+            access=client,
+            errors=(UnknownModel("gemma-4"),),
+        ),
+    )
+    async def model(request: Request, name: str) -> Response:
+        serving = parts.models.serving(name, parts.healthy())
+        names = parts.models.names()
+        if name not in names or not serving or not _may_use(request, name):
+            raise UnknownModel(name)
+        return _json(model_entry(name, names[name], serving))
+
+
+def _may_use(request: Request, model: str) -> bool:
+    """Whether the client's key is for a model or adapter."""
+    key: Key | None = request.state.key
+    return key is None or key.usage is None or key.usage.allows(model)
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+_ONE = {200: sends(ReplicaDetails, "The replica.")}
+_UNKNOWN = UnknownReplica("replica-9")
+
+
+def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    describe = functools.partial(described, "operation", access=operator)
+    everything = {200: sends(ReplicaList, "All of them.")}
+    removed = {200: sends(RemovedReplica, "It is removed; the requests it has go on.")}
+
+    @app.get("/replicas", **describe("Every replica: health, load, event streams", everything))
+    async def replicas() -> Response:
+        return _json(ReplicaList(replicas=replica_details(parts.fleet())))
+
+    @app.get("/replicas/{replica_id}", **describe("One replica", _ONE, errors=(_UNKNOWN,)))
+    async def replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.get(replica_id).id))
+
+    @app.delete(
+        "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
+    )
+    async def remove_replica(replica_id: str) -> Response:
+        parts.registry.remove(replica_id)
+        return _json(RemovedReplica(removed=replica_id))
+
+
+def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    describe = functools.partial(described, "operation", access=operator, errors=(_UNKNOWN,))
+
+    @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
+    async def drain_replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.drain(replica_id).id))
+
+    @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
+    async def undrain_replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.undrain(replica_id).id))
+
+
+def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    body_s = parts.config.server.timeouts.client_body_s
+    networks = Networks(parts.config.server.replica_networks)
+    refused = (
+        BadRequest("$.sped", "unknown key", "did you mean speed?"),
+        BodyTooLarge(MAX_OPERATOR_BODY_BYTES),
+        ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7"),
+    )
+
+    @app.post(
+        "/replicas",
+        **described(
+            "operation",
+            "Add a replica; only its `url` is needed where it reports the rest",
+            {201: sends(ReplicaDetails, "The replica, before its first health check.")},
+            access=operator,
+            errors=refused,
+            requestBody=takes(ReplicaConfig, description="As in the configuration's `replicas`."),
+        ),
+    )
+    async def add_replica(request: Request) -> Response:
+        with parts.admission.buffer() as buffer:
+            content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
+        wanted = read_replica(decode_json(content))
+        await networks.check_replica(wanted)
+        added = parts.registry.add(wanted, networks.__contains__)
+        return _json(parts.details(added.id), 201)
+
+
+# --- insight --------------------------------------------------------------------------------------
+
+
+def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    describe = functools.partial(described, "operation", access=operator)
+
+    @app.get(
+        "/overview",
+        **describe(
+            "What is wrong, the last minute, and every replica in brief",
+            {200: sends(Overview, "The router at a glance.")},
+        ),
+    )
+    async def overview_of_all() -> Response:
+        return _json(parts.overview())
+
+    @app.get(
+        "/requests",
+        **describe(
+            "The requests routed last: prediction, report, reason; the latest change first",
+            {200: sends(RequestsView, "At most *limit* requests.")},
+            errors=(
+                BadRequest("after", "'-1'", f"must be a whole number from 0 to {_MAX_NUMBER}"),
+            ),
+            parameters=[
+                _parameter("after", "Only what changed after this change", 0, _MAX_NUMBER),
+                _parameter("limit", "At most this many", MAX_REQUESTS, MAX_REQUESTS),
+            ],
+        ),
+    )
+    async def requests(request: Request) -> Response:
+        after = _number(request, "after", 0, _MAX_NUMBER)
+        limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
+        return _json(requests_view(parts.request_log, after, limit))
+
+    @app.get(
+        "/config",
+        **describe(
+            "The configuration, secrets masked",
+            {200: sends(RouterConfig, "As it was last taken over, with all defaults.")},
+        ),
+    )
+    async def config() -> Response:
+        return _json(parts.current_config().to_public_dict())
+
+
+_MAX_HISTORIES = 16
+_REPLICAS_ASKED_FOR = {
+    "name": "replica",
+    "in": "query",
+    "description": "The id of a replica; may be repeated",
+    "schema": {"type": "array", "items": {"type": "string"}},
+}
+
+
+def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    rule = f"at most {_MAX_HISTORIES} at a time"
+
+    @app.get(
+        "/history",
+        **described(
+            "operation",
+            "The last hour in steps of half a minute",
+            {200: sends(HistoryView, "Of the router, and of each replica asked for.")},
+            access=operator,
+            errors=(BadRequest("replica", "17 times", rule),),
+            parameters=[_REPLICAS_ASKED_FOR],
+        ),
+    )
+    async def history(request: Request) -> Response:
+        ids = request.query_params.getlist("replica")
+        if len(ids) > _MAX_HISTORIES:
+            raise BadRequest("replica", f"{len(ids)} times", rule)
+        return _json(history_view(parts.history.hours(ids)))
+
+
+_RECORDING = "application/x-ndjson"
+_BYTES = "application/octet-stream"
+_QUIET_S = 1.0
+_MAX_RANK = 1023
+
+
+def _add_recording(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    lines = sends_text("The recording, line by line, for as long as it is read.", _RECORDING)
+    not_followed = NotRecordable("replica-0 has no event stream of rank 0")
+
+    @app.get(
+        "/replicas/{replica_id}/recording",
+        **described(
+            "operation",
+            "Record one cache: its state, then its batches and the prompts sent there, as token "
+            "ids, with what the engine reports of each",
+            {200: lines},
+            access=operator,
+            errors=(CaptureDisabled(), _UNKNOWN, not_followed),
+            parameters=[_parameter("dp_rank", "The data-parallel rank", 0, _MAX_RANK)],
+        ),
+    )
+    async def recording(request: Request, replica_id: str) -> Response:
+        if not parts.config.observability.allow_capture:
+            raise CaptureDisabled
+        rank = _number(request, "dp_rank", 0, _MAX_RANK)
+        tap = parts.feed.record(SourceId(parts.registry.get(replica_id).id, rank))
+        return StreamingResponse(_lines(parts, tap), media_type=_RECORDING)
+
+
+async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
+    try:
+        async for line in tap.lines(_QUIET_S):
+            if parts.admission.is_shutting_down:
+                tap.end("the router is shutting down")
+            yield line
+    finally:
+        parts.feed.taps.close(tap)
+
+
+def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
+    """What this router knows of all caches, for another one that starts."""
+    peer = Depends(Access("peer", parts.guard).check)
+
+    @app.get("/snapshot", include_in_schema=False, dependencies=[peer])
+    async def snapshot() -> Response:
+        if parts.sender is None:
+            raise UnknownPath
+        return StreamingResponse(parts.sender.open(), media_type=_BYTES)
+
+
+def _parameter(name: str, description: str, default: int, most: int) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0, "maximum": most, "default": default}
+    return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    """Read a number of the query."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and len(given) <= 16 and int(given) <= most):
+        raise BadRequest(name, repr(given[:40]), f"must be a whole number from 0 to {most}")
+    return int(given)
+
+
+def _flag(request: Request, name: str) -> bool:
+    """Read a flag of the query."""
+    given = request.query_params.get(name, "false")
+    if given not in ("true", "false"):
+        raise BadRequest(name, repr(given[:40]), "must be true or false")
+    return given == "true"
+
+
+# --- the description ------------------------------------------------------------------------------
+
+
+def _add_description(app: FastAPI, client: Access) -> None:
+    """Serve the OpenAPI document. Nobody needs a key for it."""
+
+    @functools.cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(app, client))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        # Made once, in a thread: it takes longer than other streams should wait.
+        return Response(await asyncio.to_thread(encoded), media_type=JSON)
+
+
+# --- bodies and encodings -------------------------------------------------------------------------
+
+
+async def _body(
+    request: Request, limit_bytes: int, timeout_s: float, hold: Callable[[int], None]
+) -> bytes:
+    headers = dict(request.headers.raw)
+    return await read_body(headers, request.receive, limit_bytes, timeout_s, hold)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    content = msgspec.json.encode(value)
+    return Response(content, status_code=status, headers=headers, media_type=JSON)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
+    """Give every error the one form, and count it."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        note_refused(request.scope, error.code)
+        parts.metrics.bad_requests.labels(error.code).inc()
+        headers = {name.decode(): value.decode() for name, value in error.headers()}
+        body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
+        return Response(body, error.status, headers, JSON)
+
+    async def refuse_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        allowed = _allowed_methods(app, parts.proxied_paths, request.scope)
+        if not allowed:
+            return await refuse(request, UnknownPath())
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"allow": allowed})
+        return await refuse(request, MethodNotAllowed(allowed))
+
+    async def count_gone(_request: Request, _error: Exception) -> Response:
+        parts.metrics.bad_requests.labels("client_gone").inc()
+        return Response(status_code=400)
+
+    async def refuse_for_memory(request: Request, error: Exception) -> Response:
+        if not is_out_of_memory(error):
+            raise error
+        parts.shortages.note("memory")
+        return await refuse(request, Overloaded("is out of memory"))
+
+    async def fail(request: Request, _error: Exception) -> Response:
+        # It is logged by whoever runs the application.
+        why = "the router failed to serve this request; its log says why"
+        return await refuse(request, RequestError(why))
+
+    app.add_exception_handler(Exception, fail)
+    for kind in (MemoryError, OSError, RuntimeError):
+        app.add_exception_handler(kind, refuse_for_memory)
+    app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(HTTPException, refuse_path)
+    app.add_exception_handler(ClientLeft, count_gone)
+
+
+def _allowed_methods(app: FastAPI, proxied: ProxiedPaths, scope: Scope) -> str:
+    """The methods of a path, for the `Allow` header; empty for an unknown path."""
+    found: set[str] = set()
+    for route in app.router.routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    path = proxied.find(scope["path"])
+    found.update(() if path is None else path.methods)
+    if not found:
+        return ""
+    found |= {"OPTIONS", "HEAD"} if "GET" in found else {"OPTIONS"}
+    return ", ".join(sorted(found))

@@ -1,0 +1,452 @@
+"""The paths of other indexers, under a prefix for each: `/mooncake`, `/dynamo`. What a program has
+as the base URL of one of those, it can have of this router.
+
+None of them knows KV cache groups, so their one number is what all groups allow, and what each
+would allow stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+
+from kvevents.events import BlockHash
+from router.config import read_replica
+from router.doors.http.access import Key
+from router.doors.http.bodies import read_body
+from router.doors.http.gateway import tenant_salt
+from router.doors.http.networks import Networks
+from router.doors.http.openapi import Access
+from router.doors.http.responses import ApiParts
+from router.doors.names import worker_number
+from router.errors import BadRequest, UnknownReplica
+from router.fleet.replica import Replica
+from router.index import (
+    GroupHit,
+    HashedPrompt,
+    HashesFound,
+    Hit,
+    SourceId,
+)
+from router.prompt import tenant_salt_of
+from router.routing.models import Model
+
+_TokenIds = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)
+]
+_MOST_HASHES = 65_536
+_HASHES_AT_ONCE = 65_536
+"""Looked up before others have their turn on the event loop: some milliseconds."""
+_MOST_HASH_DIGITS = 1024
+_Hashes = Annotated[list[int | str], msgspec.Meta(min_length=1, max_length=_MOST_HASHES)]
+"""As the engine announces them: numbers, or digests in hexadecimal digits."""
+_BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_MAX_CHANGE_BYTES = 65_536
+_MEMORY_TIERS = ("CPU", "cpu")
+
+
+class MooncakeQuery(msgspec.Struct, frozen=True):
+    """What a conductor is asked."""
+
+    model: _Text
+    token_ids: _TokenIds
+    lora_name: _Text | None = None
+    tenant_id: _Text = "default"
+    instance_id: _Text | None = None
+    cache_salt: _Text | None = None
+
+
+class DynamoQuery(msgspec.Struct, frozen=True):
+    """What an indexer is asked."""
+
+    model_name: _Text
+    token_ids: _TokenIds
+    lora_name: _Text | None = None
+    cache_salt: _Text | None = None
+
+
+class MooncakeHashQuery(msgspec.Struct, frozen=True):
+    """The same, by block hashes."""
+
+    model: _Text
+    seq_hashes: _Hashes | None = None
+    block_hash: _Hashes | None = None
+    """Its older name."""
+    block_size: _BlockSize = None
+    tenant_id: _Text = "default"
+    instance_id: _Text | None = None
+
+    @property
+    def hashes(self) -> Sequence[int | str] | None:
+        return self.seq_hashes or self.block_hash
+
+    @property
+    def name(self) -> str:
+        return "seq_hashes"
+
+
+class DynamoHashQuery(msgspec.Struct, frozen=True):
+    """The same, by block hashes."""
+
+    model_name: _Text
+    block_hashes: _Hashes
+    block_size: _BlockSize = None
+
+    @property
+    def model(self) -> str:
+        return self.model_name
+
+    @property
+    def hashes(self) -> Sequence[int | str]:
+        return self.block_hashes
+
+    @property
+    def name(self) -> str:
+        return "block_hashes"
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """Who publishes where; of a replica that is not known yet, with its `url`."""
+
+    instance_id: str | int
+    endpoint: _Text | None = None
+    replay_endpoint: _Text | None = None
+    url: _Text | None = None
+    modelname: _Text | None = None
+    model_name: _Text | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+
+
+_Asked = TypeVar("_Asked", bound=msgspec.Struct)
+
+
+def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
+    """Add them.
+
+    Args:
+        app: Gets them.
+        parts: What they read and change.
+        access: Who may ask what is cached.
+        operator: Who may register replicas.
+    """
+    dialects = _Dialects(parts)
+    asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
+
+    @app.post("/mooncake/query", **asking)
+    async def mooncake_query(request: Request) -> Response:
+        asked = await dialects.read(request, MooncakeQuery)
+        found = await dialects.look_up(request, asked.model, asked)
+        if asked.instance_id is not None:
+            found = {name: each for name, each in found.items() if name == asked.instance_id}
+        return _json(mooncake_answer(found, asked.tenant_id))
+
+    @app.post("/dynamo/query", **asking)
+    async def dynamo_query(request: Request) -> Response:
+        asked = await dialects.read(request, DynamoQuery)
+        return _json(dynamo_answer(await dialects.look_up(request, asked.model_name, asked)))
+
+    @app.post("/mooncake/query_by_hash", **asking)
+    async def mooncake_query_by_hash(request: Request) -> Response:
+        asked = await dialects.read(request, MooncakeHashQuery)
+        found = await dialects.look_up_hashes(request, asked, asked.instance_id)
+        return _json(mooncake_answer(found, asked.tenant_id))
+
+    @app.post("/dynamo/query_by_hash", **asking)
+    async def dynamo_query_by_hash(request: Request) -> Response:
+        asked = await dialects.read(request, DynamoHashQuery)
+        return _json(dynamo_answer(await dialects.look_up_hashes(request, asked)))
+
+    @app.get("/dynamo/workers", **asking)
+    async def workers() -> Response:
+        return _json([_worker(replica) for replica in parts.registry.replicas()])
+
+    _add_changes(app, parts, dialects, operator)
+
+
+def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: Access) -> None:
+    networks = Networks(parts.config.server.replica_networks)
+    changing: dict[str, Any] = {
+        "include_in_schema": False,
+        "dependencies": [Depends(operator.check)],
+    }
+
+    @app.post("/dynamo/register", **{**changing, "status_code": 201})
+    @app.post("/mooncake/register", **changing)
+    async def register(request: Request) -> Response:
+        asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
+        if dialects.known(asked.instance_id) is None:
+            parts.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
+        answer = {"status": "registered successfully", "instance_id": asked.instance_id}
+        return _json(answer, 201 if request.url.path.startswith("/dynamo") else 200)
+
+    @app.post("/dynamo/unregister", **changing)
+    @app.post("/mooncake/unregister", **changing)
+    async def unregister(request: Request) -> Response:
+        asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
+        replica = dialects.known(asked.instance_id)
+        if replica is None:
+            raise UnknownReplica(str(asked.instance_id))
+        parts.registry.remove(replica.id)
+        removed = [f"{replica.id}|default|{asked.dp_rank}"]
+        return _json({"status": "unregistered successfully", "removed_instances": removed})
+
+
+class _Dialects:
+    """What the endpoints have in common."""
+
+    def __init__(self, parts: ApiParts) -> None:
+        self._parts = parts
+
+    async def read(
+        self, request: Request, kind: type[_Asked], most_bytes: int | None = None
+    ) -> _Asked:
+        server = self._parts.config.server
+        with self._parts.admission.buffer() as buffer:
+            body = await read_body(
+                *(dict(request.headers.raw), request.receive, most_bytes or server.max_body_bytes),
+                *(server.timeouts.client_body_s, buffer.add),
+            )
+            return await asyncio.to_thread(_decode, body, kind)
+
+    async def look_up(
+        self, request: Request, model_name: str, asked: MooncakeQuery | DynamoQuery
+    ) -> dict[str, list[Holding]]:
+        """Who has how much of a prompt."""
+        key: Key | None = request.state.key
+        model, adapter = self._resolve(key, model_name)
+        salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
+        if of_key is not None:
+            salt = tenant_salt_of(of_key.secret, salt)
+        lora_name = asked.lora_name or adapter
+        prompt = await asyncio.to_thread(
+            model.index.prepare, asked.token_ids, lora_name, salt, None
+        )
+        return holdings(model, prompt)
+
+    async def look_up_hashes(
+        self,
+        request: Request,
+        asked: MooncakeHashQuery | DynamoHashQuery,
+        instance_id: str | None = None,
+    ) -> dict[str, list[Holding]]:
+        """Who has how much of a prompt that is known by its hashes alone: all replicas, or one."""
+        key: Key | None = request.state.key
+        model, _ = self._resolve(key, asked.model)
+        if tenant_salt(key, "/route") is not None:
+            rule = "a key that keeps its prompts to itself asks /query with token_ids"
+            raise BadRequest(f"$.{asked.name}", "hashes", rule)
+        hashes = _read_hashes(asked.hashes, asked.name)
+        found: defaultdict[str, list[Holding]] = defaultdict(list)
+        looked_up = 0
+        for source in list(model.index.slots):
+            if instance_id not in (None, source.replica):
+                continue
+            held = model.index.match_hashes(source, hashes, asked.block_size)
+            found[source.replica].append(_held(source, held))
+            looked_up += len(hashes)
+            if looked_up >= _HASHES_AT_ONCE:
+                looked_up = 0
+                await asyncio.sleep(0)
+        return dict(found)
+
+    def _resolve(self, key: Key | None, model_name: str) -> tuple[Model, str | None]:
+        """The model of a name, and its adapter, if the key may ask about it."""
+        if key is not None and key.usage is not None:
+            key.usage.check_model(model_name)
+        return self._parts.models.resolve(model_name)
+
+    def known(self, instance_id: str | int) -> Replica | None:
+        """The replica that another indexer's client names so."""
+        for replica in self._parts.registry.replicas():
+            if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
+                return replica
+        return None
+
+
+def _decode(body: bytes, kind: type[_Asked]) -> _Asked:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
+
+
+def _read_hashes(hashes: Sequence[int | str] | None, name: str) -> list[BlockHash]:
+    if not hashes:
+        raise BadRequest(f"$.{name}", "missing", "must be a list of block hashes")
+    return [_read_hash(each, f"$.{name}[{index}]") for index, each in enumerate(hashes)]
+
+
+def _read_hash(given: int | str, place: str) -> BlockHash:
+    if isinstance(given, int):
+        if not -(2**63) <= given < 2**64:
+            raise BadRequest(place, "a number of more bits", "must be an integer of 64 bits")
+        return given
+    try:
+        if len(given) <= _MOST_HASH_DIGITS and given:
+            return bytes.fromhex(given)
+    except ValueError:
+        pass
+    rule = f"must be a digest in hexadecimal digits, at most {_MOST_HASH_DIGITS} of them"
+    raise BadRequest(place, f"{len(given)} characters", rule)
+
+
+def _replica_of(asked: Registration) -> dict[str, Any]:
+    if asked.url is None:
+        rule = "a replica that is not known yet needs its url: this router looks after its health"
+        raise BadRequest("$.url", "missing", rule)
+    found: dict[str, Any] = {"id": str(asked.instance_id), "url": asked.url}
+    name = asked.modelname or asked.model_name
+    if name:
+        found["models"] = [name]
+    if asked.endpoint:
+        events = {"endpoint": asked.endpoint, "dp_rank": asked.dp_rank}
+        replay = {"replay_endpoint": asked.replay_endpoint} if asked.replay_endpoint else {}
+        found["kv_events"] = [{**events, **replay}]
+    return found
+
+
+def _worker(replica: Replica) -> dict[str, Any]:
+    status = "active" if replica.is_healthy else "pending"
+    return {
+        "instance_id": worker_number(replica.id),
+        "replica": replica.id,
+        "source": "zmq",
+        "status": status,
+        "model_name": next(iter(replica.served.models), None),
+        "routing_group": "default",
+        "endpoints": {str(each.dp_rank): each.endpoint for each in replica.sources},
+        "listeners": {
+            str(each.dp_rank): {"endpoint": each.endpoint, "status": status}
+            for each in replica.sources
+        },
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    content = msgspec.json.encode(value)
+    return Response(content, status_code=status, media_type="application/json")
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class Holding(NamedTuple):
+    """What one cache would reuse of a prompt."""
+
+    dp_rank: int
+    gpu: int
+    memory: int
+    """With what memory would bring back."""
+    all_tiers: int
+    groups: Sequence[Mapping[str, Any]]
+    exactness: Mapping[str, Any] = {}
+    """Of an answer that may not be exact: whether it is, and why not."""
+
+
+def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
+    """What each replica would reuse of a prompt, by replica and rank; nothing of those that would
+    reuse nothing.
+
+    Args:
+        model: Whose caches.
+        prompt: Prepared for its index.
+    """
+    found: defaultdict[str, list[Holding]] = defaultdict(list)
+    for source, hit in model.index.match_prompt(prompt).items():
+        if hit.cached_tokens:
+            found[source.replica].append(_holding(model, prompt, source, hit))
+    return dict(found)
+
+
+def _holding(model: Model, prompt: HashedPrompt, source: SourceId, hit: Hit) -> Holding:
+    return _as_holding(source, hit, model.index.explain(prompt, source), {})
+
+
+def _held(source: SourceId, found: HashesFound) -> Holding:
+    exactness: dict[str, Any] = {"exact": found.problem is None}
+    if found.problem is not None:
+        exactness["problem"] = found.problem
+    return _as_holding(source, found.hit, found.groups, exactness)
+
+
+def _as_holding(
+    source: SourceId, hit: Hit, by_group: Sequence[GroupHit], exactness: Mapping[str, Any]
+) -> Holding:
+    in_memory = sum(tokens for tier, tokens in hit.by_tier if tier in _MEMORY_TIERS)
+    groups = [{"group": each.group, "kind": each.kind, "tokens": each.tokens} for each in by_group]
+    memory = min(hit.gpu_cached_tokens + in_memory, hit.cached_tokens)
+    gpu, total = hit.gpu_cached_tokens, hit.cached_tokens
+    return Holding(source.dp_rank, gpu, memory, total, groups, exactness)
+
+
+def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
+    """As `POST /query` of a conductor.
+
+    Args:
+        found: Of `holdings`.
+        tenant: As the question names it.
+    """
+    return {
+        tenant: {
+            replica: {
+                "longest_matched": max(each.all_tiers for each in ranks),
+                "GPU": max(each.gpu for each in ranks),
+                "DP": {str(each.dp_rank): each.gpu for each in ranks},
+                "CPU": max(each.memory for each in ranks),
+                "DISK": max(each.all_tiers for each in ranks),
+                "groups": _groups(ranks),
+                **_exactness(ranks),
+            }
+            for replica, ranks in found.items()
+        }
+    }
+
+
+def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
+    """As `POST /query` of an indexer, which names workers by numbers.
+
+    Args:
+        found: Of `holdings`.
+    """
+    named = {str(worker_number(replica)): ranks for replica, ranks in found.items()}
+    return {
+        "scores": {
+            name: {str(each.dp_rank): each.gpu for each in ranks} for name, ranks in named.items()
+        },
+        "frequencies": [],
+        "instances": {
+            name: {
+                "longest_matched": max(each.all_tiers for each in ranks),
+                "gpu": max(each.gpu for each in ranks),
+                "dp": {str(each.dp_rank): each.gpu for each in ranks},
+                "cpu": max(each.memory for each in ranks),
+                "disk": max(each.all_tiers for each in ranks),
+                "groups": _groups(ranks),
+                **_exactness(ranks),
+            }
+            for name, ranks in named.items()
+        },
+    }
+
+
+def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
+    """Of the rank that has most."""
+    best = max(ranks, key=lambda each: each.all_tiers)
+    return {
+        str(each["group"]): {"kind": each["kind"], "tokens": each["tokens"]} for each in best.groups
+    }
+
+
+def _exactness(ranks: Sequence[Holding]) -> Mapping[str, Any]:
+    """Of the first rank whose answer is not exact, else of any."""
+    inexact = (each.exactness for each in ranks if not each.exactness.get("exact", True))
+    return next(inexact, ranks[0].exactness)

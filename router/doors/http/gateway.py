@@ -1,0 +1,697 @@
+"""The proxied paths: admit, read, decide, pass on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from msgspec.structs import replace
+
+from router.config import ServerConfig
+from router.config.origin import Header, Timeouts
+from router.doors.http.access import KEY_HEADERS, Guard, Key
+from router.doors.http.access_log import AccessLine
+from router.doors.http.bodies import (
+    announced_bytes,
+    check_form,
+    form_field,
+    is_form,
+    is_object,
+    with_form_field,
+)
+from router.doors.http.networks import Networks
+from router.doors.http.proxied_paths import (
+    ProxiedPath,
+    ProxiedPaths,
+    RoutedBy,
+    dialect_of,
+    salt_names,
+)
+from router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Overloaded,
+    RequestError,
+    is_out_of_memory,
+)
+from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import Entrance
+from router.fleet.limits import KeyUsage
+from router.fleet.line import Waiter
+from router.plane import PlaneExchange, PlaneProxy, PlaneRelay
+from router.plane.proxied_messages import error_body
+from router.plane.proxy_types import ProxyRequest
+from router.prompt import PRIORITY_HEADER, RequestBodyError, check_int64
+from router.routing.admission import Admission
+from router.routing.decision import RANK_HEADER, Decision
+from router.routing.dispatcher import Dispatcher
+from router.routing.terms import NO_HEADERS, TenantSalt, Terms
+from router.telemetry.request_observer import RequestObserver, RequestObservers
+from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
+from router.telemetry.trace_context import (
+    TRACEPARENT,
+    TRACESTATE,
+    TraceContext,
+    read_context,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_LENGTH = 128
+_FORWARDING = (
+    *(b"forwarded", b"x-real-ip", b"x-forwarded-for", b"x-forwarded-proto"),
+    *(b"x-forwarded-host", b"x-forwarded-port"),
+)
+MAX_RANK_DIGITS = 5
+
+
+class Gateway:
+    """Serves the proxied paths: an `ExchangeHandler`."""
+
+    def __init__(
+        self,
+        server: ServerConfig,
+        guard: Guard,
+        session_header: str,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        proxy: PlaneProxy,
+        observers: RequestObservers,
+        paths: ProxiedPaths,
+        engine_order: EngineOrder,
+        logs_access: bool = False,
+        entrance: Entrance | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Keep the parts that a request passes through.
+
+        Args:
+            server: Bounds and timeouts.
+            guard: Checks who sends a request.
+            session_header: The header that names a client's session, in lower case.
+            admission: Lets requests in.
+            dispatcher: Decides where they go.
+            proxy: Sends them there.
+            observers: Observes what becomes of them.
+            paths: Which paths they have.
+            engine_order: What engines that order by numbers are told.
+            logs_access: Whether each gets a line in the log.
+            entrance: Where they wait for room at a replica; None: nowhere.
+            tracer: Begins the trace of each; None where none is recorded.
+        """
+        self.entrance, self.server, self.guard = entrance, server, guard
+        self.trusted_proxies = Networks(server.trusted_proxies)
+        self._trusts_proxies = bool(server.trusted_proxies)
+        self._scheme = b"http" if server.tls.certificate is None else b"https"
+        self._scheme_header = (b"x-forwarded-proto", self._scheme)
+        self.dropped = _dropped_headers(server, guard, dispatcher.owns_priority)
+        self.logs_access = logs_access
+        self.tracer = tracer
+        self._paths = paths
+        self.engine_order = engine_order
+        self._session_header = session_header.encode()
+        self.admission = admission
+        self.dispatcher = dispatcher
+        self.proxy = proxy
+        self.observers = observers
+        self._open: set[asyncio.Task[Decision]] = set()
+        times = server.timeouts
+        self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
+
+    def opens(
+        self,
+        method: str,
+        path: str,
+        query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
+    ) -> Callable[[PlaneExchange], Passage] | None:
+        """What serves a request; None if it does not go to a replica.
+
+        Args:
+            method: Of the request.
+            path: Of the request, decoded.
+            query: As on the wire.
+        """
+        found = self._paths.find(path)
+        # A HEAD request is a GET request whose response is sent without its body.
+        if found is None or ("GET" if method == "HEAD" else method) not in found.methods:
+            return None
+        return functools.partial(Passage, self, found)
+
+    def decide(
+        self, path: ProxiedPath, body: bytes, terms: Terms, usage: KeyUsage | None = None
+    ) -> Decision | Coroutine[Any, Any, Decision]:
+        """Decide where a request goes: at once, or in a coroutine where something has to be waited
+        for.
+
+        Args:
+            path: What is known of its path.
+            body: The request's.
+            terms: What else is known of it.
+            usage: What its client's key may use, if it is limited.
+        Raises:
+            RequestError: It is refused.
+        """
+        if path.routed_by is RoutedBy.RESPONSE:
+            return self.dispatcher.dispatch_to_holder(path.response_id, body, terms)
+        if path.endpoint is not None:
+            return self.dispatcher.dispatch_now(path.endpoint, body, terms)
+        if terms.salt is not None or (usage is not None and not usage.is_for_all_models):
+            return self._decide_for_key(path, body, terms)
+        return self._decide_by_load(path, body, terms)
+
+    async def _decide_for_key(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
+        """The same for a key that keeps its holder from something: an engine must read in the body
+        what the router reads there, and nothing else."""
+        content_type = terms.headers.get(b"content-type", b"")
+        if is_form(content_type) and body.strip():
+            await asyncio.to_thread(check_form, content_type, body, b"model")
+        elif path.routed_by is RoutedBy.ANY and body.strip() and not is_object(body):
+            # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
+            raise BadRequest("$", f"{len(body)} bytes", "with this key, it must be a JSON object")
+        return await self._decide_by_load(path, body, terms)
+
+    async def _decide_by_load(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
+        content_type = terms.headers.get(b"content-type", b"")
+        needs_model, by_load = path.routed_by is RoutedBy.LOAD, self.dispatcher.dispatch_by_load
+        if is_form(content_type):
+            model = await asyncio.to_thread(form_field, content_type, body, b"model")
+            rename = functools.partial(with_form_field, content_type, b"model")
+            return by_load(model, body, terms, needs_model=needs_model, rename=rename)
+        if path.routed_by is RoutedBy.ANY and not is_object(body):
+            return by_load(None, body, replace(terms, headers=NO_HEADERS), needs_model=False)
+        return await self.dispatcher.dispatch(None, body, terms, needs_model=needs_model)
+
+    def terms(
+        self,
+        headers: dict[bytes, bytes],
+        key: Key | None,
+        salt: TenantSalt | None,
+        version: str | None = None,
+    ) -> Terms:
+        """On what terms a request is decided.
+
+        Args:
+            headers: The request's, names in lower case.
+            key: The client's, where one is needed.
+            salt: Of that key.
+            version: Of the model, that was chosen already.
+        """
+        session = headers.get(self._session_header)
+        return Terms(
+            session=session.decode("latin-1") if session else None,
+            headers=headers,
+            dp_rank=_rank(headers) if self.server.trust_client_rank else None,
+            salt=salt,
+            check_model=None if key is None or key.usage is None else key.usage.check_model,
+            owner=None if key is None else key.owner,
+            tenant=self.tenant(key, headers),
+            version=version,
+        )
+
+    def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
+        """Whose request it is: whose key it came with, where there are several, or what its header
+        says, where requests are told apart by that.
+
+        Args:
+            key: The client's, where one is needed.
+            headers: The request's, names in lower case.
+        """
+        named = "" if self.entrance is None else self.entrance.tenant(headers)
+        return named or ("" if key is None or key.owner is None else key.name)
+
+    def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
+        """Decide in a task, which is kept until its end."""
+        task = asyncio.get_running_loop().create_task(deciding)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
+
+    def request(
+        self,
+        exchange: PlaneExchange,
+        decision: Decision,
+        request_id: bytes,
+        trace: Sequence[Header] = (),
+    ) -> ProxyRequest:
+        """What is sent to a replica.
+
+        Args:
+            exchange: The client's request.
+            decision: Where it goes.
+            request_id: Ties the logs of client, router and engine together.
+            trace: To which trace it belongs.
+        """
+        own = (b"x-request-id", request_id)
+        # The first byte of a response that is not streamed comes with the last.
+        is_whole = decision.spec is not None and not decision.spec.stream
+        return ProxyRequest(
+            b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
+            exchange.target,
+            exchange.headers,
+            decision.body,
+            (own,),
+            dialect_of(exchange.path),
+            (*self._forwarded(exchange), own, *trace),
+            self.dropped,
+            self._patient if is_whole else None,
+        )
+
+    def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:
+        """Who asks; what a client says of that itself goes on only from a trusted proxy."""
+        peer = exchange.client
+        last_hop = peer.encode("ascii", "replace")
+        if not self._trusts_proxies or peer not in self.trusted_proxies:
+            return (b"x-forwarded-for", last_hop), self._scheme_header
+        given = exchange.headers
+        # Lines of one name are the same as commas in one (RFC 9110, 5.3).
+        hops = [value for name, value in given if name == b"x-forwarded-for" and value]
+        proto = dict(given).get(b"x-forwarded-proto", self._scheme)
+        chain = b", ".join([*hops, last_hop])
+        return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
+
+
+@dataclass(slots=True)
+class Begun:
+    """What was begun for a request where its prompt was read, for whoever serves it in the end."""
+
+    usage: KeyUsage | None = None
+    """Of its key; it has entered."""
+    has_spent: bool = False
+    """Whether its prompt's tokens are counted there."""
+    context: TraceContext | None = None
+    """What its client says of its trace."""
+    placed: PlacedTrace | None = None
+    """Its trace, where the router has its own spans."""
+    key: Key | None = None
+    """Its client's, where one is needed."""
+    version: tuple[str, str] | None = None
+    """How its client names the model, and the version that was chosen."""
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        """The same."""
+        return None if self.placed is None else self.placed.trace
+
+    @property
+    def trace_id(self) -> str | None:
+        """Of its trace, if it has one."""
+        known = self.trace or self.context
+        return None if known is None else known.trace_id
+
+    def left(self) -> None:
+        """The client has left, and nobody serves it."""
+        if self.usage is not None:
+            self.usage.leave()
+        if self.trace is not None:
+            self.trace.end(None)
+
+
+class _Stage(Enum):
+    """How far a request has come.
+
+        stage      when more arrives, or its work is done         when its client leaves
+        NEW        admitted: READING, with what is here already   OVER
+        READING    whole: DECIDING                                OVER
+        DECIDING   decided: SENT, or WAITING without room         (its relay sees it)
+        WAITING    its turn: SENT                                 OVER
+        SENT       the relay is over: OVER                        the relay ends: OVER
+
+    From all before SENT, an error leads to OVER as well: the client gets it as its response.
+    """
+
+    NEW = "new"
+    READING = "reading"
+    DECIDING = "deciding"
+    WAITING = "waiting"
+    SENT = "sent"
+    OVER = "over"
+
+
+class Passage:
+    """One request on its way through the gateway: an `ExchangeServer`."""
+
+    __slots__ = (
+        "_body",
+        "_context",
+        "_exchange",
+        "_gateway",
+        "_has_spent",
+        "_headers",
+        "_held_bytes",
+        "_is_admitted",
+        "_key",
+        "_line",
+        "_observer",
+        "_path",
+        "_relay",
+        "_request_id",
+        "_salt",
+        "_stage",
+        "_task",
+        "_timer",
+        "_trace",
+        "_usage",
+        "_version",
+        "_waiter",
+    )
+
+    def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: PlaneExchange) -> None:
+        self._gateway = gateway
+        self._path = path
+        self._exchange = exchange
+        self._headers = dict(exchange.headers)
+        self._request_id = _request_id(self._headers)
+        is_traced = TRACEPARENT in self._headers
+        self._context = read_context(exchange.headers) if is_traced else None
+        begun: Begun = exchange.begun or Begun()
+        self._trace = begun.trace
+        if gateway.tracer is not None and self._trace is None:
+            route = None if path.endpoint is None else path.endpoint.value
+            self._trace = gateway.tracer.begin(self._context, exchange.method, exchange.path, route)
+        self._stage = _Stage.NEW
+        self._is_admitted = False
+        self._held_bytes = 0
+        self._body: list[bytes] = []
+        self._key: Key | None = None
+        self._observer: RequestObserver | None = None
+        self._usage = begun.usage
+        self._has_spent = begun.has_spent
+        self._version = None if begun.version is None else begun.version[1]
+        self._waiter: Waiter | None = None
+        self._salt: TenantSalt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Decision] | None = None
+        self._relay: PlaneRelay | None = None
+        self._line = AccessLine(exchange.scope) if gateway.logs_access else None
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def proceed(self) -> None:
+        """More of the request has arrived."""
+        if self._stage is _Stage.NEW or self._stage is _Stage.READING:
+            self._take(self._go_on)
+
+    def client_left(self) -> None:
+        """The client's connection is closed."""
+        if self._relay is None and self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
+            self._gateway.observers.client_left()
+            self._close()
+
+    def cancel(self) -> None:
+        """The router stops."""
+        if self._relay is not None:
+            self._relay.cancel()
+        elif self._stage is not _Stage.OVER:
+            if self._task is not None:
+                self._task.cancel()
+            self._close()
+
+    def _take(self, step: Callable[[], None]) -> None:
+        """Take a step; an error in it is the client's response."""
+        try:
+            step()
+        except RequestError as error:
+            self._refuse(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._refuse(self._gateway.observers.out_of_memory())
+                return
+            logger.exception("a request could not be served")
+            self._refuse(RequestError("the router failed to serve this request; its log says why"))
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        if self._stage is _Stage.NEW:
+            self._admit()
+        self._read()
+
+    def _admit(self) -> None:
+        key = self._key = self._enter()
+        if key is not None:
+            self._salt = tenant_salt(key, self._exchange.path)
+            if key.usage is not None and self._usage is None:
+                key.usage.enter()
+                self._usage = key.usage
+            self._check_content_type()
+        if PRIORITY_HEADER in self._headers:
+            self._check_priority()
+        max_bytes = self._gateway.server.max_body_bytes
+        if self._exchange.more_body and announced_bytes(self._headers) > max_bytes:
+            raise BodyTooLarge(max_bytes)
+        self._stage = _Stage.READING
+
+    def _check_content_type(self) -> None:
+        """Refuse two of them where the key keeps its holder from something: an engine may go by the
+        first, and the router goes by the last."""
+        if self._salt is not None or self._usage is not None:
+            count = sum(name == b"content-type" for name, _ in self._exchange.headers)
+            if count > 1:
+                raise BadRequest("content-type", f"{count} times", "must appear once")
+
+    def _check_priority(self) -> None:
+        """Refuse a priority that engines answer with 500."""
+        for name, value in self._exchange.headers:
+            if name == PRIORITY_HEADER:
+                try:
+                    check_int64(value.decode("latin-1"), PRIORITY_HEADER.decode())
+                except RequestBodyError as error:
+                    raise BadRequest(error.place, error.found, error.rule) from None
+
+    def _enter(self) -> Key | None:
+        """Check that there is room, and who asks; return the client's key."""
+        gateway = self._gateway
+        gateway.admission.admit()
+        self._is_admitted = True
+        if self._exchange.is_of_reserve:
+            raise Overloaded("is out of file descriptors")
+        return gateway.guard.check("client", self._exchange.scope, self._headers)
+
+    def _read(self) -> None:
+        """Take what has arrived of the body; decide once it is whole."""
+        gateway, exchange = self._gateway, self._exchange
+        piece = exchange.take_body()
+        if self._held_bytes + len(piece) > gateway.server.max_body_bytes:
+            raise BodyTooLarge(gateway.server.max_body_bytes)
+        gateway.admission.hold(len(piece))
+        self._held_bytes += len(piece)
+        self._body.append(piece)
+        if not exchange.more_body:
+            self._decide()
+        elif self._timer is None:
+            exchange.ask_for_body()
+            self._timer = asyncio.get_running_loop().call_later(
+                gateway.server.timeouts.client_body_s, self._take, self._too_slow
+            )
+
+    def _too_slow(self) -> None:
+        timeout_s = self._gateway.server.timeouts.client_body_s
+        raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s")
+
+    def _decide(self) -> None:
+        self._stage = _Stage.DECIDING
+        if self._timer is not None:
+            self._timer.cancel()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        decision = self._dispatch(body)
+        if isinstance(decision, Decision):
+            self._send(decision)
+        else:
+            self._task = self._gateway.run(decision)
+            self._task.add_done_callback(self._decided)
+
+    def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
+        terms = self._gateway.terms(self._headers, self._key, self._salt, self._version)
+        return self._gateway.decide(self._path, body, terms, self._usage)
+
+    def _decided(self, task: asyncio.Task[Decision]) -> None:
+        if self._stage is _Stage.OVER:
+            return
+        if task.cancelled():
+            # Not by `cancel`, which is the end of the request: something it waited for was.
+            self._refuse(RequestError("the router was interrupted as it chose a replica"))
+            return
+        self._take(lambda: self._send(task.result()))
+
+    def _send(self, decision: Decision) -> None:
+        gateway, trace = self._gateway, self._trace
+        if self._waiter is None:
+            if trace is not None:
+                trace.decided(decision.tokenization_s, decision.routing_s)
+            if self._usage is not None and not self._has_spent:
+                self._usage.spend(decision.tokens)
+        if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
+            return
+        observer = self._observer = self._observe(decision)
+        self._stage = _Stage.SENT
+        known = trace or self._context
+        trace_headers = () if known is None else known.headers()
+        request = gateway.request(self._exchange, decision, self._request_id, trace_headers)
+        if self._usage is not None:
+            told = request.response_headers + self._usage.headers()
+            request = replace(request, response_headers=told)
+        of_key = None if self._key is None else self._key.priority
+        number_of = gateway.engine_order.numbers(self._headers, of_key, observer.waited_s)
+        attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
+        relay = gateway.proxy.start(
+            attempts if trace is None else trace.plan(attempts),
+            request,
+            self._exchange,
+            observer if trace is None else trace.observing(observer),
+            self._close,
+        )
+        if not relay.is_over:
+            self._relay = relay
+
+    def _observe(self, decision: Decision) -> RequestObserver:
+        observers, known = self._gateway.observers, self._trace or self._context
+        trace_id = None if known is None else known.trace_id
+        request_id = self._request_id.decode("latin-1")
+        observer = observers.observe(decision, self._exchange.path, request_id, trace_id)
+        if self._waiter is not None:
+            observer.waited_s = observers.clock() - self._waiter.arrived
+            if self._trace is not None:
+                self._trace.waited("queue", observer.waited_s)
+        if self._line is not None:
+            self._line.routed = observer.request
+        return observer
+
+    def _may_start(self, entrance: Entrance, decision: Decision) -> bool:
+        """Whether a replica has room for it. If not, it waits, and is sent when one has."""
+        may_wait = decision.ranking or decision.may_wait
+        if self._waiter is not None or not may_wait or self._exchange.is_gone:
+            return True
+        dispatcher, holder = self._gateway.dispatcher, of_key(self._key)
+        waiter = entrance.waiter(decision.model_name, self._headers, *holder)
+        waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
+        waiter.can_start = functools.partial(dispatcher.have_room, decision)
+        waiter.start = lambda: self._take(lambda: self._send(dispatcher.again(decision)))
+        waiter.refuse = self._refuse
+        self._waiter, self._stage = waiter, _Stage.WAITING
+        return entrance.room.enter(waiter, is_room=bool(decision.ranking))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _refuse(self, error: RequestError) -> None:
+        """Respond with an error; with that for a wrong key after a while, if there are many."""
+        self._leave()
+        self._stage = _Stage.OVER
+        delay_s = self._gateway.guard.delay_s(error, self._path.label, self._exchange.client)
+        if delay_s:
+            asyncio.get_running_loop().call_later(delay_s, self._respond_late, error)
+        else:
+            self._respond(error)
+
+    def _respond_late(self, error: RequestError) -> None:
+        self._gateway.guard.delay_over()
+        self._respond(error)
+
+    def _count_refused(self, error: RequestError) -> None:
+        self._gateway.observers.refused(error)
+
+    def _respond(self, error: RequestError) -> None:
+        self._count_refused(error)
+        body = error_body(dialect_of(self._exchange.path), str(error), error.type, error.code)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._request_id),
+            *error.headers(),
+        ]
+        if self._line is not None:
+            self._line.error = error.code
+        if self._trace is not None:
+            self._trace.error = error.code
+        self._exchange.respond(error.status, headers, body)
+        self._close()
+
+    def _close(self) -> None:
+        """It is over, whatever became of it. The parts let go of each other: what refers to each
+        other in a circle is left for the garbage collector."""
+        self._stage = _Stage.OVER
+        self._leave()
+        self._relay = None
+        if self._trace is not None:
+            self._trace.end(self._exchange.status)
+        if self._line is not None:
+            line, self._line = self._line, None
+            known = self._trace or self._context
+            line.trace_id = None if known is None else known.trace_id
+            line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
+
+    def _leave(self) -> None:
+        """Make room for another request."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._gateway.admission.hold(-self._held_bytes)
+        self._held_bytes = 0
+        if self._is_admitted:
+            self._is_admitted = False
+            self._gateway.admission.leave()
+        if self._usage is not None or self._waiter is not None:
+            self._settle()
+        self._observer = None
+
+    def _settle(self) -> None:
+        """Count what its response did cost, and let the next one have its room, or its place."""
+        observer, usage, waiter = self._observer, self._usage, self._waiter
+        self._usage = self._waiter = None
+        tokens = None
+        try:
+            tokens = None if observer is None else observer.response_tokens()
+        finally:
+            if usage is not None:
+                usage.leave(tokens or 0)
+            if waiter is not None:
+                entrance = self._gateway.entrance
+                assert entrance is not None
+                entrance.room.over(waiter, tokens)
+
+
+def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
+    """Those of a client that are not for replicas: the router writes its own, or none."""
+    return frozenset(
+        (
+            *(b"x-request-id", TRACEPARENT, TRACESTATE),
+            *_FORWARDING,
+            # The router's key is for the router only: replicas do not get to see it.
+            *(KEY_HEADERS if guard.needs_key("client") else ()),
+            *(() if server.trust_client_rank else (RANK_HEADER,)),
+            *((PRIORITY_HEADER,) if owns_priority else ()),
+        )
+    )
+
+
+def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
+    """The salt of a client's key, and where it belongs; None where there is none to add.
+
+    Args:
+        key: The client's, where one is needed.
+        path: What is asked.
+    """
+    if key is None or key.cache_salt is None or not salt_names(path):
+        return None
+    return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def of_key(key: Key | None) -> tuple[Any, ...]:
+    """What a key says of the place of its requests in a line: holder, class and share."""
+    return () if key is None else (key.name, key.priority, key.share)
+
+
+def _rank(headers: dict[bytes, bytes]) -> int | None:
+    """The data-parallel rank that a request asks for; what is no number is left to the engine."""
+    given = headers.get(RANK_HEADER, b"")
+    return int(given) if given.isdigit() and len(given) <= MAX_RANK_DIGITS else None
+
+
+def _request_id(headers: dict[bytes, bytes]) -> bytes:
+    given = headers.get(b"x-request-id", b"")
+    return given if 0 < len(given) <= MAX_REQUEST_ID_LENGTH else b"%032x" % random.getrandbits(128)

@@ -1,0 +1,77 @@
+"""Which networks addresses belong to: of replicas that are added, and of proxies in front."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TypeAlias
+
+from async_timeout import timeout
+
+from kvevents.endpoints import ZmqEndpoint
+from kvevents.listener import LISTENED_TO
+from kvevents.lookups import addresses
+from router.config import ReplicaConfig
+from router.errors import BadRequest
+from router.fleet.self_description import reachable
+
+Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
+
+_RESOLVE_S = 3.0
+
+
+class Networks:
+    """A list of networks.
+
+    Args:
+        texts: As in the configuration, `10.0.0.0/8`; checked there.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._networks: tuple[Network, ...] = tuple(map(ipaddress.ip_network, texts))
+        self._core = import_module("router._core").Networks()
+        for prefix in self.prefixes():
+            self._core.add(*prefix)
+
+    def prefixes(self) -> tuple[tuple[str, int], ...]:
+        """Each as an address, and how many of its first bits all addresses there have."""
+        return tuple((str(each.network_address), each.prefixlen) for each in self._networks)
+
+    def __contains__(self, address: str) -> bool:
+        found: bool = self._core.contains(address)  # an IPv4 address in IPv6 counts as IPv4
+        return found
+
+    async def check_replica(self, config: ReplicaConfig) -> None:
+        """Check that a replica and its event streams lie in them, so that no operator's key can be
+        used to reach what only this machine reaches. Raises BadRequest as `check`."""
+        host = config.origin.host
+        await self.check("$.url", host)
+        for index, source in enumerate(config.kv_events or ()):
+            for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
+                if (given := getattr(source, name)) in (None, LISTENED_TO):
+                    continue
+                address = ZmqEndpoint.parse(name, reachable(given, host))
+                is_tcp = address.scheme == "tcp"
+                place = f"$.kv_events[{index}].{name}"
+                await self.check(place, address.address.strip("[]") if is_tcp else "127.0.0.1")
+
+    async def check(self, place: str, host: str) -> None:
+        """Check that every address of a host lies in them.
+
+        Args:
+            place: Where the host was given.
+            host: Its name or address.
+        Raises:
+            BadRequest: One does not, or the name has none.
+        """
+        try:
+            async with timeout(_RESOLVE_S):
+                found = await addresses(host)
+        except (OSError, UnicodeError, asyncio.TimeoutError):
+            raise BadRequest(place, repr(host), "must resolve to an address") from None
+        for address in found:
+            if address not in self:
+                rule = "must lie in server.replica_networks"
+                raise BadRequest(place, f"the address {address}", rule)

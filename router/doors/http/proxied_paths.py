@@ -1,0 +1,149 @@
+"""Which paths go to a replica, by which methods, and how that replica is chosen."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from router.plane.proxy_types import Dialect
+from router.prompt import Endpoint
+
+
+class RoutedBy(Enum):
+    """What decides where a request goes."""
+
+    CACHE = "cache"
+    """What replicas have cached of its prompt."""
+    LOAD = "load"
+    """Load, among the replicas of the model that its body names."""
+    ANY = "any"
+    """The same, but it need not name a model, and may have any body."""
+    RESPONSE = "response"
+    """Which replica has the stored response that its path names."""
+
+
+class ProxiedPath(NamedTuple):
+    """What is known of a path that goes to a replica."""
+
+    routed_by: RoutedBy
+    methods: tuple[str, ...] = ("POST",)
+    endpoint: Endpoint | None = None
+    """The form of the body, where it holds a prompt."""
+    response_id: str = ""
+    """Of `RoutedBy.RESPONSE`."""
+
+    @property
+    def label(self) -> str:
+        """A name of a fixed set, as metrics need it."""
+        return self.endpoint.value if self.endpoint is not None else f"by {self.routed_by.value}"
+
+
+PROMPT_PATHS: dict[str, Endpoint] = {
+    endpoint.value: endpoint
+    for endpoint in (
+        Endpoint.CHAT,
+        Endpoint.COMPLETIONS,
+        Endpoint.RESPONSES,
+        Endpoint.MESSAGES,
+        Endpoint.EMBEDDINGS,
+        Endpoint.CHAT_BATCH,
+        Endpoint.GENERATE,
+    )
+}
+RENDER_PATHS = tuple(
+    f"{path.value}/render"
+    for path in (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES)
+)
+"""vLLM's: a body in, what `/inference/v1/generate` takes for it out; nothing is computed."""
+LOAD_PATHS = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/v1/audio/*",
+    *RENDER_PATHS,
+)
+"""A trailing asterisk matches one character or more."""
+ANY_PATHS = ("/version",)
+_TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens", *RENDER_PATHS))
+EXTRA_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+_RESPONSE = re.compile(
+    re.escape(Endpoint.RESPONSES.value)
+    + r"/(?P<id>[A-Za-z0-9_.:-]{1,256})(?:/(?P<action>cancel|input_items))?\Z"
+)
+_RESPONSES = f"{Endpoint.RESPONSES.value}/"
+_DOT_SEGMENTS = frozenset((".", ".."))
+_RESPONSE_METHODS = {None: ("GET", "DELETE"), "cancel": ("POST",), "input_items": ("GET",)}
+_MESSAGES = Endpoint.MESSAGES.value
+
+
+class ProxiedPaths:
+    """Every path that goes to a replica.
+
+    Args:
+        extra: What the operator adds to the built-in ones; an asterisk may end a path.
+    """
+
+    def __init__(self, extra: Sequence[str] = ()) -> None:
+        self._exact: dict[str, ProxiedPath] = {}
+        self._prefixes: list[tuple[str, ProxiedPath]] = []
+        for path in extra:
+            self._add(path, ProxiedPath(RoutedBy.ANY, EXTRA_METHODS))
+        for path in ANY_PATHS:
+            self._add(path, ProxiedPath(RoutedBy.ANY, ("GET",)))
+        for path in LOAD_PATHS:
+            self._add(path, ProxiedPath(RoutedBy.LOAD))
+        for path, endpoint in PROMPT_PATHS.items():
+            self._add(path, ProxiedPath(RoutedBy.CACHE, endpoint=endpoint))
+        # Of two prefixes the longer one says more.
+        self._prefixes.sort(key=lambda entry: len(entry[0]), reverse=True)
+
+    def find(self, path: str) -> ProxiedPath | None:
+        """What is known of *path*; None if it does not go to a replica."""
+        found = self._exact.get(path)
+        if found is None and not _DOT_SEGMENTS.isdisjoint(path.split("/")):
+            # Where a server behind it resolves them (RFC 3986 5.2.4), it would be another path.
+            return None
+        if found is None and (match := _RESPONSE.match(path)):
+            methods = _RESPONSE_METHODS[match["action"]]
+            return ProxiedPath(RoutedBy.RESPONSE, methods, response_id=match["id"])
+        return found or self._extra(path)
+
+    def _extra(self, path: str) -> ProxiedPath | None:
+        for prefix, proxied in self._prefixes:
+            if path.startswith(prefix) and len(path) > len(prefix):
+                if not path.startswith(_RESPONSES):
+                    return proxied
+                # Whatever an engine offers there, it is about a stored response.
+                response_id = path.removeprefix(_RESPONSES).partition("/")[0]
+                return proxied._replace(routed_by=RoutedBy.RESPONSE, response_id=response_id)
+        return None
+
+    def _add(self, path: str, proxied: ProxiedPath) -> None:
+        if path.endswith("*"):
+            self._prefixes.append((path[:-1], proxied))
+        else:
+            self._exact[path] = proxied
+
+
+def salt_names(path: str) -> tuple[str, ...]:
+    """The fields of a JSON body that engines read a salt from; none where nothing is computed."""
+    if path in _TOKENIZING:
+        return ()
+    # SGLang's own endpoint has another name for it.
+    return ("cache_salt", "extra_key") if path == "/generate" else ("cache_salt",)
+
+
+@functools.lru_cache(maxsize=256)
+def dialect_of(path: str) -> Dialect:
+    """The form of errors that the clients of a path understand."""
+    is_anthropic = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+    return Dialect.ANTHROPIC if is_anthropic else Dialect.OPENAI

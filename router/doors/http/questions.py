@@ -1,0 +1,147 @@
+"""`POST /route` outside ASGI: where a request would go, in short.
+
+Gateways ask it for every request that they route, so it takes the short way. With a query string it
+is the API's, which explains it all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from typing_extensions import override
+
+from router.config.origin import Header
+from router.doors.http.access import Key, Role
+from router.doors.http.gateway import Gateway, Passage
+from router.doors.http.openapi import JSON, MSGPACK
+from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
+from router.doors.http.responses import route_view
+from router.doors.http.views import RouteView
+from router.errors import RequestError
+from router.plane import PlaneExchange
+from router.prompt import Endpoint
+from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
+from router.routing.terms import Terms
+from router.telemetry.metrics import RouterMetrics
+
+Encoding: TypeAlias = Literal["json", "msgpack"]
+
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
+_PATH = Endpoint.ROUTE.value
+_ROUTE = ProxiedPath(RoutedBy.CACHE, endpoint=Endpoint.ROUTE)
+
+
+class RouteQuestions:
+    """Serves the questions, and leaves everything else to the gateway: an `ExchangeHandler`."""
+
+    def __init__(
+        self, gateway: Gateway, dispatcher: Dispatcher, metrics: RouterMetrics, session_header: str
+    ) -> None:
+        """
+        Args:
+            gateway: For the proxied paths.
+            dispatcher: Decides where requests would go.
+            metrics: Counted and timed into.
+            session_header: The header that names a client's session, in lower case.
+        """
+        self._gateway = gateway
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.session_header = session_header.encode()
+        self.role: Role = "client" if gateway.guard.clients_see_hits else "operator"
+        """Who may ask: the answer says what is cached."""
+
+    def opens(
+        self, method: str, path: str, query: bytes
+    ) -> Callable[[PlaneExchange], Passage] | None:
+        """What serves a request; None if that is the API.
+
+        Args:
+            method: Of the request.
+            path: Of the request, decoded.
+            query: As on the wire.
+        """
+        if path == _PATH:
+            is_short = method == "POST" and not query
+            return functools.partial(RouteQuestion, self, self._gateway) if is_short else None
+        return self._gateway.opens(method, path)
+
+
+class RouteQuestion(Passage):
+    """One request to `/route`."""
+
+    __slots__ = ("_asked", "_encoding")
+
+    def __init__(self, asked: RouteQuestions, gateway: Gateway, exchange: PlaneExchange) -> None:
+        super().__init__(gateway, _ROUTE, exchange)
+        self._asked = asked
+        self._encoding = encoding_of(self._headers)
+
+    @override
+    def _enter(self) -> Key | None:
+        # It is over at once, and asks nothing of a replica: it takes no place among the requests.
+        return self._gateway.guard.check(self._asked.role, self._exchange.scope, self._headers)
+
+    @override
+    def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
+        session = self._headers.get(self._asked.session_header)
+        return self._asked.dispatcher.dispatch_now(
+            Endpoint.ROUTE,
+            body,
+            Terms(
+                session=session.decode("latin-1") if session else None,
+                headers=self._headers,
+                salt=self._salt,
+                check_model=None if self._usage is None else self._usage.check_model,
+                owner=None if self._key is None else self._key.owner,
+            ),
+            self._encoding,
+        )
+
+    @override
+    def _send(self, decision: Decision) -> None:
+        self._asked.metrics.decided(
+            decision.model_name, decision.tokenization_s, decision.routing_s
+        )
+        decision.require_replica()
+        content_type, body = encoded(route_view(decision), self._headers)
+        headers: list[Header] = [
+            (b"content-type", content_type.encode()),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        self._exchange.respond(200, headers, body)
+        self._close()
+
+    @override
+    def _count_refused(self, error: RequestError) -> None:
+        self._asked.metrics.bad_requests.labels(error.code).inc()
+
+
+def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
+    """How the body of a question is encoded.
+
+    Args:
+        headers: The request's, names in lower case.
+    """
+    named = headers.get(b"content-type", b"").split(b";")[0].strip()
+    return "msgpack" if named.decode("latin-1") in _MSGPACK_NAMES else "json"
+
+
+def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes]:
+    """The type and the body of an answer: msgpack where the client accepts it, or sent it and
+    accepts anything.
+
+    Args:
+        view: The answer.
+        headers: The request's, names in lower case.
+    """
+    accepted = headers.get(b"accept", b"*/*").decode("latin-1")
+    if any(name in accepted for name in _MSGPACK_NAMES) or (
+        "json" not in accepted and encoding_of(headers) == "msgpack"
+    ):
+        return MSGPACK, msgspec.msgpack.encode(view)
+    return JSON, msgspec.json.encode(view)

@@ -1,0 +1,429 @@
+"""Where gateways that send requests themselves ask over HTTP: `/select`, `/select_and_reserve` and
+`/reservations`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+from starlette.types import Receive
+
+from router.doors.asks import NOBODY, Caller, Question
+from router.doors.desk import new_id
+from router.doors.http.access import Key
+from router.doors.http.bodies import ClientLeft, read_body
+from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH, tenant_salt
+from router.doors.http.openapi import (
+    NOT_ROUTED,
+    REFUSED_BODY,
+    Access,
+    described,
+    sends,
+    takes,
+)
+from router.doors.http.request_bodies import (
+    EngineUsage,
+    OutputReport,
+    ReservationEnd,
+    ReservationRequest,
+    SelectionRequest,
+)
+from router.doors.http.responses import ApiParts, selection_view
+from router.doors.http.views import SelectionView, StatusView
+from router.doors.names import names_of, worker_number
+from router.doors.reservations import (
+    DecidedReservation,
+    Outcome,
+    Reservation,
+    Reservations,
+)
+from router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    KeyLimitReached,
+    Overloaded,
+    QueueFull,
+    ReservationExists,
+    UnknownReservation,
+)
+from router.fleet.replica import Replica
+from router.plane.attempts import Failure
+from router.prompt import Endpoint
+from router.routing.decision import Decision
+from router.routing.terms import IsEligible
+
+MAX_REPORT_BYTES = 65_536
+_JSON = "application/json"
+_EVERY_REQUEST = ("/select_and_reserve", "/reservations/{")
+_NOTED = StatusView(status="ok")
+_RESERVED = (
+    *(*REFUSED_BODY, *NOT_ROUTED, ReservationExists()),
+    Overloaded("holds 16384 reservations, its limit"),
+    KeyLimitReached("600 requests per minute", 12),
+    QueueFull("gemma-3", 1024, 7),
+)
+_REPORTED = (BadRequest("$.tokens", "-1", "must be 0 or more"), BodyTooLarge(MAX_REPORT_BYTES))
+
+
+def _own(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The fields of a question without those that may be long, which are read once, by the
+    dispatcher."""
+    fields = [
+        (field.name, field.type, field.default)
+        for field in msgspec.structs.fields(kind)
+        if field.name not in ("token_ids", "model", "model_name", "lora_name", "cache_salt")
+    ]
+    return msgspec.defstruct(f"_Own{kind.__name__}", fields)
+
+
+_OWN_FIELDS = {kind: _own(kind) for kind in (SelectionRequest, ReservationRequest)}
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Result = TypeVar("_Result")
+
+
+def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
+    """Add the endpoints.
+
+    Args:
+        app: Gets them.
+        parts: What they read.
+        access: Who may ask: the answers say what is cached.
+    """
+    doors = _Doors(parts)
+    _add_selecting(app, doors, access)
+    _add_reservations(app, doors, access)
+    _add_reports(app, doors, access)
+    _take_the_short_way(app, access)
+
+
+def _take_the_short_way(app: FastAPI, access: Access) -> None:
+    """Serve what is asked for every request without FastAPI's dependencies, which take half of the
+    time; errors are handled as all others."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute)]:
+        if route.path.startswith(_EVERY_REQUEST):
+            app.router.routes.insert(0, _quick(route, access))
+
+
+def _quick(route: APIRoute, access: Access) -> Route:
+    async def serve(request: Request) -> Response:
+        request.scope["route"] = route
+        await access.check(request)
+        response: Response = await route.endpoint(request, **request.path_params)
+        return response
+
+    return Route(route.path, serve, methods=route.methods)
+
+
+def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
+    asked = takes(
+        SelectionRequest,
+        description="Token ids, or the body of any endpoint with a prompt, as JSON.",
+    )
+
+    @app.post(
+        "/select",
+        **described(
+            "gateways",
+            "Where should a gateway send this request? Nothing is booked",
+            {200: sends(SelectionView, "The choice.")},
+            access=access,
+            errors=_RESERVED,
+            requestBody=asked,
+        ),
+    )
+    async def select(request: Request) -> Response:
+        fields, ask = await doors.read(request, SelectionRequest)
+        decision = await doors.desk.select(ask, fields.selection_id)
+        to_set = _body_fields(decision, None, ask.caller)
+        return _json(selection_view(decision, None, fields.selection_id or "", to_set))
+
+    @app.post(
+        "/select_and_reserve",
+        **described(
+            "gateways",
+            "The same, and it is booked until the gateway says that it is over",
+            {200: sends(SelectionView, "The choice, and the id of its reservation.")},
+            access=access,
+            errors=_RESERVED,
+            requestBody=asked,
+        ),
+    )
+    async def select_and_reserve(request: Request) -> Response:
+        fields, ask = await doors.read(request, SelectionRequest)
+        reservation = await doors.reserve(request, ask, fields.selection_id)
+        return _json(_reserved(reservation, ask.caller))
+
+
+def _add_reservations(app: FastAPI, doors: _Doors, access: Access) -> None:
+    @app.post(
+        "/reservations",
+        **described(
+            "gateways",
+            "Book a selection by its id, or a request that the gateway sends where it names",
+            {201: sends(SelectionView, "What is booked.")},
+            access=access,
+            errors=(*_RESERVED, UnknownReservation("selection_id")),
+            requestBody=takes(ReservationRequest, description="A selection, or a request."),
+        ),
+    )
+    async def reserve(request: Request) -> Response:
+        fields, ask = await doors.read(request, ReservationRequest)
+        if fields.replica is None and fields.worker_id is None:
+            if fields.selection_id is None:
+                rule = "needs a selection_id, or a replica with the request that is sent there"
+                raise BadRequest("$", "neither", rule)
+            reservation = doors.desk.reserve_selected(fields.selection_id, ask.caller)
+        else:
+            reservation = await doors.reserve(request, ask, fields.selection_id)
+        return _json(_reserved(reservation, ask.caller), 201)
+
+
+def _add_reports(app: FastAPI, doors: _Doors, access: Access) -> None:
+    def describe(summary: str, *kinds: type[Any]) -> dict[str, Any]:
+        operation: dict[str, Any] = {}
+        if kinds:
+            body = takes(*kinds, description="All of it may be left out.")
+            operation["requestBody"] = {**body, "required": False}
+        errors = (UnknownReservation(), *(_REPORTED if kinds else ()))
+        answers = {200: sends(StatusView, "It is noted.")}
+        return described("gateways", summary, answers, access=access, errors=errors, **operation)
+
+    @app.post(
+        "/reservations/{reservation_id}/prefill_complete",
+        **describe("The first token of the response is there"),
+    )
+    async def prefill_complete(request: Request, reservation_id: str) -> Response:
+        doors.get(request, reservation_id).prefill_complete()
+        return _json(_NOTED)
+
+    @app.post(
+        "/reservations/{reservation_id}/output_block",
+        include_in_schema=False,
+        dependencies=[Depends(access.check)],
+    )
+    @app.post(
+        "/reservations/{reservation_id}/output",
+        **describe("So much more of the response is there", OutputReport),
+    )
+    async def output(request: Request, reservation_id: str) -> Response:
+        report = await doors.read_report(request, OutputReport)
+        _note_output(doors.get(request, reservation_id), report, None)
+        return _json(_NOTED)
+
+    @app.delete(
+        "/reservations/{reservation_id}",
+        **describe("The request is over", ReservationEnd),
+    )
+    async def end(request: Request, reservation_id: str) -> Response:
+        report = await doors.read_report(request, ReservationEnd)
+        _note_end(doors.get(request, reservation_id), report, None)
+        return _json(_NOTED)
+
+
+def take_report(
+    reservations: Reservations, _number: int, reservation_id: str, kind: str, body: bytes, at: float
+) -> None:
+    """Note what a gateway has reported to the core of a reservation that it has made there.
+
+    Args:
+        reservations: All of them.
+        reservation_id: Of the reservation, which may have ended meanwhile.
+        kind: `first_token`, `output` or `end`.
+        body: As it came, and plain.
+        at: When, by the clock.
+    """
+    try:
+        reservation = reservations.get(reservation_id, "")
+    except UnknownReservation:
+        return
+    if kind == "first_token":
+        reservation.prefill_complete(at)
+    elif kind == "output":
+        _note_output(reservation, _decoded(body, OutputReport), at)
+    else:
+        _note_end(reservation, _decoded(body, ReservationEnd), at)
+
+
+def _note_output(reservation: Reservation, report: OutputReport, at: float | None) -> None:
+    reservation.output(report.tokens, at)
+    _report_usage(reservation, report)
+
+
+def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None) -> None:
+    if report.tokens:
+        reservation.output(report.tokens, at)
+    _report_usage(reservation, report)
+    failure = None if report.failure is None else Failure(report.failure)
+    reservation.end(Outcome(report.outcome), report.status, failure, at)
+
+
+class _Doors:
+    """What the endpoints have in common."""
+
+    def __init__(self, parts: ApiParts) -> None:
+        self.desk = parts.desk
+        self._parts = parts
+        self._session_header = parts.config.policy.session_header.encode()
+
+    async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
+        """The router's own fields of a question, and the question."""
+        server, headers = self._parts.config.server, dict(request.headers.raw)
+        with self._parts.admission.buffer() as buffer:
+            body = await read_body(
+                *(headers, request.receive, server.max_body_bytes),
+                *(server.timeouts.client_body_s, buffer.add),
+            )
+        fields: Any = _decode(body, _OWN_FIELDS[kind])
+        session = headers.get(self._session_header)
+        given = headers.get(b"x-request-id", b"")
+        is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
+        ask = Question(
+            endpoint=Endpoint.ROUTE,
+            body=body,
+            path=request.url.path,
+            request_id=given.decode("latin-1") if is_id else new_id(),
+            headers=headers,
+            session=session.decode("latin-1") if session else None,
+            dp_rank=fields.dp_rank,
+            is_eligible=_eligible(fields),
+            caller=_caller(request),
+        )
+        return fields, ask
+
+    async def reserve(
+        self, request: Request, ask: Question, name: str | None
+    ) -> DecidedReservation:
+        """Reserve; while that waits, it is given up if the gateway leaves."""
+        reserving = self.desk.reserve(ask, name)
+        if not self._parts.config.overload.is_queueing:
+            return await reserving
+        return await _unless_left(request.receive, reserving)
+
+    async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
+        timeouts, headers = self._parts.config.server.timeouts, dict(request.headers.raw)
+        body = await read_body(
+            *(headers, request.receive, MAX_REPORT_BYTES, timeouts.client_body_s), lambda _: None
+        )
+        return _decoded(body, kind)
+
+    def get(self, request: Request, reservation_id: str) -> Reservation:
+        """The caller's reservation of that id."""
+        return self.desk.reservations.get(reservation_id, _caller(request).name)
+
+
+def _caller(request: Request) -> Caller:
+    return caller_of(request.state.key, "/route")
+
+
+def caller_of(key: Key | None, path: str) -> Caller:
+    """Who asks, and what that lets them do.
+
+    Args:
+        key: The one that was given, where one is needed.
+        path: Whose form the body has.
+    """
+    if key is None:
+        return NOBODY
+    salt = tenant_salt(key, path)
+    return Caller(key.name, salt, key.usage, key.owner, key.priority, key.share)
+
+
+def _decode(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        # Types, bounds and places; the pattern of an id is the only text, and none of the values.
+        rule, _, place = str(error).partition(" - at ")
+        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    """A report, all of which may be left out."""
+    return _decode(body, kind) if body.strip() else kind()
+
+
+def _eligible(fields: Any) -> IsEligible | None:
+    """Which replicas a question allows."""
+    only = None if fields.replicas is None else frozenset(fields.replicas)
+    numbers = None if fields.allowed_worker_ids is None else frozenset(fields.allowed_worker_ids)
+    chosen, number = getattr(fields, "replica", None), getattr(fields, "worker_id", None)
+    only = only if chosen is None else frozenset((chosen,))
+    numbers = numbers if number is None else frozenset((number,))
+    avoided = frozenset(fields.avoid or ())
+    if only is None and numbers is None and not avoided:
+        return None
+
+    def is_eligible(replica: Replica) -> bool:
+        names = names_of(replica)
+        if only is not None and only.isdisjoint(names):
+            return False
+        if numbers is not None and worker_number(replica.id) not in numbers:
+            return False
+        return avoided.isdisjoint(names)
+
+    return is_eligible
+
+
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do *work* as long as the client is there."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
+    decision, attempt = reservation.decision, reservation.attempt
+    fields = _body_fields(decision, attempt.body, caller)
+    view = selection_view(decision, attempt, reservation.id, fields)
+    # Asked anew, it would count the reservation itself as being computed there.
+    expected = reservation.expected_tokens
+    return view if expected is None else msgspec.structs.replace(view, expected_tokens=expected)
+
+
+def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict[str, Any]:
+    """What is to be set in the body, where the router's key salts it or the replica is told
+    something in it."""
+    fields: dict[str, Any] = {}
+    if sent is not None:
+        before = msgspec.json.decode(decision.body, type=dict[str, msgspec.Raw])
+        after = msgspec.json.decode(sent, type=dict[str, msgspec.Raw])
+        fields = {name: value for name, value in after.items() if before.get(name) != value}
+    if caller.salt is not None and decision.spec is not None:
+        fields["cache_salt"] = decision.spec.cache_salt
+    return fields
+
+
+def _report_usage(reservation: Reservation, report: OutputReport) -> None:
+    usage = report.usage
+    if usage is None and report.cached_tokens is not None:
+        usage = EngineUsage(
+            prompt_tokens=reservation.prompt_tokens,
+            prompt_tokens_details={"cached_tokens": report.cached_tokens},
+        )
+    if usage is not None:
+        reservation.report(msgspec.json.encode({"usage": usage}))
+
+
+def _json(view: SelectionView | StatusView, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(view), status_code=status, media_type=_JSON)

@@ -1,0 +1,94 @@
+"""A snapshot on disk. It is written beside the old one and takes its place when it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+from router.errors import RouterError
+from router.feed.feed import Feed
+from router.feed.snapshot_records import IndexSnapshot, pieces_of, read
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "index.snapshot"
+
+
+class SnapshotKeeper:
+    """Writes a snapshot from time to time. Belongs to one event loop.
+
+    Args:
+        feed: Has the sources.
+        directory: Where it is written.
+        interval_s: How often.
+    """
+
+    def __init__(self, feed: Feed, directory: Path, interval_s: float) -> None:
+        self._feed = feed
+        self._directory = directory
+        self._interval_s = interval_s
+        self.saved = self.failures = 0
+        """Snapshots."""
+        self.saved_bytes = 0
+        """Of the last one."""
+
+    async def run(self) -> None:
+        """Save until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.save()
+
+    async def save(self) -> None:
+        """Write one now; a failure is logged and counted, and the one before stays."""
+        try:
+            pieces = [piece async for piece in pieces_of(self._feed)]
+            self.saved_bytes = await asyncio.to_thread(_write, pieces, self._directory)
+            self.saved += 1
+        except OSError as error:
+            self.failures += 1
+            logger.error("the snapshot of the index cannot be written: %s", error)
+
+
+def _write(pieces: list[bytes], directory: Path) -> int:
+    """Put a snapshot in the place of the one before; return its size."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE_NAME
+    written = path.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(path)
+    except OSError:
+        written.unlink(missing_ok=True)
+        raise
+    return sum(map(len, pieces))
+
+
+def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
+    """The snapshot in a directory; None, with the reason in the log, where there is none of use.
+    May take a while.
+
+    Args:
+        directory: Where it was written.
+        max_age_s: As of `read`.
+    """
+    path = directory / FILE_NAME
+    try:
+        found = read(path.read_bytes(), max_age_s, time.time())
+    except FileNotFoundError:
+        logger.info(
+            "no snapshot of the index in %s: every cache is read from its engine", directory
+        )
+        return None
+    except (OSError, RouterError) as error:
+        logger.warning("%s is not used: %s", path, error)
+        return None
+    count = sum(map(len, found.sources.values()))
+    logger.info("index: %d sources as of %.0f s ago, from %s", count, found.age_s, path)
+    return found

@@ -1,0 +1,126 @@
+"""A snapshot as bytes, and back into an index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
+from router.errors import RouterError
+from router.feed.feed import Feed, SavedSource
+from router.index import DumpError, PrefixIndex, SourceId
+from router.index.dump import FrameWriter, read_frames
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_MAGIC = b"kvroute snapshot"
+
+
+class SavedHead(msgspec.Struct, frozen=True, tag=True):
+    """The first record."""
+
+    saved_at: float
+    """Unix time."""
+    seed: int
+    """Of the fingerprints of batches."""
+
+
+class SnapshotSource(msgspec.Struct, frozen=True, tag=True):
+    """One source: where its stream was, and its blocks, as its index exports them."""
+
+    saved: SavedSource
+    records: list[bytes]
+
+
+class SnapshotError(RouterError):
+    """There is no snapshot that is of use."""
+
+
+class IndexSnapshot(NamedTuple):
+    """One that was read."""
+
+    age_s: float
+    sources: dict[str, list[SnapshotSource]]
+    """By model."""
+
+
+async def pieces_of(feed: Feed) -> AsyncIterator[bytes]:
+    """A snapshot of all sources that are whole, in pieces to be written one after the other. Other
+    work goes on between two sources."""
+    writer = FrameWriter(_MAGIC, VERSION)
+    head = msgspec.msgpack.encode(SavedHead(time.time(), fingerprint_seed() or 0))
+    yield writer.head + writer.framed(head) + head
+    for source in feed.sources():
+        record = _record_of(feed, source)
+        if record is not None:
+            yield await asyncio.to_thread(writer.framed, record)
+            yield record
+    yield writer.framed(b"")
+
+
+def _record_of(feed: Feed, source: SourceId) -> bytes | None:
+    found = feed.save(source)
+    return None if found is None else msgspec.msgpack.encode(SnapshotSource(*found))
+
+
+def read(
+    data: bytes | memoryview, max_age_s: float, now: float, ahead_s: float = 1.0
+) -> IndexSnapshot:
+    """The snapshot behind the bytes of one. To be called before any stream is followed.
+
+    Args:
+        data: All of them.
+        max_age_s: An older one is not used: its engines have gone on for too long.
+        now: Unix time.
+        ahead_s: How far the clock of who wrote it may be ahead.
+    Raises:
+        SnapshotError: It is too old, or from the future.
+        DumpError: It is damaged, or of another version.
+    """
+    records: Iterator[memoryview] = read_frames(memoryview(data), _MAGIC, VERSION)
+    try:
+        head = msgspec.msgpack.decode(next(records, b""), type=SavedHead)
+        found = [msgspec.msgpack.decode(record, type=SnapshotSource) for record in records]
+    except msgspec.MsgspecError as error:
+        raise DumpError(f"snapshot: a record is none of version {VERSION}") from error
+    age_s = now - head.saved_at
+    if not -ahead_s <= age_s <= max_age_s:
+        raise SnapshotError(f"it is {age_s:.0f} s old; state.max_age_s is {max_age_s:g}")
+    sources: dict[str, list[SnapshotSource]] = {}
+    for each in found:
+        sources.setdefault(each.saved.model, []).append(each)
+    use_fingerprint_seed(head.seed)
+    return IndexSnapshot(age_s, sources)
+
+
+def restore(
+    snapshot: IndexSnapshot, model: str, index: PrefixIndex, needs_own_keys: bool = False
+) -> list[SavedSource]:
+    """Fill the new index of a model; return the sources that it now holds. The log says if the
+    snapshot's part is of no use. May take a while.
+
+    Args:
+        snapshot: Its part for the model is taken out.
+        model: Its name.
+        index: Empty; it stays so where another implementation wrote the records.
+        needs_own_keys: Whether the index must keep its own keys, since others share them.
+    """
+    sources = snapshot.sources.pop(model, [])
+    if not sources:
+        return []
+    head, key_space, before = sources[0].records[:1], index.key_space, list(index.export())
+    try:
+        index.restore([*head, *(record for each in sources for record in each.records[1:])])
+        if needs_own_keys and index.key_space != key_space:
+            index.restore(before)
+            raise DumpError("its keys were made with another secret")
+    except DumpError as error:
+        logger.warning("model %s: its part of the snapshot is not used: %s", model, error)
+        return []
+    return [each.saved for each in sources]

@@ -1,0 +1,110 @@
+"""A snapshot on its way to another process: bounded, and sealed with the secret that both share, so
+that nothing is decoded but what one of ours has sent."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from kvevents.stream_state import SourceState
+from router.errors import NoSnapshot, Overloaded
+from router.feed.feed import Feed
+from router.feed.snapshot_records import (
+    IndexSnapshot,
+    SnapshotError,
+    pieces_of,
+    read,
+)
+
+MAX_AT_ONCE = 4
+"""Snapshots that one process sends at a time."""
+_PIECE_BYTES = 256 * 1024
+_SEAL_BYTES = 32
+
+
+class Sender:
+    """Gives others what this process knows of caches. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        secret: bytes,
+        max_bytes: int,
+        within_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            feed: Has the sources.
+            secret: That all who share have.
+            max_bytes: Bound on a snapshot: a larger one ends without its seal.
+            within_s: The time for one; nobody waits for it any longer.
+            clock: A monotonic clock, in seconds.
+        """
+        self._feed = feed
+        self._secret = secret
+        self._max_bytes = max_bytes
+        self._within_s = within_s
+        self._clock = clock
+        self._under_way = 0
+        self.sent = 0
+        """Snapshots, whole."""
+
+    def open(self) -> AsyncIterator[bytes]:
+        """A snapshot as of now, to be sent piece by piece, and its seal.
+
+        Raises:
+            NoSnapshot: Nothing is known here that would be of use.
+            Overloaded: As many as may be sent at a time are under way.
+        """
+        sources = self._feed.sources()
+        if not any(self._feed.state(source) is SourceState.LIVE for source in sources):
+            raise NoSnapshot("this router knows no cache yet")
+        if self._under_way >= MAX_AT_ONCE:
+            raise Overloaded(f"sends {MAX_AT_ONCE} snapshots already")
+        return self._sealed_pieces()
+
+    async def _sealed_pieces(self) -> AsyncIterator[bytes]:
+        ends_at, left = self._clock() + self._within_s, self._max_bytes
+        seal = _seal(self._secret)
+        self._under_way += 1
+        try:
+            async for piece in pieces_of(self._feed):
+                left -= len(piece)
+                if left < 0:
+                    return
+                seal.update(piece)
+                for start in range(0, len(piece), _PIECE_BYTES):
+                    if self._clock() > ends_at:
+                        return
+                    yield piece[start : start + _PIECE_BYTES]
+            yield seal.digest()
+            self.sent += 1
+        finally:
+            self._under_way -= 1
+
+
+def read_sealed(data: bytes | bytearray, secret: bytes, max_age_s: float) -> IndexSnapshot:
+    """The snapshot that another process sent. May take a while.
+
+    Args:
+        data: All bytes of it.
+        secret: As of `Sender`.
+        max_age_s: As of `read`, and how far its clock may be ahead.
+    Raises:
+        SnapshotError: It is not whole, sealed with another secret, or too old.
+        DumpError: As of `read`.
+    """
+    view = memoryview(data)
+    content, found = view[:-_SEAL_BYTES], bytes(view[-_SEAL_BYTES:])
+    seal = _seal(secret)
+    seal.update(content)
+    if seal.digest() != found:
+        raise SnapshotError(f"{len(data)} bytes: cut off, or sealed with another secret")
+    return read(content, max_age_s, time.time(), ahead_s=max_age_s)
+
+
+def _seal(secret: bytes) -> hashlib.blake2b:
+    key = hashlib.blake2b(secret, digest_size=_SEAL_BYTES, person=b"snapshot seal").digest()
+    return hashlib.blake2b(digest_size=_SEAL_BYTES, key=key)

@@ -1,0 +1,29 @@
+"""Which replicas exist, how they are, and what room they have.
+
+In comes what providers list, what replicas answer when asked, and what happened to requests; out
+go `ReplicaRegistry`'s views and its calls to listeners, and a place in a line for each request that
+has to wait. A newcomer may add a provider (`discovery/`), an engine's metric (`engine_load.py`), or
+a reason to call a replica unhealthy (`health.py`).
+
+The files; each imports only what is listed above it:
+
+    client_errors.py     what asking a server may raise
+    client.py            asks servers about themselves, with bounds and time limits
+    limits.py            what the holder of a key may use
+    gate.py              how much one replica may be given
+    line.py              who waits for one model, and who is next
+    room.py              the lines of all models, and their turns
+    entrance.py          a request's key and headers -> its place in a line
+    engine_order.py      the same order, as numbers for engines
+    load.py              what this router has in flight, by replica
+    engine_load.py       what an engine's own metrics say about its load
+    load_topic.py        what an engine publishes of its load
+    types.py             plain values
+    health.py            outcomes of checks and requests in, healthy or not out
+    quiet_moments.py     which requests had a replica to themselves
+    self_description.py  what a replica reports about itself
+    replica.py           one replica's state
+    watcher.py           two tasks a replica: its health; its models, streams and load
+    registry.py          all replicas; reports changes to listeners
+    discovery/           where replicas come from: lists that change
+"""

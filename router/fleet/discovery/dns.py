@@ -1,0 +1,107 @@
+"""Replicas from DNS: addresses of a name, or its SRV records (RFC 2782)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import dns.asyncresolver
+import dns.exception
+import dns.rdatatype
+import dns.resolver
+from pydantic import ValidationError
+
+from kvevents.pacing import Backoff
+from router.config import DnsDiscovery, ReplicaConfig
+from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
+
+_LOOKUP_S = 5.0
+_ABSENT = (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer)
+MAX_RECORDS = 4096
+
+
+class DnsProvider:
+    """Resolves a name again whenever its records expire.
+
+    An answer without any record is taken for a failure: a resolver that has just lost its data says
+    the same, and health checks tell which replicas are really gone.
+    """
+
+    def __init__(self, config: DnsDiscovery) -> None:
+        """Ask nothing yet."""
+        self.name = config.title
+        self._config = config
+        self._resolver = dns.asyncresolver.Resolver(configure=config.nameserver is None)
+        self._resolver.lifetime = _LOOKUP_S
+        if config.nameserver is not None:
+            address, _, port = config.nameserver.partition("#")
+            self._resolver.nameservers = [address]
+            self._resolver.port = int(port or 53)
+
+    async def follow(self, listener: ProviderListener) -> None:
+        """See `ReplicaProvider`."""
+        config = self._config
+        retry = Backoff(FIRST_RETRY_S, config.max_interval_s)
+        while True:
+            try:
+                places, ttl_s = await self._resolve()
+                replicas = [self._replica(host, port) for host, port in places]
+            except (dns.exception.DNSException, OSError, ValidationError) as error:
+                listener.on_failure(_reason(error))
+                wait_s = retry.next_delay()
+            else:
+                listener.on_replicas(replicas)
+                retry.reset()
+                wait_s = min(max(ttl_s, config.min_interval_s), config.max_interval_s)
+            await asyncio.sleep(wait_s)
+
+    async def _resolve(self) -> tuple[list[tuple[str, int]], float]:
+        """Host and port of each replica, in a stable order, and when to ask again, in seconds."""
+        if self._config.record == "srv":
+            return await self._services()
+        answers = [
+            answer
+            for kind in (dns.rdatatype.A, dns.rdatatype.AAAA)
+            if (answer := await self._ask(kind)) is not None
+        ]
+        if not answers:
+            raise dns.resolver.NXDOMAIN
+        hosts = sorted({record.address for answer in answers for record in answer})
+        port = self._config.port or 0
+        return [(host, port) for host in hosts[:MAX_RECORDS]], _ttl_s(answers)
+
+    async def _services(self) -> tuple[list[tuple[str, int]], float]:
+        answer = await self._ask(dns.rdatatype.SRV)
+        if answer is None:
+            raise dns.resolver.NXDOMAIN
+        first = min(record.priority for record in answer)
+        places = {
+            (record.target.to_text(omit_final_dot=True), record.port)
+            for record in answer
+            if record.priority == first
+        }
+        return sorted(places)[:MAX_RECORDS], _ttl_s([answer])
+
+    async def _ask(self, kind: dns.rdatatype.RdataType) -> Any:
+        """The answer; None where the name has no such record."""
+        try:
+            return await self._resolver.resolve(self._config.name, kind, search=True)
+        except _ABSENT:
+            return None
+
+    def _replica(self, host: str, port: int) -> ReplicaConfig:
+        shown = f"[{host}]" if ":" in host else host
+        options = self._config.replica
+        given = {name: getattr(options, name) for name in options.model_fields_set}
+        return ReplicaConfig(url=f"{self._config.scheme}://{shown}:{port}", **given)
+
+
+def _ttl_s(answers: Sequence[Any]) -> float:
+    return float(min(answer.rrset.ttl for answer in answers))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, dns.resolver.NXDOMAIN):
+        return "the name has no such records"
+    return f"{type(error).__name__}: {error}"[:300]

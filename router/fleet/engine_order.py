@@ -1,0 +1,79 @@
+"""Which number a request takes to an engine that orders what waits there by numbers, so that it is
+served as in a line here: by its class, and there the short before the long, with ageing.
+
+    number = class * 2**58 + place, of its tokens to compute and its arrival in seconds since 1970
+
+The wall clock makes the numbers of several routers comparable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from router.config import OverloadConfig
+from router.fleet.entrance import PriorityClasses
+from router.fleet.line import LONGEST_TOKENS, place_of
+
+_CLASS_BITS = 58
+"""Of 63: there are at most 16 classes, and at 1e8 tokens a second places fit. At more, all that
+wait are equal, and go as they come."""
+
+
+class OrderFacts(NamedTuple):
+    """What these numbers are made of, for the compiled core, which makes the same."""
+
+    ageing_tokens_per_s: float
+    usual_class: int
+    """Of requests whose headers and keys name none."""
+    class_bits: int = _CLASS_BITS
+    longest_tokens: int = LONGEST_TOKENS
+
+
+class EngineOrder:
+    """The order of our own queue, as numbers."""
+
+    def __init__(self, config: OverloadConfig, clock: Callable[[], float] = time.time) -> None:
+        """
+        Args:
+            config: The classes, and how fast requests age.
+            clock: The wall clock, in seconds since 1970.
+        """
+        self._classes = PriorityClasses(config)
+        self._ageing_tokens_per_s = config.ageing_tokens_per_s
+        self._clock = clock
+
+    @property
+    def facts(self) -> OrderFacts:
+        """What its numbers are made of."""
+        return OrderFacts(self._ageing_tokens_per_s, self.class_of(None))
+
+    def class_of(self, of_key: str | None) -> int:
+        """The class of requests whose headers name none; 0 goes first.
+
+        Args:
+            of_key: The highest class of their key.
+        """
+        return self._classes.of({}, of_key)
+
+    def numbers(
+        self, headers: Mapping[bytes, bytes], of_key: str | None, waited_s: float
+    ) -> Callable[[int], int]:
+        """What one request's number is, by its tokens to compute; lower goes first.
+
+        Args:
+            headers: The request's, names in lower case.
+            of_key: The highest class of its key.
+            waited_s: Since its arrival.
+        Raises:
+            BadRequest: Its header names no class.
+        """
+        first = self._classes.of(headers, of_key) << _CLASS_BITS
+        arrived = self._clock() - waited_s
+
+        def number_of(tokens: int) -> int:
+            place = round(place_of(tokens, arrived, self._ageing_tokens_per_s))
+            return first + min(place, (1 << _CLASS_BITS) - 1)
+
+        return number_of

@@ -1,0 +1,131 @@
+"""Which requests had a replica to themselves: what those did to its cache is known."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+
+@dataclass(slots=True)
+class _Requests:
+    """The requests at one replica."""
+
+    under_way: int = 0
+    begun: int = 0
+    others: int = 0
+    """Requests of other routers that were heard of."""
+    ended_at: float = -math.inf
+
+
+class Company(Protocol):
+    """Requests at replicas that somebody else sends there, and counts."""
+
+    def company(self, replica_id: str) -> tuple[int, int, float]:
+        """Under way, begun in all, and when the last ended: seconds by the same clock, or -inf."""
+
+    def begun(self) -> Mapping[str, int]:
+        """Begun in all at each replica."""
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that was removed."""
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A request at a replica."""
+
+    replica_id: str
+    number: int | None
+    """Of the requests there; None if it was not quiet when this one began."""
+
+
+class QuietMoments:
+    """Which requests had a replica to themselves. The caller passes the time, in seconds on a
+    monotonic clock.
+
+    Args:
+        quiet_s: Between the end of one request and the beginning of the next.
+    """
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+        self._company: Company | None = None
+        self._replicas: dict[str, _Requests] = {}
+
+    def count_also(self, company: Company) -> None:
+        """From now on the requests of *company* are at the replicas as well."""
+        self._company = company
+
+    def _met(self, replica_id: str) -> tuple[int, int, float]:
+        return (0, 0, -math.inf) if self._company is None else self._company.company(replica_id)
+
+    def began(self, replica_id: str, now: float) -> Moment:
+        """A request is about to be sent; call `ended` when it is over.
+
+        Args:
+            replica_id: Where.
+            now: Seconds.
+        """
+        requests = self._replicas.get(replica_id)
+        if requests is None:
+            requests = self._replicas[replica_id] = _Requests()
+        requests.under_way += 1
+        requests.begun += 1
+        met, met_in_all, met_until = self._met(replica_id)
+        ended_at = max(requests.ended_at, met_until)
+        is_alone = requests.under_way + met == 1 and now - ended_at >= self._quiet_s
+        number = requests.begun + requests.others + met_in_all
+        return Moment(replica_id, number if is_alone else None)
+
+    def ended(self, moment: Moment, now: float) -> bool:
+        """A request is over; returns whether it was alone from its beginning to its end.
+
+        Args:
+            moment: From `began`.
+            now: Seconds.
+        """
+        requests = self._replicas.get(moment.replica_id)
+        if requests is None:
+            return False  # the replica was removed meanwhile
+        requests.under_way = max(requests.under_way - 1, 0)
+        requests.ended_at = now
+        return moment.number == requests.begun + requests.others + self._met(moment.replica_id)[1]
+
+    def was_quiet(self, replica_id: str, began_at: float) -> bool:
+        """Whether nothing from here was at a replica since a while before *began_at*.
+
+        Args:
+            replica_id: The replica.
+            began_at: When a request of the company began.
+        """
+        requests = self._replicas.get(replica_id)
+        return requests is None or (
+            requests.under_way == 0 and began_at - requests.ended_at >= self._quiet_s
+        )
+
+    def begun(self) -> dict[str, int]:
+        """Requests that began at each replica."""
+        found = Counter({name: requests.begun for name, requests in self._replicas.items()})
+        found.update({} if self._company is None else self._company.begun())
+        return {name: count for name, count in found.items() if count}
+
+    def disturbed(self, replica_id: str, now: float) -> None:
+        """Another router has a request there, or had one a moment ago.
+
+        Args:
+            replica_id: Where.
+            now: Seconds.
+        """
+        requests = self._replicas.setdefault(replica_id, _Requests())
+        requests.others += 1
+        requests.ended_at = now
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that was removed."""
+        self._replicas.pop(replica_id, None)
+        if self._company is not None:
+            self._company.forget(replica_id)

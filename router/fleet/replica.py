@@ -1,0 +1,286 @@
+"""One replica: what is configured, what it reports, and how it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from router.config import PriorityOrder, ReplicaConfig, key_bytes
+from router.config.origin import Header
+from router.fleet.engine_load import EngineLoad
+from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
+from router.fleet.health import HealthRecord
+from router.fleet.load import ReplicaLoad
+from router.fleet.self_description import ServerInfo, configured_sources
+from router.fleet.types import (
+    EventSource,
+    Health,
+    ReplicaState,
+    ReplicaView,
+    ServedModels,
+)
+from router.index import SourceId
+
+
+class Replica:
+    """The state of one replica. The registry and its watcher write it; everything else reads it.
+
+    Args:
+        config: How it was added.
+        record: Its health, still unknown.
+        now: On the registry's clock.
+        allows: Whether an address may be connected to for it; None: every address.
+        gate: Whether it may be given requests; None: always.
+    """
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        record: HealthRecord,
+        now: float,
+        allows: Callable[[str], bool] | None = None,
+        gate: ReplicaGate | None = None,
+    ) -> None:
+        self.config = config
+        self.gate = gate or ReplicaGate(GateOptions())
+        self.id = config.replica_id
+        self.listeners: list[Callable[[Replica], None]] = []
+        """Hear of every change of what decisions look at."""
+        self.origin = replace(config.origin, allows=allows)
+        self.headers = _authorization(config)
+        self.record = record
+        self._is_open = self._draining = False
+        self.removed = False
+        self.served = ServedModels(config.models or ())
+        self.configured_sources = _configured_sources(config)
+        """Its event sources, if they are configured."""
+        self.sources = ()
+        self.model_entries: dict[str, dict[str, Any]] = {}
+        """What it says of each model in `GET /v1/models`, by name."""
+        self.server_info = ServerInfo()
+        """What it says of itself."""
+        self.notes: tuple[str, ...] = ()
+        """What went wrong in the last discovery, and what was assumed."""
+        self.engine_load: EngineLoad | None = None
+        self.engine_load_at = now
+        self.foreign_requests = 0
+        """Requests there that were not this router's when its load was scraped."""
+        self.foreign_requests_by_rank: dict[int, int] = {}
+        """The same, for each rank that the engine tells apart."""
+        self.health_since = now
+        """When it last became healthy or unhealthy."""
+        self.checked_at: float | None = None
+        self.checks_fail_since: float | None = None
+        """The end of the first of the checks that have failed in a row."""
+        self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
+        self._max_requests = config.max_concurrent_requests
+        self.look_at_gate()
+        record.on_changed = self.gate.on_changed = self._tell
+
+    def look_at_gate(self) -> None:
+        """Something has happened there, or its gate is watching. With most replicas, nothing has to
+        be looked at for each request."""
+        self._is_open = self._max_requests is None and not self.gate.is_watching
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to get no new requests."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._tell()
+
+    def reconfigure(self, config: ReplicaConfig) -> None:
+        """Take over other options: its key, speed and limit. Its address, models and event sources
+        must be the same."""
+        self.config = config
+        self.headers = _authorization(config)
+        self._max_requests = config.max_concurrent_requests
+        self.look_at_gate()
+        self._tell()
+
+    @property
+    def sources(self) -> tuple[EventSource, ...]:
+        """Those that were announced; none before its models are known."""
+        return self._sources
+
+    @sources.setter
+    def sources(self, sources: tuple[EventSource, ...]) -> None:
+        self._sources = sources
+        self.cache = SourceId(self.id, sources[0].dp_rank if sources else 0)
+        """Its only cache, or the first of several."""
+        self.has_ranks = len(sources) > 1
+        self._tell()
+
+    @property
+    def peer_address(self) -> tuple[str, int] | None:
+        """Host and port at which other engines pull from its memory; None where they cannot."""
+        tier = self.config.p2p
+        if tier is None or self.has_ranks:
+            return None
+        return (self.config.origin.host if tier.host == "*" else tier.host), tier.port
+
+    @property
+    def state(self) -> ReplicaState:
+        """Health, and whether it is draining, in one word."""
+        return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
+
+    @property
+    def cache_blocks(self) -> int | None:
+        """On the GPU of each rank, as its metrics say; None: they do not."""
+        return None if self.engine_load is None else self.engine_load.cache_blocks
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """That fit on the GPU of each rank, as its metrics say; None: they do not."""
+        return None if self.engine_load is None else self.engine_load.cache_tokens
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether checks and requests succeed, draining or not."""
+        return self.record.health is Health.HEALTHY
+
+    def is_of(self, owner: str) -> bool:
+        """Whether it is an engine of some kind, by the owner of its models.
+
+        Args:
+            owner: `vllm` or `sglang`.
+        """
+        return any(entry.get("owned_by") == owner for entry in self.model_entries.values())
+
+    @property
+    def priority_order(self) -> PriorityOrder | None:
+        """Which number goes first in its engine; None: it is told none."""
+        order = self.config.priority_order
+        return self.server_info.priority_order if order == "ask" else order
+
+    def serves(self, model: str) -> bool:
+        """Whether it takes requests for this model or adapter."""
+        return model in self.served.models or any(
+            model == adapter for adapter, _ in self.served.adapters
+        )
+
+    def take_engine_load(
+        self,
+        load: EngineLoad,
+        own_requests: int,
+        now: float,
+        own_by_rank: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Keep what the engine's metrics report.
+
+        Args:
+            load: As scraped.
+            own_requests: This router's requests there at that time.
+            now: That time, on the registry's clock.
+            own_by_rank: Of these, those at each rank; a rank without any may be missing.
+        """
+        self.engine_load = load
+        self.engine_load_at = now
+        self.foreign_requests = max(0, load.running + load.waiting - own_requests)
+        self.foreign_requests_by_rank = {
+            rank.dp_rank: max(0, rank.requests - own_by_rank.get(rank.dp_rank, 0))
+            for rank in load.ranks
+        }
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener(self)
+
+    def obstacle(self, load: ReplicaLoad, is_new: bool = True, tenant: str = "") -> str | None:
+        """Why it cannot take a request; None if it can.
+
+        Args:
+            load: What this router has in flight there.
+            is_new: Whether the request can wait for room. One that failed elsewhere has waited.
+            tenant: Whose request it is; empty where that is not known.
+        """
+        if self.record.health is not Health.HEALTHY:
+            return "not healthy"
+        if self.draining:
+            return "draining"
+        if self._is_open:
+            return None
+        self.look_at_gate()
+        if self._max_requests is not None and load.requests >= self._max_requests:
+            return AT_LIMIT
+        shut = self.gate.shut(tenant)
+        if shut is not None or not is_new:
+            return shut
+        return self.gate.full(load.requests, load.prefill_tokens)
+
+    def is_at_ease(self, load: ReplicaLoad, now: float, engine_load_stale_after_s: float) -> bool:
+        """Whether it serves its requests and has room for another, as far as is known.
+
+        Args:
+            load: What this router has in flight there.
+            now: On the registry's clock.
+            engine_load_stale_after_s: The engine's own load is left out when it is older.
+        """
+        engine_load = self.engine_load
+        is_known = engine_load and now - self.engine_load_at <= engine_load_stale_after_s
+        waiting = engine_load.waiting if engine_load and is_known else 0
+        return self.record.serves_requests and not waiting and self.obstacle(load) is None
+
+    def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
+        """Everything about it.
+
+        Args:
+            load: What this router has in flight there.
+            now: On the registry's clock.
+            others: What other routers have.
+        """
+        record = self.record
+        return ReplicaView(
+            id=self.id,
+            url=str(self.origin),
+            state=self.state.value,
+            health=record.health.value,
+            draining=self.draining,
+            models=self.served.models,
+            adapters=dict(self.served.adapters),
+            models_configured=self.config.models is not None,
+            sources=self.sources,
+            sources_configured=self.config.kv_events is not None,
+            notes=self.notes,
+            speed=self.config.speed,
+            max_concurrent_requests=self.config.max_concurrent_requests,
+            load=load,
+            others=others,
+            engine_load=self.engine_load,
+            engine_load_age_s=None if self.engine_load is None else now - self.engine_load_at,
+            foreign_requests=self.foreign_requests,
+            last_error=record.last_error,
+            seconds_in_health=now - self.health_since,
+            seconds_since_check=None if self.checked_at is None else now - self.checked_at,
+            checks=record.checks,
+            failed_checks=record.failed_checks,
+            failed_requests=record.failed_requests,
+            times_unhealthy=record.times_unhealthy,
+            discoveries=self.discoveries,
+            failed_discoveries=self.failed_discoveries,
+            failed_scrapes=self.failed_scrapes,
+            breaker=self.gate.breaker.value,
+            times_opened=self.gate.opened,
+            times_told_off=self.gate.told_off,
+            backs_off_s=self.gate.backs_off_s,
+            slow_start=self.gate.speed,
+        )
+
+
+def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:
+    return (
+        None
+        if config.kv_events is None
+        else configured_sources(config.kv_events, config.origin.host)
+    )
+
+
+def _authorization(config: ReplicaConfig) -> tuple[Header, ...]:
+    key = key_bytes(config.api_key)
+    return () if key is None else ((b"authorization", b"Bearer " + key),)

@@ -1,0 +1,239 @@
+"""The lines of all models, and the turns of those who wait: who may start, and when somebody is
+told that there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from router.errors import NoReplica, QueueFull, QueueTimeout
+from router.fleet.line import Line, LineLimits, Waiter
+
+LOOK_S = 0.05
+"""How often deadlines are looked at, and whether a replica has room again for another reason than
+the end of a request."""
+MAX_RETRY_AFTER_S = 600
+_SPREAD = 0.25
+"""Clients that were refused together come back spread over this much more of their time."""
+
+
+class NoTurn:
+    """Why a request did not get its turn: the values of a label."""
+
+    FULL = "full"
+    """It came, or was displaced, while as many waited as may."""
+    LATE = "late"
+    """Its deadline would have passed before its turn, by the estimate at its arrival."""
+    TIMEOUT = "timeout"
+    """Its deadline has passed."""
+    CLIENT_LEFT = "client_left"
+    """Its client closed the connection."""
+    GONE = "gone"
+    """No replica serves its model any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waits for one model in one class."""
+
+    requests: int
+    tokens: int
+
+
+class RoomListener(NamedTuple):
+    """Hears what becomes of requests. Models, and classes by their number."""
+
+    started: Callable[[str, int, float], object] = lambda _model, _priority, _waited_s: None
+    refused: Callable[[str, int, str], object] = lambda _model, _priority, _why: None
+
+
+class WaitingRoom:
+    """Lets requests start as there is room for them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        limits: LineLimits,
+        listener: RoomListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        random: Random | None = None,
+    ) -> None:
+        """
+        Args:
+            limits: Of each line.
+            listener: Hears what becomes of requests.
+            clock: A monotonic clock, in seconds.
+            random: Spreads the times at which clients are to come back.
+        """
+        self._limits = limits
+        self._listener = listener or RoomListener()
+        self.clock = clock
+        self._random = (random or Random()).random
+        self.on_turned: Callable[[], object] = lambda: None
+        """Called when somebody waits, and nobody did, or the other way round."""
+        self._lines: OrderedDict[str, Line] = OrderedDict()
+        """By model; the one that was served last stands last."""
+        self._waiting = 0
+        self._is_letting_in = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, waiter: Waiter, is_room: bool) -> bool:
+        """A request has arrived.
+
+        Args:
+            waiter: It.
+            is_room: Whether a replica has room for it.
+        Returns:
+            Whether it may start at once. Else it waits, unless it has been started meanwhile.
+        Raises:
+            QueueFull: As many wait as may.
+            QueueTimeout: Its deadline would pass before its turn.
+        """
+        now, model = self.clock(), waiter.model
+        line = waiter.line = self._line(model)
+        if is_room and not line.waiting:
+            line.pass_by(waiter, now)
+            self._listener.started(model, waiter.priority, 0.0)
+            return True
+        if line.wait_s(waiter, now) > waiter.deadline - now:
+            self._listener.refused(model, waiter.priority, NoTurn.LATE)
+            raise self._timeout(model, line, waiter, now)
+        displaced = line.put(waiter, now)
+        self._count()
+        self._displace(model, line, displaced, waiter)
+        if waiter in displaced:
+            # Made here: an error in a variable would keep its own frames, and the request, alive.
+            raise self._full(model, line, waiter, now)
+        self._let_in()
+        self._look_later()
+        return False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits."""
+        return not self._waiting
+
+    def passed(self, waiter: Waiter) -> None:
+        """A request has started elsewhere, since nobody waited and there was room. Call `over` at
+        its end."""
+        line = waiter.line = self._line(waiter.model)
+        line.pass_by(waiter, self.clock())
+        self._listener.started(waiter.model, waiter.priority, 0.0)
+
+    def over(self, waiter: Waiter, response_tokens: int | None = None) -> None:
+        """A request has ended, whether it had its turn or still waited.
+
+        Args:
+            waiter: It.
+            response_tokens: Those of its response; None if that is not known.
+        """
+        line = waiter.line
+        if line is not None and waiter.is_waiting:
+            line.leave(waiter)
+            self._count()
+            self._listener.refused(waiter.model, waiter.priority, NoTurn.CLIENT_LEFT)
+        elif line is not None:
+            line.ended(waiter, response_tokens)
+        waiter.let_go()
+        self.look()
+
+    def look(self) -> None:
+        """Let in whom there is room for, and refuse those whose deadline has passed."""
+        if not self._waiting:
+            return
+        now = self.clock()
+        for model, line in list(self._lines.items()):
+            expired = line.expired(now)
+            self._count()
+            for waiter in expired:
+                self._listener.refused(model, waiter.priority, NoTurn.TIMEOUT)
+                waiter.refuse(self._timeout(model, line, waiter, now))
+        self._let_in()
+
+    def forget(self, model: str) -> None:
+        """No replica serves this model any more: nobody who waits for it will have a turn."""
+        line = self._lines.pop(model, None)
+        waiting = [] if line is None else line.all_waiting()
+        self._count()
+        for waiter in waiting:
+            waiter.is_waiting = False
+            self._listener.refused(model, waiter.priority, NoTurn.GONE)
+            waiter.refuse(NoReplica(model, "no replica serves it any more"))
+
+    def statistics(self) -> Mapping[str, Sequence[Waiting]]:
+        """What waits, by model and class."""
+        return {
+            model: [Waiting(*counts) for counts in line.by_class()]
+            for model, line in self._lines.items()
+        }
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _line(self, model: str) -> Line:
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = Line(self._limits)
+        return line
+
+    def _let_in(self) -> None:
+        """Start as many as there is room for; the models take turns."""
+        if self._is_letting_in:
+            return  # one that has just been started is over already
+        self._is_letting_in = True
+        try:
+            while self._start_one():
+                pass
+        finally:
+            self._is_letting_in = False
+
+    def _start_one(self) -> bool:
+        now = self.clock()
+        for model, line in self._lines.items():
+            waiter = line.take(now) if line.waiting else None
+            if waiter is not None:
+                self._lines.move_to_end(model)
+                self._count()
+                self._listener.started(model, waiter.priority, now - waiter.arrived)
+                waiter.start()
+                return True
+        return False
+
+    def _displace(
+        self, model: str, line: Line, displaced: Sequence[Waiter], newest: Waiter
+    ) -> None:
+        now = self.clock()
+        for waiter in displaced:
+            self._listener.refused(model, waiter.priority, NoTurn.FULL)
+            if waiter is not newest:
+                waiter.refuse(self._full(model, line, waiter, now))
+
+    def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
+        wait_s = line.wait_s(waiter, now, behind_all=True)
+        return QueueFull(model, line.waiting, self._retry_after_s(wait_s))
+
+    def _timeout(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
+        retry_after_s = self._retry_after_s(line.wait_s(waiter, now))
+        return QueueTimeout(model, line.waiting, retry_after_s)
+
+    def _retry_after_s(self, wait_s: float) -> int:
+        spread = 1 + _SPREAD * self._random()
+        return min(max(math.ceil(wait_s * spread), 1), MAX_RETRY_AFTER_S)
+
+    def _count(self) -> None:
+        before, self._waiting = self._waiting, sum(line.waiting for line in self._lines.values())
+        if bool(before) is not bool(self._waiting):
+            self.on_turned()
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._looked)
+
+    def _looked(self) -> None:
+        self._timer = None
+        self.look()
+        self._look_later()

@@ -1,0 +1,337 @@
+"""What a replica reports about itself, read from its responses. Pure; the result is bounded,
+whatever a response holds.
+
+`GET /kv_event_sources` (vLLM 0.32) returns an object, data-parallel rank -> its publisher's
+configuration:
+
+    {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
+           "replay_endpoint": "tcp://*:6557", "buffer_steps": 10000, "hwm": 100000,
+           "max_queue_size": 100000, "topic": "kv-events"}}
+
+with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}`
+where there are no events. Development branches of vLLM returned a list whose entries carry
+`data_parallel_rank`; both are read. So is `snapshot_endpoint`, which is proposed there.
+
+SGLang (0.5.17 and newer) has it in `GET /server_info`, under `kv_events`, once for all ranks; rank
+r is r ports further, and null stands for no events. Up to 0.5.21 the replay port stands only in
+the flag that it was started with, `kv_events_config`:
+
+    {"kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
+                   "replay_endpoint_port_base": 6557, "topic": "kv-events", "dp_size": 2,
+                   "block_size": 16, "load_endpoint_port_base": 7557, "load_topic": "load"},
+     "kv_events_config": "{\\"replay_endpoint\\": \\"tcp://*:6557\\", ...}", ...}
+
+`GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from router.config import EventSourceConfig, PriorityOrder
+from router.config.values import (
+    WILDCARD_HOSTS,
+    is_endpoint,
+    is_local_endpoint,
+    is_local_host,
+)
+from router.errors import InvalidReplicaResponse
+from router.fleet.load_topic import LoadTopic
+from router.fleet.types import EventSource, ServedModels
+
+SOURCES_PATH = "/kv_event_sources"
+SERVER_INFO_PATH = "/server_info"
+MODELS_PATH = "/v1/models"
+MAX_RESPONSE_BYTES = 1024 * 1024
+MAX_RANKS = 1024
+MAX_RANK = 65_535
+MAX_PORT = 65_535
+MAX_MODELS = 4096
+MAX_NAME_CHARS = 256
+MAX_TOPIC_CHARS = 1024
+
+
+class _SourceEntry(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    snapshot_endpoint: str | None = None
+    publisher: str | None = "zmq"
+    data_parallel_rank: int | None = None
+
+
+class _SglangPublisher(msgspec.Struct):
+    endpoint_port_base: int
+    endpoint_host: str = "*"
+    replay_endpoint_port_base: int | None = None
+    topic: str = ""
+    publisher: str | None = "zmq"
+    dp_size: int = 1
+    load_endpoint_port_base: int | None = None
+    load_topic: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    kv_events: _SglangPublisher | None = None
+    kv_events_config: str | None = None
+    retention_hints: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+    scheduling_policy: Any = None
+    enable_priority_scheduling: Any = False
+    schedule_low_priority_values_first: Any = False
+
+    @property
+    def priority_order(self) -> PriorityOrder | None:
+        if self.enable_priority_scheduling is True:  # SGLang
+            is_low = self.schedule_low_priority_values_first is True
+            return "lower_first" if is_low else "higher_first"
+        return "lower_first" if self.scheduling_policy == "priority" else None
+
+
+class _SglangFlag(msgspec.Struct):
+    replay_endpoint: str | None = None
+
+
+class _ModelEntry(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_ModelEntry]
+
+
+def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
+    """The event sources in a response to `GET /kv_event_sources`, by rank; empty if the engine
+    publishes nothing.
+
+    Args:
+        body: The response's.
+        host: The replica's own, which replaces wildcards.
+    Raises:
+        InvalidReplicaResponse: The body has another form, or names an address that cannot be
+            connected to.
+    """
+    found: dict[str, _SourceEntry] | list[_SourceEntry] = _decode(
+        SOURCES_PATH, body, dict[str, _SourceEntry] | list[_SourceEntry]
+    )
+    if len(found) > MAX_RANKS:
+        raise InvalidReplicaResponse(
+            SOURCES_PATH, f"{len(found)} ranks; at most {MAX_RANKS} are taken"
+        )
+    entries = found.items() if isinstance(found, dict) else _numbered(found)
+    sources = [_source(rank, entry, host) for rank, entry in entries if entry.publisher == "zmq"]
+    sources.sort(key=lambda source: source.dp_rank)
+    for before, after in pairwise(sources):
+        if before.dp_rank == after.dp_rank:
+            raise InvalidReplicaResponse(SOURCES_PATH, f"rank {after.dp_rank} appears twice")
+    return tuple(sources)
+
+
+class ServerInfo(NamedTuple):
+    """What `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
+    nothing or does not say; kvroute's engine of what it takes; both of their order."""
+
+    sources: tuple[EventSource, ...] = ()
+    """By rank."""
+    load_topics: tuple[LoadTopic, ...] = ()
+    """By rank."""
+    retention_hints: int = 0
+    """Version of the hints that it takes on what to keep; 0: none."""
+    priority_order: PriorityOrder | None = None
+    """Which number goes first, where it orders what waits by the requests' priorities."""
+
+
+def parse_server_info(body: bytes, host: str) -> ServerInfo:
+    """Where SGLang publishes events and its load, and what kvroute's engine takes, by the response
+    to `GET /server_info`.
+
+    Args:
+        body: The response's.
+        host: The replica's own, which replaces wildcards.
+    Raises:
+        InvalidReplicaResponse: The body has another form, or names an address that cannot be
+            connected to.
+    """
+    info: _ServerInfo = _decode(SERVER_INFO_PATH, body, _ServerInfo)
+    publisher = info.kv_events
+    found = ServerInfo(retention_hints=info.retention_hints, priority_order=info.priority_order)
+    if publisher is None or publisher.publisher != "zmq":
+        return found
+    place = f"{SERVER_INFO_PATH} kv_events"
+    if not 1 <= publisher.dp_size <= MAX_RANKS:
+        raise InvalidReplicaResponse(place, f"dp_size {publisher.dp_size}; 1 to {MAX_RANKS}")
+    if publisher.replay_endpoint_port_base is None:
+        publisher.replay_endpoint_port_base = _replay_port(info.kv_events_config or "")
+    load_base = publisher.load_endpoint_port_base
+    last = max(
+        publisher.endpoint_port_base, publisher.replay_endpoint_port_base or 0, load_base or 0
+    )
+    if last + publisher.dp_size - 1 > MAX_PORT:
+        raise InvalidReplicaResponse(
+            place, f"{publisher.dp_size} ports from {last} on; the last must be at most {MAX_PORT}"
+        )
+    ranks = range(publisher.dp_size)
+    sources = tuple(_checked(place, rank, _sglang_entry(publisher, rank), host) for rank in ranks)
+    if load_base is None:
+        return found._replace(sources=sources)
+    topics = tuple(_load_topic(place, rank, load_base, publisher, host) for rank in ranks)
+    return found._replace(sources=sources, load_topics=topics)
+
+
+def parse_models(body: bytes) -> ServedModels:
+    """The models and adapters in a response to `GET /v1/models`.
+
+    Raises:
+        InvalidReplicaResponse: The body has another form, or names no base model.
+    """
+    listed: _Models = _decode(MODELS_PATH, body, _Models)
+    if len(listed.data) > MAX_MODELS:
+        raise InvalidReplicaResponse(
+            MODELS_PATH, f"{len(listed.data)} models; at most {MAX_MODELS} are taken"
+        )
+    for index, model in enumerate(listed.data):
+        if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
+            raise InvalidReplicaResponse(
+                f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters"
+            )
+    models = _unique(model.id for model in listed.data if not model.parent)
+    if not models:
+        raise InvalidReplicaResponse(MODELS_PATH, "no base model; there must be one")
+    adapters = {
+        model.id: model.parent for model in listed.data if model.parent and model.id not in models
+    }
+    return ServedModels(models, tuple(adapters.items()))
+
+
+def parse_model_entries(body: bytes) -> dict[str, dict[str, Any]]:
+    """All that a response to `GET /v1/models` says of each model, by name; without what it says of
+    itself only. The response must have been read by `parse_models` before."""
+    listed = msgspec.json.decode(body)
+    return {entry["id"]: entry for entry in listed["data"]}
+
+
+def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple[EventSource, ...]:
+    """Event sources as the configuration gives them, by rank.
+
+    Args:
+        entries: The configured sources, in any order.
+        host: The replica's own, which replaces wildcards.
+    """
+    return tuple(
+        EventSource(
+            entry.dp_rank,
+            reachable(entry.endpoint, host),
+            None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
+            entry.topic,
+            None if entry.snapshot_endpoint is None else reachable(entry.snapshot_endpoint, host),
+            entry.server_key,
+        )
+        for entry in sorted(entries, key=lambda entry: entry.dp_rank)
+    )
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """The address to connect to, for one that a server binds to.
+
+    Args:
+        endpoint: `tcp://*:5557`, say.
+        host: Replaces the wildcard, if there is one.
+    """
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if bound not in WILDCARD_HOSTS:
+        return endpoint
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _decode(place: str, body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidReplicaResponse(place, f"cannot be read: {str(error)[:200]}") from None
+
+
+def _numbered(entries: list[_SourceEntry]) -> Iterator[tuple[str, _SourceEntry]]:
+    for index, entry in enumerate(entries):
+        yield str(index if entry.data_parallel_rank is None else entry.data_parallel_rank), entry
+
+
+def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
+    if not (rank.isascii() and rank.isdigit() and len(rank) <= 5 and int(rank) <= MAX_RANK):
+        raise InvalidReplicaResponse(
+            SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}"
+        )
+    return _checked(f"{SOURCES_PATH} rank {rank}", int(rank), entry, host)
+
+
+def _replay_port(flag: str) -> int | None:
+    """The port of rank 0's replay endpoint in SGLang's `--kv-events-config`, if there is one."""
+    try:
+        endpoint = msgspec.json.decode(flag, type=_SglangFlag).replay_endpoint or ""
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else None
+
+
+def _sglang_entry(publisher: _SglangPublisher, rank: int) -> _SourceEntry:
+    address = f"tcp://{publisher.endpoint_host}"
+    replay = publisher.replay_endpoint_port_base
+    return _SourceEntry(
+        f"{address}:{publisher.endpoint_port_base + rank}",
+        # The replay socket is always bound, wherever the other one connects to.
+        None if replay is None else f"tcp://*:{replay + rank}",
+        publisher.topic,
+    )
+
+
+def _load_topic(
+    place: str, rank: int, base: int, publisher: _SglangPublisher, host: str
+) -> LoadTopic:
+    if len(publisher.load_topic) > MAX_TOPIC_CHARS:
+        found = f"load_topic of {len(publisher.load_topic)} characters"
+        raise InvalidReplicaResponse(place, f"{found}; at most {MAX_TOPIC_CHARS} are taken")
+    if base < 1:
+        raise InvalidReplicaResponse(place, f"load_endpoint_port_base {base}; must be above 0")
+    # This socket is always bound, to a wildcard.
+    endpoint = _address(f"{place} load_endpoint_port_base", f"tcp://*:{base + rank}", host)
+    return LoadTopic(rank, endpoint, publisher.load_topic)
+
+
+def _checked(place: str, rank: int, entry: _SourceEntry, host: str) -> EventSource:
+    if len(entry.topic) > MAX_TOPIC_CHARS:
+        raise InvalidReplicaResponse(
+            place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
+        )
+    replay, snapshots = entry.replay_endpoint, entry.snapshot_endpoint
+    return EventSource(
+        rank,
+        _address(f"{place} endpoint", entry.endpoint, host),
+        _address(f"{place} replay_endpoint", replay, host) if replay else None,
+        entry.topic,
+        _address(f"{place} snapshot_endpoint", snapshots, host) if snapshots else None,
+    )
+
+
+def _address(place: str, endpoint: str, host: str) -> str:
+    # inproc:// has the right form, but only the engine's own process can reach it.
+    if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
+        raise InvalidReplicaResponse(
+            place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path"
+        )
+    if is_local_endpoint(endpoint) and not is_local_host(host):
+        raise InvalidReplicaResponse(
+            place,
+            f"{endpoint[:100]!r}; is on the router's own machine, and the replica is not: only"
+            " replicas[].kv_events may name such an address",
+        )
+    return reachable(endpoint, host)
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

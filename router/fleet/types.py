@@ -1,0 +1,97 @@
+"""The plain values of the registry."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from router.fleet.engine_load import EngineLoad
+from router.fleet.load import ReplicaLoad
+
+
+class Health(Enum):
+    """What checks and requests show of a replica."""
+
+    STARTING = "starting"
+    """Added, and no check has passed yet."""
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+
+
+class ReplicaState(Enum):
+    """Health, and whether the replica is draining, in one word."""
+
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    DRAINING = "draining"
+    """Gets no new requests, whatever its health; running ones continue."""
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """Where one data-parallel rank publishes its KV events. Addresses to connect to: without
+    wildcards."""
+
+    dp_rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    snapshot_endpoint: str | None = None
+    server_key: str | None = None
+    """The publisher's public key, where it is its own."""
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    """What a replica serves."""
+
+    models: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(LoRA adapter, the model it adapts)."""
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an operator wants to know of a replica at one moment. Secrets are left out."""
+
+    id: str
+    url: str
+    state: str
+    health: str
+    draining: bool
+    models: tuple[str, ...]
+    adapters: dict[str, str]
+    models_configured: bool
+    sources: tuple[EventSource, ...]
+    sources_configured: bool
+    notes: tuple[str, ...]
+    """What went wrong in the last discovery, and what was assumed."""
+    speed: float
+    max_concurrent_requests: int | None
+    load: ReplicaLoad
+    """What this router has in flight there."""
+    others: ReplicaLoad = msgspec.field(default_factory=ReplicaLoad)
+    """What is known of other routers."""
+    engine_load: EngineLoad | None
+    engine_load_age_s: float | None
+    foreign_requests: int
+    last_error: str | None
+    """Of the last failed check or request, since it was last healthy."""
+    seconds_in_health: float
+    seconds_since_check: float | None
+    checks: int
+    failed_checks: int
+    failed_requests: int
+    times_unhealthy: int
+    discoveries: int
+    failed_discoveries: int
+    failed_scrapes: int
+    breaker: str = "closed"
+    """The state of its circuit breaker: `closed`, `open` or `half_open`."""
+    times_opened: int = 0
+    """Its circuit breaker."""
+    times_told_off: int = 0
+    """Times that it answered 429 or 503 with Retry-After."""
+    backs_off_s: float = 0.0
+    """For how long it gets nothing because of that."""
+    slow_start: float = 1.0
+    """The share of its speed and limits that count since it joined."""

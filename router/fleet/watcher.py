@@ -1,0 +1,388 @@
+"""Watches one replica: one task checks its health, another asks what it serves and how loaded it
+is.
+
+Two tasks, so that a slow response to the second kind delays no check; one of each per replica, so
+that none waits for another replica and no check overlaps with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from random import Random
+from typing import Any, Protocol
+
+from async_timeout import timeout
+
+from router.config import HealthConfig
+from router.config.origin import Header, Origin, Timeouts
+from router.errors import InvalidReplicaResponse
+from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import OutOfResources, UpstreamError
+from router.fleet.engine_load import EngineLoad, parse_engine_load
+from router.fleet.load import LoadTracker
+from router.fleet.load_topic import LoadFollower, LoadTopics
+from router.fleet.replica import Replica
+from router.fleet.self_description import (
+    MAX_RESPONSE_BYTES,
+    MODELS_PATH,
+    SERVER_INFO_PATH,
+    SOURCES_PATH,
+    ServerInfo,
+    parse_model_entries,
+    parse_models,
+    parse_server_info,
+    parse_sources,
+)
+from router.fleet.types import EventSource, ServedModels
+
+UNREACHABLE = (UpstreamError, OSError, asyncio.TimeoutError)
+MAX_HEALTH_BYTES = 64 * 1024
+MAX_METRICS_BYTES = 8 * 1024 * 1024
+EARLIEST = 0.1
+"""Share of the interval that passes at least between two checks, if a failed request asks for an
+early one."""
+JITTER = 0.2
+"""Waits are shortened at random by up to this share, so that many replicas are not asked at the
+same moment. Never prolonged: a replica that returns is back within one interval."""
+
+
+class Fetch(Protocol):
+    """One small GET."""
+
+    async def __call__(
+        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Status and body of the response to `GET <origin><path>`.
+
+        Args:
+            origin: The replica.
+            path: After the origin's base path.
+            headers: Beside those that every request has.
+            timeout_s: For everything together.
+            max_bytes: Bound on the body.
+        Raises:
+            UpstreamError: There is no response, or its body is longer than *max_bytes*.
+            OSError: There is no connection.
+            asyncio.TimeoutError: It took longer than *timeout_s*.
+        """
+
+
+class UpstreamFetch:
+    """`Fetch` over the kept connections of the router's own HTTP client."""
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    async def __call__(
+        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """See `Fetch`."""
+        phases = Timeouts(timeout_s, timeout_s, timeout_s)
+        async with timeout(timeout_s):
+            status, _, body = await self._client.fetch(
+                origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
+            )
+        return status, body
+
+
+class WatchListener(Protocol):
+    """What a watcher reports to: its registry."""
+
+    def on_check(self, replica: Replica, error: str | None) -> None:
+        """A check is over.
+
+        Args:
+            replica: The one that was checked.
+            error: Why the check failed; None if it passed.
+        """
+
+    def on_discovered(
+        self,
+        replica: Replica,
+        served: ServedModels | None,
+        sources: tuple[EventSource, ...] | None,
+        notes: tuple[str, ...],
+    ) -> None:
+        """The replica has been asked about itself.
+
+        Args:
+            replica: The one that was asked.
+            served: What it serves; None if that is unknown this time.
+            sources: Where its events are; None if that is unknown this time.
+            notes: What went wrong, and what was assumed.
+        """
+
+
+class _Refused(InvalidReplicaResponse):
+    """A response with another status than 200."""
+
+    def __init__(self, path: str, status: int) -> None:
+        super().__init__(f"GET {path}", f"returned {status}")
+        self.status = status
+
+
+class Watcher:
+    """The two tasks of one replica. Make it inside a running event loop.
+
+    Args:
+        replica: To be watched; its counts and times are written here.
+        listener: Hears of every check and discovery.
+        fetch: Asks the replica.
+        load: Tells this router's requests from others in the engine's load.
+        config: How often, and how patiently.
+        random: For jitter.
+        clock: A monotonic clock, in seconds.
+        load_topics: Makes the sockets of those that publish their load.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        listener: WatchListener,
+        fetch: Fetch,
+        load: LoadTracker,
+        config: HealthConfig,
+        random: Random,
+        clock: Callable[[], float],
+        load_topics: LoadTopics,
+    ) -> None:
+        self._replica = replica
+        self._published = LoadFollower(load_topics, clock, replica.origin.allows)
+        self._listener = listener
+        self._fetch = fetch
+        self._load = load
+        self._config = config
+        self._random = random
+        self._clock = clock
+        self._closing = False
+        self._check_now = asyncio.Event()
+        self._healthy = asyncio.Event()
+        self._discovery_due = 0.0
+        self._look_now = asyncio.Event()
+        self.tasks: tuple[asyncio.Task[None], ...] = (
+            self._start(self._watch_health(), "health"),
+            self._start(self._watch_details(), "details"),
+        )
+
+    def check_soon(self) -> None:
+        """A request failed there: check it before the next check is due."""
+        self._check_now.set()
+
+    def became_healthy(self) -> None:
+        """Ask it about itself now: it is new, or may be another process than before."""
+        self._discovery_due = self._clock()
+        self._healthy.set()
+        self._look_now.set()
+
+    def became_unhealthy(self) -> None:
+        """Ask it nothing but its health."""
+        self._healthy.clear()
+
+    def cancel(self) -> tuple[asyncio.Task[None], ...]:
+        """Cancel all tasks, and return them: await their end."""
+        self._closing = True
+        # What ends a task remembers the frames that it ran through, and with them this watcher.
+        tasks, self.tasks = self.tasks, ()
+        for task in tasks:
+            task.cancel()
+        return tasks + self._published.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(
+            work, name=f"replica {self._replica.id}: {what}"
+        )
+
+    # --- health -----------------------------------------------------------------------------------
+
+    async def _watch_health(self) -> None:
+        while not self._closing:
+            began = self._clock()
+            self._check_now.clear()
+            with contextlib.suppress(OutOfResources):
+                error = await self._check()
+                self._replica.checked_at = self._clock()
+                self._listener.on_check(self._replica, error)
+            await self._pause(self._check_now, began, self._config.interval_s)
+
+    async def _check(self) -> str | None:
+        """Why the check failed; None if it passed. Raises `OutOfResources` where the router
+        has no connection for it, which says nothing about the replica."""
+        try:
+            status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
+        except OutOfResources:
+            raise
+        except UNREACHABLE as error:
+            return (
+                str(error)
+                or f"GET {self._config.path}: no response in {self._config.timeout_s:g} s"
+            )
+        return None if 200 <= status < 300 else f"GET {self._config.path} returned {status}"
+
+    # --- models, event sources, load --------------------------------------------------------------
+
+    async def _watch_details(self) -> None:
+        while not self._closing:
+            await self._healthy.wait()
+            began = self._clock()
+            self._look_now.clear()
+            if began >= self._discovery_due:
+                await self._discover()
+            if self._config.scrape_metrics and not self._published.is_live:
+                await self._scrape()
+            await self._pause(self._look_now, began, self._details_interval_s())
+
+    def _details_interval_s(self) -> float:
+        until_discovery_s = max(self._discovery_due - self._clock(), self._config.interval_s)
+        return self._config.interval_s if self._config.scrape_metrics else until_discovery_s
+
+    async def _discover(self) -> None:
+        due = self._discovery_due
+        notes: list[str] = []
+        served = await self._models(notes)
+        info = await self._server_info()
+        if isinstance(info, ServerInfo):
+            self._replica.server_info = info
+        elif isinstance(info, _Refused):
+            self._replica.server_info = ServerInfo()
+        sources = await self._sources(info, notes)
+        complete = served is not None and sources is not None
+        wait_s = self._config.discovery_interval_s if complete else self._config.interval_s
+        # Unless it left and returned in the meantime: then another process may have responded.
+        if self._discovery_due == due:
+            self._discovery_due = self._clock() + wait_s
+        self._replica.discoveries += 1
+        self._replica.failed_discoveries += not complete
+        self._listener.on_discovered(self._replica, served, sources, tuple(notes))
+
+    async def _models(self, notes: list[str]) -> ServedModels | None:
+        configured = self._replica.config.models
+        try:
+            body = await self._body(MODELS_PATH, MAX_RESPONSE_BYTES)
+            served = parse_models(body)
+            self._replica.model_entries = parse_model_entries(body)
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
+            notes.append(_note(MODELS_PATH, error))
+            return None
+        if configured is None:
+            return served
+        adapters = tuple(
+            (adapter, model) for adapter, model in served.adapters if model in configured
+        )
+        return ServedModels(configured, adapters)
+
+    async def _server_info(self) -> ServerInfo | Exception:
+        """What it says of itself; vLLM says nothing (404), which is no fault."""
+        try:
+            body = await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES)
+            return parse_server_info(body, self._replica.origin.host)
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
+            return error
+
+    async def _sources(
+        self, info: ServerInfo | Exception, notes: list[str]
+    ) -> tuple[EventSource, ...] | None:
+        if self._replica.configured_sources is not None:
+            return self._replica.configured_sources
+        host = self._replica.origin.host
+        try:
+            found = parse_sources(await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES), host)
+        except _Refused as refused:
+            # An engine of another kind, or an older one, does not have this endpoint.
+            if refused.status in (404, 405):
+                return self._sglang_sources(info, refused.status, notes)
+            notes.append(_unknown_cache(SOURCES_PATH, refused.status))
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
+            notes.append(_note(SOURCES_PATH, error))
+        else:
+            self._published.follow(())
+            return found
+        return None
+
+    def _sglang_sources(
+        self, info: ServerInfo | Exception, status: int, notes: list[str]
+    ) -> tuple[EventSource, ...] | None:
+        """What SGLang tells where vLLM's path returned *status*."""
+        if isinstance(info, _Refused):
+            notes.append(_unknown_cache(SOURCES_PATH, status))
+            return () if info.status in (404, 405) else None
+        if isinstance(info, Exception):
+            notes.append(_note(SERVER_INFO_PATH, info))
+            return None
+        self._published.follow(info.load_topics, self._take_published)
+        if not info.sources:
+            notes.append(
+                f"GET {SERVER_INFO_PATH} names no kv_events: start it with --kv-events-config, or"
+                " configure kv_events"
+            )
+        return info.sources
+
+    async def _body(self, path: str, max_bytes: int) -> bytes:
+        """The body of a response with status 200; raises `_Refused`, and what `Fetch` raises."""
+        status, body = await self._get(path, max_bytes)
+        if status != 200:
+            raise _Refused(path, status)
+        return body
+
+    async def _scrape(self) -> None:
+        own_before = self._own_requests()
+        try:
+            load = parse_engine_load(await self._body(self._config.metrics_path, MAX_METRICS_BYTES))
+        except (*UNREACHABLE, _Refused):
+            load = None
+        if load is None:
+            self._replica.failed_scrapes += 1
+            return
+        # Requests began and ended while the engine was asked; the larger number blames less on
+        # others.
+        own = max(own_before, self._own_requests())
+        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
+
+    def _take_published(self, load: EngineLoad) -> None:
+        own = self._own_requests()
+        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
+
+    def _own_requests(self) -> int:
+        return self._load.look_at(self._replica.id).requests
+
+    def _own_by_rank(self, load: EngineLoad) -> dict[int, int]:
+        ranks = [rank.dp_rank for rank in load.ranks]
+        if not ranks:
+            return {}
+        own = self._load.loads_of_ranks(self._replica.id, ranks)
+        return {rank: load.requests for rank, load in zip(ranks, own, strict=True)}
+
+    # --- both -------------------------------------------------------------------------------------
+
+    async def _get(self, path: str, max_bytes: int) -> tuple[int, bytes]:
+        try:
+            return await self._fetch(
+                self._replica.origin, path, self._replica.headers, self._config.timeout_s, max_bytes
+            )
+        finally:
+            if self._closing:
+                # A fetch may swallow a cancellation that meets its end: on Python 3.10 one that
+                # meets the time limit.
+                raise asyncio.CancelledError
+
+    async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
+        """Wait until one interval after *began*, or until *early* is set, but at least a tenth of
+        the interval."""
+        shortened_s = interval_s * (1 - JITTER * self._random.random())
+        await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
+        timer = asyncio.get_running_loop().call_later(
+            max(0.0, began + shortened_s - self._clock()), early.set
+        )
+        try:
+            await early.wait()
+        finally:
+            timer.cancel()
+
+
+def _unknown_cache(path: str, status: int) -> str:
+    return f"GET {path} returned {status}: configure kv_events, or its cache stays unknown"
+
+
+def _note(path: str, error: BaseException) -> str:
+    return (str(error) or f"GET {path}: no response in time")[:300]

@@ -1,0 +1,287 @@
+"""Every cache as this router drives it: requests in prefill, ended ones in the order in which their
+blocks will be evicted, and what that says to a policy.
+
+An engine evicts what was least recently used, by the end of the request that used it last. So the
+order is known here. How far the eviction has come is not: it is read from the index, by asking
+whether the oldest request's own part of its prompt could still be reused. That is done when a
+request begins to respond or ends, and for the cache that was chosen, never for a decision; and only
+if the cache has removed something since.
+
+The compiled core does all of it (`core/mirror/`), and knows caches and models by numbers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from router._core import LoadPrices, Visit
+from router._core import Mirror as CoreMirror
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
+from router.index.mirror_types import (
+    ByTier,
+    CacheOutlook,
+    Coming,
+    MirrorStatistics,
+    Outlook,
+    Prefilling,
+)
+from router.index.prompt import HashedPrompt
+
+
+class Mirror:
+    """Follows what this router sends. The caller passes no time: the clock is given once.
+
+    Memory: some 400 bytes for each 64 tokens of the prompts of requests that were the last to use
+    something, most of it token ids, and 1,600 for each of these requests.
+    """
+
+    def __init__(
+        self,
+        max_keys: int = 1_048_576,
+        tier_prices: Mapping[str, float] = MappingProxyType({}),
+        other_price: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            max_keys: Bound on what is kept for all caches together, in keys; the oldest requests of
+                the cache that grows are forgotten first. A prompt counts for four more.
+            tier_prices: Of a token from a tier, by its name in upper case, in tokens to compute,
+                until it was learned.
+            other_price: Of one from any other tier.
+            clock: A monotonic clock, in seconds.
+        """
+        self._clock = clock
+        # Numbers begin anywhere: others must not take a prompt of this process for one of another
+        # process that had its name before.
+        first_number, prices = secrets.randbelow(1 << 48), list(tier_prices.items())
+        self.core = CoreMirror(max_keys, clock, prices, other_price, first_number, Coming)
+        self._caches: dict[SourceId, int] = {}
+        self._sources: list[SourceId] = []
+        """By number."""
+        self._models: dict[str, int] = {}
+        self._model_names: list[str] = []
+        """By number."""
+        self._told: dict[int, Prefilling] = {}
+        self._heard: dict[Prefilling, int] = {}
+
+    # --- what is sent -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        model: str,
+        index: PrefixIndex,
+        source: SourceId,
+        prompts: Sequence[HashedPrompt],
+        prompt_tokens: int,
+        uncached_tokens: int,
+        hit_tokens: int = 0,
+        speed: float = 1.0,
+        loads: ByTier = (),
+        junction_tokens: int = 0,
+        keep: Sequence[int] = (),
+    ) -> Visit:
+        """A request is sent to a cache.
+
+        Args:
+            model: Its base model.
+            index: The model's.
+            source: The cache.
+            prompts: The request's, as far as they are known.
+            prompt_tokens: Of all of them.
+            uncached_tokens: Of these, those that have to be computed there.
+            hit_tokens: Of these, those that are cached there now.
+            speed: Of the replica, relative to others.
+            loads: What of the hit comes from below the GPU.
+            junction_tokens: Behind the hit, those of which only full attention is there.
+            keep: Lengths of the prompt at which the engine is told to keep windows and states.
+        """
+        return self.core.begin(
+            self.number_of_model(model),
+            index.shared,
+            index.number_of(source),
+            self.number_of(source),
+            [prompt.hashed for prompt in prompts],
+            index.computed_of(source, prompts),
+            prompt_tokens,
+            uncached_tokens,
+            hit_tokens,
+            speed,
+            loads,
+            junction_tokens,
+            keep,
+        )
+
+    # --- what others are told, and tell -----------------------------------------------------------
+
+    def prefilling(self) -> list[Prefilling]:
+        """What is being computed for requests of this router, as far as others should know of it
+        before its events tell them, the latest last. The same objects each time, brought up to
+        date.
+
+        A short prompt that is computed at once is not among it: to tell and to hear of it costs
+        more than to compute it twice.
+        """
+        before, self._told = self._told, {}
+        for number, queued_tokens, news in sorted(self.core.prefilling()):
+            told = before.get(number)
+            if told is None:
+                assert news is not None, "who was told of it before has kept it"
+                model, cache, tokens, keys = news
+                name, source = self._model_names[model], self._sources[cache]
+                told = Prefilling(number, name, source, tokens, 0, keys)
+            told.queued_tokens = queued_tokens
+            self._told[number] = told
+        return list(self._told.values())
+
+    def hear(self, others: Iterable[Prefilling]) -> None:
+        """Take over what is being computed for others, in place of what was; the same object
+        stands for the same prompt."""
+        before, self._heard = self._heard, {}
+        for each in dict.fromkeys(others):
+            number = before.pop(each, None)
+            if number is None:
+                number = self.core.hear(self.number_of(each.source), each.tokens, each.keys)
+            self._heard[each] = number
+        for number in before.values():
+            self.core.unhear(number)
+
+    def forget(self, replica: str) -> None:
+        """Forget what is cached at a replica, at all its ranks: it restarted, failed, or was
+        removed."""
+        self.core.forget(self.numbers_of(replica))
+
+    def ended(self, source: SourceId) -> Iterator[tuple[Sequence[int], float]]:
+        """The requests that were the last to use something of a cache, by the time of their end,
+        earliest first: the keys of each, and that time."""
+        cache = self._caches.get(source)
+        return iter(() if cache is None else self.core.ended(cache))
+
+    def forget_model(self, model: str) -> None:
+        """No replica serves this model any more."""
+        self.core.forget_model(self.number_of_model(model))
+
+    # --- what a decision asks ---------------------------------------------------------------------
+
+    def prefill_tokens_per_s(self, model: str) -> float:
+        """Of a replica of this model at speed 1."""
+        return self.core.prefill_tokens_per_s(self.number_of_model(model))
+
+    def load_prices(self, source: SourceId) -> LoadPrices | None:
+        """What loading costs at a cache; None where nothing was sent to it yet."""
+        cache = self._caches.get(source)
+        return None if cache is None else self.core.load_prices(cache)
+
+    def reuse_probability(self, model: str, idle_s: float) -> float:
+        """How probable it is that something will be used again.
+
+        Args:
+            model: Whose requests use it.
+            idle_s: For how long nobody has.
+        """
+        return self.core.reuse_probability(self.number_of_model(model), idle_s)
+
+    def outlook(
+        self,
+        model: str,
+        source: SourceId,
+        capacity_blocks: int | None = None,
+        now: float | None = None,
+    ) -> CacheOutlook:
+        """What a new request would find at a cache.
+
+        Args:
+            model: Of the request.
+            source: The cache; an unknown one is idle and empty.
+            capacity_blocks: What the engine says of its size.
+            now: On the mirror's clock, where the caller knows it.
+        """
+        now = self._clock() if now is None else now
+        (progress,), (known,) = self.outlooks(model, [source], lambda _number: capacity_blocks, now)
+        return CacheOutlook(progress, *known)
+
+    def outlooks(
+        self,
+        model: str,
+        sources: Sequence[SourceId],
+        capacity_of: Callable[[int], int | None],
+        now: float,
+    ) -> tuple[list[float], list[Outlook]]:
+        """The same of many caches, without a name for each value: progress, and the rest.
+
+        Args:
+            model: Of the request.
+            sources: The caches.
+            capacity_of: What the engine says of the size of cache i.
+            now: On the mirror's clock.
+        """
+        return self.core.outlooks(
+            self.number_of_model(model), sources, self._caches, capacity_of, now
+        )
+
+    def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
+        """What each cache is computing of a prompt for another one now.
+
+        Args:
+            prompt: One that is to be sent.
+            tokens: Its length; 0 if it is unknown, so that what is behind the last key never
+                counts.
+        """
+        return self.core.in_prefill(prompt.hashed, tokens, self._sources)
+
+    def expected(
+        self,
+        source: SourceId,
+        prompt: HashedPrompt,
+        prompt_tokens: int,
+        hit_tokens: int,
+        junction_tokens: int = 0,
+    ) -> int:
+        """How many tokens of a prompt will be cached when the engine admits it, if it were sent
+        now: those in prefill there come first. They store their prompts, and evict others.
+
+        Args:
+            source: The cache.
+            prompt: One that is to be sent.
+            prompt_tokens: Its length.
+            hit_tokens: That are cached now.
+            junction_tokens: Behind these, those of which only full attention is there.
+        """
+        cache = self._caches.get(source)
+        if cache is None:
+            return hit_tokens
+        return self.core.expected(cache, prompt.hashed, prompt_tokens, hit_tokens, junction_tokens)
+
+    def statistics(self) -> MirrorStatistics:
+        """Sizes."""
+        return MirrorStatistics(*self.core.statistics())
+
+    # --- numbers ----------------------------------------------------------------------------------
+
+    def number_of(self, source: SourceId) -> int:
+        """What names a cache in the core, for as long as the process lives."""
+        number = self._caches.get(source)
+        if number is None:
+            number = self._caches[source] = len(self._sources)
+            self._sources.append(source)
+        return number
+
+    def numbers_of(self, replica: str) -> list[int]:
+        """Of all its ranks."""
+        return [number for number, source in enumerate(self._sources) if source.replica == replica]
+
+    def source_of(self, number: int) -> SourceId:
+        """The cache that a number names."""
+        return self._sources[number]
+
+    def number_of_model(self, name: str) -> int:
+        """By which the core knows a model."""
+        number = self._models.get(name)
+        if number is None:
+            number = self._models[name] = len(self._model_names)
+            self._model_names.append(name)
+        return number

@@ -1,0 +1,96 @@
+"""What the mirror is told and says. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from router.index.base import SourceId
+
+STEP = 64
+"""Tokens between two keys of a prefix; the same for all prompts of a model."""
+WORTH_TELLING = 256
+"""Uncached tokens from which others are told of a prompt at once."""
+
+ByTier: TypeAlias = Sequence[tuple[str, int]]
+"""Tokens of each lower tier or store, as in `Hit.by_tier`."""
+
+
+class Coming(NamedTuple):
+    """What a cache will have of a prompt, though no event says so yet. In tokens."""
+
+    tokens: int
+    """A hit."""
+    run: int
+    """What full attention will have, at least as much: beyond the hit it is a junction."""
+
+
+class CacheOutlook(NamedTuple):
+    """What a new request would find at a cache, besides its hit."""
+
+    progress_tokens: float = 0.0
+    """Of the uncached tokens in prefill there, those that are computed by now."""
+    eviction_age_s: float | None = None
+    """For how long what it evicts next has been idle; None while it evicts nothing."""
+    reuse_probability: float = 0.0
+    """Of what it evicts next."""
+    uncached_tokens_per_s: float = 0.0
+    """That it was given to compute lately."""
+    arrivals_per_s: float = 0.0
+    """Requests that were sent to it lately."""
+    refill: float = 1.0
+    """What bringing back what it evicts costs, relative to computing it."""
+
+
+Outlook: TypeAlias = tuple[float | None, float, float, float, float]
+"""A `CacheOutlook` without the progress."""
+
+
+@dataclass(eq=False, slots=True)
+class Prefilling:
+    """A prompt that is being computed at a cache for a request, or has just been."""
+
+    number: int
+    """Of the requests of its router."""
+    model: str
+    source: SourceId
+    tokens: int
+    """Of the prompt."""
+    queued_tokens: int
+    """Of these, the last ones, which have still to be computed."""
+    keys: Sequence[int]
+    """The prompt's, every `STEP` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorStatistics:
+    """Sizes."""
+
+    caches: int
+    keys: int
+    """Over all caches."""
+    requests: int
+    """Ended ones that still own something."""
+    kept: int
+    """What is kept for these, in keys: this is what is bounded."""
+
+
+class ApproximateHit(NamedTuple):
+    """What a cache may hold of a prompt."""
+
+    tokens: int
+    trust: float
+    """Of the tokens that were promised there lately, the share that was cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApproximateStatistics:
+    """The estimate of one cache."""
+
+    tokens: int
+    """That it may hold."""
+    capacity_tokens: int
+    """As far as reuse was seen to last; never more than the cache has by all that is known."""
+    trust: float
+    """See `ApproximateHit`."""

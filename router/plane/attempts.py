@@ -1,0 +1,202 @@
+"""The attempts of a request: where it may be sent, how that can fail, and how often it may be tried
+again.
+
+Retries are bounded twice: for one request, so that one that kills replicas does not reach them all,
+and for all requests together, so that retries do not become a load of their own when much fails.
+What goes to a replica that is at ease, or leaves one that is lost, is no such load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from router.config.origin import Header, Origin
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One candidate: where a request may be sent, and the headers that depend on it."""
+
+    replica_id: str
+    """For the observer; the proxy does not read it."""
+    origin: Origin
+    request_headers: tuple[tuple[bytes, bytes | None], ...] = ()
+    """Each replaces the client's headers of that name, or removes them if its value is None. Names
+    in lower case."""
+    response_headers: tuple[Header, ...] = ()
+    """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
+    body: bytes | None = None
+    """What to send there in place of the request's body, where it differs."""
+    keep: tuple[int, ...] = ()
+    """Lengths of the prompt at which the engine is told to keep windows and states, for the
+    observer."""
+
+
+class Failure(Enum):
+    """How a replica failed in one attempt. A 4xx response does not count: the client caused it."""
+
+    CONNECT = "connect"
+    CLOSED = "closed"
+    # A kept connection was closed before the first byte: perhaps only since it was idle, so the
+    # same replica is tried once more, and it does not count against it.
+    KEPT_CLOSED = "kept_closed"
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    MALFORMED = "malformed"
+    # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
+    UNAVAILABLE = "unavailable"
+    # 429, or 503, and it says when to come back: it is well, and full.
+    BUSY = "busy"
+    # Its health checks failed while its first byte was waited for.
+    UNHEALTHY = "unhealthy"
+    # It was late, and another one gave its first byte before.
+    LATE = "late"
+    # Any other 5xx: passed on to the client.
+    SERVER_ERROR = "server_error"
+    # After the first byte.
+    DIED = "died"
+    IDLE_TIMEOUT = "idle_timeout"
+    # Silent, and its health checks failed.
+    LOST = "lost"
+
+
+# The failures after which another attempt may follow. SERVER_ERROR is a response like any other,
+# and the last three of `Failure` happen after its beginning was passed on.
+RETRIED = frozenset(
+    (
+        Failure.CONNECT,
+        Failure.CLOSED,
+        Failure.KEPT_CLOSED,
+        Failure.FIRST_BYTE_TIMEOUT,
+        Failure.MALFORMED,
+        Failure.UNAVAILABLE,
+        Failure.BUSY,
+        Failure.UNHEALTHY,
+        Failure.LATE,
+    )
+)
+
+
+_IN_CORE = {
+    "connect_timeout": Failure.CONNECT,
+    "given_up": Failure.UNHEALTHY,
+    "no_files": Failure.CONNECT,
+    "at_limit": Failure.CONNECT,
+}
+
+
+def failure_of(name: str) -> Failure:
+    """What the compiled data plane calls *name*."""
+    return _IN_CORE.get(name) or Failure(name)
+
+
+class Unretried(Enum):
+    """Why a request that failed was not tried again, though there was a candidate."""
+
+    # It had its further attempts.
+    LIMIT = "limit"
+    # Too many of all requests were tried again already, and the next replica is not at ease.
+    BUDGET = "budget"
+    # Two replicas closed the connection over it, as a process that dies does.
+    CLOSED = "closed_replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """Bounds on further attempts.
+
+    Raises:
+        ValueError: A negative number.
+    """
+
+    further_attempts: int = 2
+    """Of one request, after its first."""
+    budget_share: float = 0.1
+    """Of all requests, how many may be tried again in the long run where that may do harm."""
+    budget_burst: int = 10
+    """How many more than that at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("further_attempts", "budget_share", "budget_burst"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"retries: {name} {getattr(self, name)!r} must not be negative")
+
+
+MAX_CLOSED_REPLICAS = 2
+"""Replicas that may close the connection over one request, as a process that dies does. It is
+not sent to another one."""
+_CLOSINGS = frozenset((Failure.KEPT_CLOSED, Failure.CLOSED, Failure.MALFORMED))
+
+
+class RetryBudget:
+    """A bucket of tokens, one for each retry: every request adds a share of one, up to a bound."""
+
+    def __init__(self, limits: RetryLimits) -> None:
+        self.limits = limits
+        self._tokens = float(limits.budget_burst)
+        self._share, self._most = limits.budget_share, float(max(limits.budget_burst, 1))
+
+    def add_request(self) -> None:
+        """Count a new request."""
+        if self._tokens < self._most:
+            self._tokens = min(self._tokens + self._share, self._most)
+
+    def take(self) -> bool:
+        """Take a token for one retry; False if there is none."""
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class RequestRetries:
+    """The attempts of one request."""
+
+    __slots__ = ("_attempts", "_budget", "_closed_by", "_is_free", "refused")
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self.refused: Unretried | None = None
+        """Why the last attempt asked for was not allowed."""
+        self._budget = budget
+        self._attempts = 0
+        self._closed_by: set[str] = set()
+        self._is_free = False
+
+    def start(self, is_at_ease: Callable[[], bool]) -> bool:
+        """Whether another attempt may be made now; it counts as made.
+
+        Args:
+            is_at_ease: Whether the replica that would get it serves its requests and has room for
+                more. Then nothing is taken from the budget: a storm begins where retries fail too.
+        """
+        if self._attempts:
+            self.refused = self._obstacle(is_at_ease)
+            if self.refused is not None:
+                return False
+        self._attempts += 1
+        return True
+
+    def failed(self, replica_id: str, failure: Failure, is_replica_lost: bool) -> None:
+        """The attempt failed, in a way that lets another be made.
+
+        Args:
+            replica_id: Where.
+            failure: How.
+            is_replica_lost: The replica is out of rotation by now. All that was sent there has to
+                move, and nothing new is, so this takes nothing from the budget.
+        """
+        self._is_free = is_replica_lost
+        if failure in _CLOSINGS:
+            self._closed_by.add(replica_id)
+        elif failure in (Failure.UNAVAILABLE, Failure.BUSY):
+            self._closed_by.discard(replica_id)  # it is alive
+
+    def _obstacle(self, is_at_ease: Callable[[], bool]) -> Unretried | None:
+        if len(self._closed_by) >= MAX_CLOSED_REPLICAS:
+            return Unretried.CLOSED
+        if self._attempts > self._budget.limits.further_attempts:
+            return Unretried.LIMIT
+        is_allowed = self._is_free or is_at_ease() or self._budget.take()
+        return None if is_allowed else Unretried.BUDGET

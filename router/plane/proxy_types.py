@@ -1,0 +1,171 @@
+"""What goes into the proxy, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from router.config.origin import Header, Timeouts
+from router.plane.attempts import (
+    Attempt,
+    Failure,
+    RetryLimits,
+    Unretried,
+)
+
+
+class Dialect(Enum):
+    """The form of errors: each client SDK recognises only its own."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+class End(Enum):
+    """How a proxied request ended. Exactly one of them is reported for every request."""
+
+    # The replica's response, whatever its status, reached the client whole.
+    COMPLETED = "completed"
+    # The client closed its connection first.
+    CLIENT_LEFT = "client_left"
+    # The client read nothing for longer than client_stall_s.
+    CLIENT_STALLED = "client_stalled"
+    # The replica broke off, or fell silent, after its first byte had been passed on.
+    REPLICA_DIED = "replica_died"
+    # Every candidate failed before its first byte, or there was none: the client got 502 or 503.
+    NO_REPLICA = "no_replica"
+    # The router has no connection to spare: the client got 503.
+    OVERLOADED = "overloaded"
+    # The router itself gave up: it shuts down, or an error of its own ended the request.
+    ABANDONED = "abandoned"
+
+
+class ProxyRequest(msgspec.Struct, frozen=True):
+    """A client's request whose body was read, and bounded, already."""
+
+    method: bytes
+    """As on the wire."""
+    target: bytes
+    """Path and query as on the wire."""
+    headers: list[Header]
+    """The client's, in ASGI's form, names in lower case. Hop-by-hop headers, host and
+    content-length are replaced."""
+    body: bytes
+    """What to send, which may differ from what the client sent."""
+    response_headers: tuple[Header, ...] = ()
+    """Added to every response, the router's own errors included, as `x-request-id`."""
+    dialect: Dialect = Dialect.OPENAI
+    """The form of errors."""
+    added: tuple[Header, ...] = ()
+    """What the router says of the request, behind the client's headers."""
+    dropped: frozenset[bytes] = frozenset()
+    """The names of the client's headers that are not for replicas."""
+    timeouts: Timeouts | None = None
+    """Replace the proxy's own. A response that is not streamed has its first byte only when all of
+    it was generated."""
+
+
+class ProxyObserver(Protocol):
+    """Hears what happens to one request, on the event loop: it must not block.
+
+    For each attempt `on_attempt` and, if the replica fails, `on_failure`; `on_first_byte` at most
+    once, then `on_chunk` for every piece of the body. `on_end` comes last, exactly once, in every
+    case.
+    """
+
+    __slots__ = ()
+
+    def on_tried(self, failure: Failure) -> None:
+        """The data plane sent the request to a replica by itself, before all attempts told of here,
+        and that has failed."""
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        """The request is about to be sent to this candidate."""
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        """The candidate failed. If the failure is in `RETRIED`, another attempt may follow.
+
+        Args:
+            attempt: The candidate.
+            failure: How it failed.
+        Returns:
+            Whether the replica is out of rotation by now, so that all that was sent there has to
+            move: such an attempt takes nothing from the budget of retries.
+        """
+        raise NotImplementedError
+
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        """Whether the candidate serves its requests and has room for this one too: then a retry
+        there is no part of a storm, and takes nothing from the budget of retries."""
+        raise NotImplementedError
+
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
+        """The candidate says that it can take no request now.
+
+        Args:
+            attempt: The candidate.
+            retry_after_s: For how long, as it says.
+            is_429: Whether it may mean this client only; else it means everybody.
+        Returns:
+            Whether that matters: then the request goes to another one, if there is one.
+        """
+        raise NotImplementedError
+
+    def on_unretried(self, reason: Unretried) -> None:
+        """There was another candidate, but the request is not tried again."""
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        """The first byte of the response's body is here, or the end of an empty one.
+
+        Args:
+            attempt: The candidate whose response is passed on.
+            seconds: Since the call of `PlaneProxy.start`.
+        """
+
+    def on_chunk(self, data: bytes) -> None:
+        """A piece of the body, before it is sent on."""
+
+    wants_beginning: bool = False
+    """Whether it wants the beginning of the body, from a proxy that does not show it all of it."""
+
+    def on_events(self, count: int) -> None:
+        """So many more events of a stream have passed. In place of `on_chunk`, where bodies pass
+        without being looked at here."""
+
+    def on_beginning(self, data: bytes) -> None:
+        """A part of the beginning of the body has passed, likewise."""
+
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        """What the body reports, likewise: before `on_end`.
+
+        Args:
+            is_json: Whether it is one JSON body; else it is a stream of events.
+            last: The tail of the body, or the last event with a usage.
+            first: The first such event, where it is another one.
+        """
+
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        """The request has ended.
+
+        Args:
+            end: How.
+            status: Sent to the client; None if it left before there was one.
+            seconds: Since the call of `PlaneProxy.start`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """Bounds on one proxied request."""
+
+    timeouts: Timeouts
+    retry_after_s: int = 1
+    """Sent with the router's own 502 and 503."""
+    retries: RetryLimits = field(default_factory=RetryLimits)
+
+    def __post_init__(self) -> None:
+        if self.retry_after_s < 0:
+            raise ValueError(f"proxy: retry_after_s {self.retry_after_s!r} must be 0 or more")

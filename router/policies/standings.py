@@ -1,0 +1,317 @@
+"""The candidates of one decision as columns of plain numbers, and the order that a plug-in gives
+them.
+
+A router decides for every request, and of a decision it needs the first place only. So candidates,
+their reasons, and all places behind the first are made when somebody asks for them: a retry, an
+explanation, or a policy that ranks `Candidate` objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
+
+from typing_extensions import override
+
+from router.policies.reasons import Why
+from router.policies.types import (
+    Candidate,
+    CandidateLoad,
+    Ranked,
+    RouteRequest,
+    Weights,
+)
+
+State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
+"""Of a `Candidate`, `replica_id`, `dp_rank` and `speed`; then the doubt about its hit: False, True
+where it is `suspect`, or else its `approximate_trust`; and of its load `queued_prefill_tokens`,
+`prefilling_requests`, `decoding_requests`, `decode_context_tokens`, `foreign_requests` and
+`waiting_requests`."""
+Outlook: TypeAlias = tuple[float | None, float, float, float, float]
+"""Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
+`arrivals_per_s` and `refill`."""
+
+
+class Lower(NamedTuple):
+    """What a candidate has of a prompt below its GPU; the fields are those of `Candidate`."""
+
+    by_tier: tuple[tuple[str, int], ...] = ()
+    load_price: float | None = None
+    pull_from: str | None = None
+
+
+class Standings:
+    """The candidates of one decision: item i of every column is about candidate i."""
+
+    __slots__ = (
+        "_lower_of",
+        "cached_tokens",
+        "gpu_cached_tokens",
+        "junction_tokens",
+        "outlooks",
+        "progress_tokens",
+        "recent_tokens",
+        "states",
+    )
+
+    def __init__(
+        self,
+        states: list[State],
+        gpu_cached_tokens: list[int],
+        cached_tokens: list[int],
+        junction_tokens: list[int],
+        recent_tokens: list[int],
+        progress_tokens: list[float],
+        outlooks: list[Outlook],
+        lower_of: Callable[[int], Lower],
+    ) -> None:
+        """Keep the columns. Policies must not change them.
+
+        Args:
+            states: What does not depend on the prompt.
+            gpu_cached_tokens: As in `Candidate`, like the next four.
+            cached_tokens: At least as many.
+            junction_tokens: By candidate.
+            recent_tokens: By candidate.
+            progress_tokens: By candidate.
+            outlooks: What each cache is doing.
+            lower_of: Returns what candidate i has below its GPU.
+        """
+        self.states = states
+        self.gpu_cached_tokens = gpu_cached_tokens
+        self.cached_tokens = cached_tokens
+        self.junction_tokens = junction_tokens
+        self.recent_tokens = recent_tokens
+        self.progress_tokens = progress_tokens
+        self.outlooks = outlooks
+        self._lower_of = lower_of
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Standings:
+        """Those of *candidates*, in their order."""
+        return cls(
+            [state_of(candidate) for candidate in candidates],
+            [candidate.gpu_cached_tokens for candidate in candidates],
+            [candidate.cached_tokens for candidate in candidates],
+            [candidate.junction_tokens for candidate in candidates],
+            [candidate.recent_tokens for candidate in candidates],
+            [candidate.progress_tokens for candidate in candidates],
+            [outlook_of(candidate) for candidate in candidates],
+            lambda number: lower_of_candidate(candidates[number]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def lower_of(self, number: int) -> Lower:
+        """What candidate *number* has below its GPU."""
+        return self._lower_of(number)
+
+    def lower_cost(self, number: int, weights: Weights) -> float:
+        """What a token of the hit of candidate *number* costs that is below the GPU.
+
+        Args:
+            number: Its number.
+            weights: What it costs where it was not measured.
+        """
+        lower = self.lower_of(number)
+        return weights.of_lower(lower.by_tier) if lower.load_price is None else lower.load_price
+
+    def requests(self, number: int) -> int:
+        """Requests known to be at candidate *number*."""
+        _, _, _, _, _, prefilling, decoding, _, foreign, _ = self.states[number]
+        return prefilling + decoding + foreign
+
+    def candidate(self, number: int) -> Candidate:
+        """Candidate *number* as an object."""
+        state, outlook, lower = self.states[number], self.outlooks[number], self.lower_of(number)
+        return Candidate(
+            replica_id=state[0],
+            gpu_cached_tokens=self.gpu_cached_tokens[number],
+            cached_tokens=self.cached_tokens[number],
+            by_tier=lower.by_tier,
+            load_price=lower.load_price,
+            pull_from=lower.pull_from,
+            junction_tokens=self.junction_tokens[number],
+            recent_tokens=self.recent_tokens[number],
+            progress_tokens=self.progress_tokens[number],
+            eviction_age_s=outlook[0],
+            reuse_probability=outlook[1],
+            uncached_tokens_per_s=outlook[2],
+            arrivals_per_s=outlook[3],
+            refill=outlook[4],
+            suspect=state[3] is True,
+            approximate_trust=None if isinstance(state[3], bool) else state[3],
+            load=CandidateLoad(
+                queued_prefill_tokens=state[4],
+                prefilling_requests=state[5],
+                decoding_requests=state[6],
+                decode_context_tokens=state[7],
+                foreign_requests=state[8],
+                waiting_requests=state[9],
+            ),
+            speed=state[2],
+            dp_rank=state[1],
+        )
+
+
+def state_of(candidate: Candidate) -> State:
+    """The `State` of a candidate."""
+    load = candidate.load
+    return (
+        candidate.replica_id,
+        candidate.dp_rank,
+        candidate.speed,
+        candidate.suspect if candidate.approximate_trust is None else candidate.approximate_trust,
+        load.queued_prefill_tokens,
+        load.prefilling_requests,
+        load.decoding_requests,
+        load.decode_context_tokens,
+        load.foreign_requests,
+        load.waiting_requests,
+    )
+
+
+def lower_of_candidate(candidate: Candidate) -> Lower:
+    """What a candidate has below its GPU."""
+    return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
+
+
+def outlook_of(candidate: Candidate) -> Outlook:
+    """The `Outlook` of a candidate."""
+    return (
+        candidate.eviction_age_s,
+        candidate.reuse_probability,
+        candidate.uncached_tokens_per_s,
+        candidate.arrivals_per_s,
+        candidate.refill,
+    )
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """How a policy orders standings: by cost."""
+
+    costs: Sequence[float]
+    """By candidate; finite."""
+    tie: Callable[[int], Any]
+    """What decides between candidates of equal cost, by their numbers: the least value first. The
+    values can be compared with each other."""
+    why: Why
+
+    def cost(self, number: int) -> float:
+        """Of candidate *number*."""
+        return self.costs[number]
+
+    def first(self) -> int:
+        """The number of the best candidate; there is one."""
+        costs = self.costs
+        least = min(costs)
+        if costs.count(least) == 1:
+            return costs.index(least)
+        return min((i for i, cost in enumerate(costs) if cost == least), key=self.tie)
+
+    def numbers(self) -> list[int]:
+        """The numbers of all candidates, best first."""
+        costs, tie = self.costs, self.tie
+        return sorted(range(len(costs)), key=lambda number: (costs[number], tie(number)))
+
+
+@runtime_checkable
+class OrdersStandings(Protocol):
+    """A plug-in that needs no candidates to choose among them, and makes decisions cheaper: it has
+    this method besides `Policy.rank`."""
+
+    needs_outlook: bool
+    """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0. If so, it also
+    chooses among the data-parallel ranks of a replica: it gets them as standings of their own, all
+    with the same `replica_id`."""
+
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """Order *standings* as `Policy.rank` would order its candidates, with the same costs.
+
+        Args:
+            request: What is known of it.
+            standings: At least one.
+        """
+
+
+class Ordered(Protocol):
+    """An `Order`, wherever it was found."""
+
+    @property
+    def why(self) -> Why:
+        """The reasons."""
+
+    def cost(self, number: int) -> float:
+        """Of candidate *number*."""
+
+    def first(self) -> int:
+        """The number of the best candidate."""
+
+    def numbers(self) -> list[int]:
+        """The numbers of all candidates, best first."""
+
+
+class Stands(Protocol):
+    """`Standings`, wherever they are."""
+
+    def __len__(self) -> int: ...
+
+    def candidate(self, number: int) -> Candidate:
+        """Candidate *number* as an object."""
+
+
+class Ranking(Sequence[Ranked]):
+    """Standings in the order of a policy. Each place is made when it is asked for."""
+
+    __slots__ = ("_best", "_order", "_places", "_standings")
+
+    def __init__(self, order: Ordered, standings: Stands) -> None:
+        """
+        Args:
+            order: Of a policy.
+            standings: At least one.
+        """
+        self._order = order
+        self._standings = standings
+        self._best = self._place(order.first(), 0)
+        self._places: list[Ranked] | None = None
+
+    def __len__(self) -> int:
+        return len(self._standings)
+
+    @overload
+    def __getitem__(self, index: int) -> Ranked: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Ranked]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> Ranked | list[Ranked]:
+        return self._best if index == 0 else self._all()[index]
+
+    @override
+    def __iter__(self) -> Iterator[Ranked]:
+        yield self._best
+        yield from self._all()[1:]
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> list[Ranked]:
+        if self._places is None:
+            numbers = self._order.numbers()[1:]
+            behind = [self._place(number, place) for place, number in enumerate(numbers, 1)]
+            self._places = [self._best, *behind]
+        return self._places
+
+    def _place(self, number: int, place: int) -> Ranked:
+        candidate, cost = self._standings.candidate(number), self._order.cost(number)
+        return Ranked(candidate, cost, partial(self._order.why, candidate, cost, place))

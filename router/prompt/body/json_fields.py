@@ -1,0 +1,201 @@
+"""Reading values of a parsed body, with errors that name the place and the rule but never the
+value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from router.prompt.errors import RequestBodyError
+from router.prompt.limits import PromptLimits
+
+_ENCODER = msgspec.json.Encoder()
+_COUNT = re.compile(r"\s*\+?([0-9]{1,15})(?:\.0+)?\s*")
+
+
+def encode_json(value: object) -> bytes:
+    """Encode as JSON; raises MemoryError where there is no memory for it.
+
+    `msgspec.json.encode` crashes the process (0.22) where it finds no room for a long string; into
+    a buffer it says so.
+    """
+    buffer = bytearray()
+    _ENCODER.encode_into(value, buffer)
+    return bytes(buffer)
+
+
+def describe(value: object) -> str:
+    """Describe a value by type and size, without quoting it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "an integer" if isinstance(value, int) else "a number"
+    if isinstance(value, (str, bytes)):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list):
+        return f"a list of {len(value)} items"
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    return f"a value of type {type(value).__name__}"
+
+
+def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any:
+    """Return a field that must be present and not null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the object, for the error.
+        rule: What the field must be, for the error.
+    Raises:
+        RequestBodyError: It is missing or null.
+    """
+    value = fields.get(name)
+    if value is None:
+        found = "null" if name in fields else "missing"
+        raise RequestBodyError(f"{place}.{name}", found, rule)
+    return value
+
+
+def optional_text(
+    fields: Mapping[str, Any], name: str, place: str, max_chars: int | None = None
+) -> str | None:
+    """Return a string field; None if it is absent or null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the object, for the error.
+        max_chars: Longest string allowed; None sets no bound.
+    Raises:
+        RequestBodyError: It is not a string, or is too long.
+    """
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
+    if max_chars is not None and len(value) > max_chars:
+        raise RequestBodyError(
+            f"{place}.{name}", describe(value), f"must have at most {max_chars} characters"
+        )
+    return value
+
+
+def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[str, Any] | None:
+    """Return an object field; None if it is absent or null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the outer object, for the error.
+    Raises:
+        RequestBodyError: It is not an object.
+    """
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RequestBodyError(f"{place}.{name}", describe(value), "must be an object")
+    return value
+
+
+def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
+    """Check that a value is a list of objects within the bounds, and return it.
+
+    Args:
+        value: What the body holds there.
+        place: Its JSON path, for the error.
+        limits: Bounds on items, nesting and values.
+    Raises:
+        RequestBodyError: It is not such a list.
+    """
+    if not isinstance(value, list):
+        raise RequestBodyError(place, describe(value), "must be a list of objects")
+    if len(value) > limits.max_messages:
+        raise RequestBodyError(
+            place, describe(value), f"must have at most {limits.max_messages} items"
+        )
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
+    check_shape(value, place, limits)
+    return value
+
+
+def check_shape(value: object, place: str, limits: PromptLimits) -> None:
+    """Refuse a value that is nested too deep or holds too many values.
+
+    Templates and JSON encoders recurse over what a client sends, and every value costs a look or
+    two in the event loop; both must be known before they start.
+
+    Args:
+        value: What the body holds there.
+        place: Its JSON path, for the error.
+        limits: `max_nesting` and `max_values` count.
+    Raises:
+        RequestBodyError: A bound is exceeded.
+    """
+    level, left = [value], limits.max_values
+    for _ in range(limits.max_nesting + 2):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
+            return
+        left -= sum(map(len, containers))
+        if left < 0:
+            raise RequestBodyError(
+                place, "too many values", f"at most {limits.max_values} values are allowed"
+            )
+        level = [
+            child
+            for item in containers
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    rule = f"at most {limits.max_nesting} levels of objects and lists are allowed"
+    raise RequestBodyError(place, "nested too deep", rule)
+
+
+def check_int64(value: object, place: str) -> None:
+    """Refuse a number that has no room in 64 bits: some engines answer it with 500. What is no
+    number is theirs to judge.
+
+    Args:
+        value: A number, or the text of one.
+        place: Its JSON path or its header, for the error.
+    Raises:
+        RequestBodyError: It is out of range.
+    """
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            return
+    if isinstance(value, (int, float)) and not -(2**63) <= value < 2**63:
+        found = f"{value:g}" if isinstance(value, float) else f"{value.bit_length()} bits"
+        raise RequestBodyError(place, found, "must be an integer of 64 bits, from -2^63 to 2^63-1")
+
+
+def is_true(value: object) -> bool:
+    """Read a flag the lenient way an engine does: `true`, 1 and `"true"` alike."""
+    return (
+        value is True
+        or value == 1
+        or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+    )
+
+
+def as_count(value: object) -> int | None:
+    """Read a count that only informs the router; None unless it is a whole number >= 0, or the text
+    of one, as pydantic takes it.
+
+    The engine refuses what is wrong with it.
+    """
+    if isinstance(value, str):
+        found = _COUNT.fullmatch(value)
+        return int(found[1]) if found else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value) if 0 <= value < 2**53 and float(value).is_integer() else None

@@ -1,0 +1,35 @@
+"""The number by which an engine orders what waits there: where it reads it from.
+
+vLLM reads a header at three paths, and elsewhere a field of the body; SGLang the field everywhere.
+At other paths, as `/v1/messages`, neither reads one.
+"""
+
+from __future__ import annotations
+
+from router.prompt.body.splicing import with_field
+from router.prompt.prompts import Endpoint
+
+PRIORITY_HEADER = b"x-vllm-priority"
+"""vLLM reads it before it reads `priority` of the body."""
+PRIORITY_FIELD = "priority"
+_HEADER_READ = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES))
+_FIELD_READ = _HEADER_READ | {Endpoint.EMBEDDINGS, Endpoint.GENERATE}
+
+
+def with_priority(
+    body: bytes, endpoint: Endpoint, number: int, reads_header: bool
+) -> tuple[tuple[tuple[bytes, bytes], ...], bytes]:
+    """Return the header and the body that tell an engine a number; the same body, and no header,
+    where it would not read them.
+
+    Args:
+        body: A JSON object that was parsed before.
+        endpoint: Where it is sent.
+        number: In 64 bits.
+        reads_header: Whether the engine reads vLLM's header.
+    """
+    if reads_header and endpoint in _HEADER_READ:
+        return ((PRIORITY_HEADER, b"%d" % number),), body
+    if endpoint in _FIELD_READ:
+        return (), with_field(body, PRIORITY_FIELD, b"%d" % number)
+    return (), body

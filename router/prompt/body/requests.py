@@ -1,0 +1,647 @@
+"""Request body -> `PromptSpec`: pure parsing, no tokenizer needed.
+
+Only fields that shape the prompt are checked; the engine judges everything else. Unknown fields are
+ignored: the proxy forwards the body unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import is_not
+from typing import Any, Literal, TypeGuard, TypeVar
+
+import msgspec
+from msgspec.structs import astuple, replace
+
+from router.prompt.body.anthropic_request import parse_messages
+from router.prompt.body.json_fields import (
+    as_count,
+    check_int64,
+    check_shape,
+    describe,
+    is_true,
+    optional_object,
+    optional_text,
+    required,
+)
+from router.prompt.body.openai_request import parse_chat, parse_responses
+from router.prompt.body.priority import PRIORITY_FIELD
+from router.prompt.body.pulling import TRANSFER_FIELD
+from router.prompt.body.retention import strip_hints
+from router.prompt.body.rewriting import (
+    ARGUMENTS_FIELD,
+    SALT_FIELD,
+    SAMPLING_FIELD,
+    strip_report_mode,
+    tenant_salt_of,
+    with_tenant_salt,
+)
+from router.prompt.body.splicing import without_field
+from router.prompt.errors import RequestBodyError
+from router.prompt.limits import PromptLimits
+from router.prompt.prompts import (
+    MODEL_LENGTH,
+    Endpoint,
+    OpaquePrompt,
+    PackTokenIds,
+    Prompt,
+    PromptSpec,
+    TextPrompt,
+    TokenIds,
+    TokenPrompt,
+    Truncation,
+)
+
+_Ids = TypeVar("_Ids", list[Any], TokenIds)
+
+_MAX_SESSION_CHARS = 512
+_TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
+_PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
+
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_PLACE = re.compile(r"\(byte (\d+)\)")
+_TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
+_RETENTION = "prompt_cache_retention"
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
+_WITH_SESSION = frozenset((*_SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
+_WITH_TOKEN_IDS = {
+    Endpoint.COMPLETIONS: frozenset(("prompt",)),
+    Endpoint.EMBEDDINGS: frozenset(("input",)),
+    Endpoint.ROUTE: frozenset(("token_ids", "prompt")),
+    Endpoint.GENERATE: frozenset(("token_ids",)),
+}
+"""The fields that may hold nothing but token ids."""
+_MAX_REST_BYTES = 65_536
+_SHORT_BODY_BYTES = 4096
+_FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
+_TAKEN_OUT = b"[\t \t \n\t]"
+
+
+_FIELD_NAMES = (
+    *("model", "model_name", "cache_salt", "lora_name", "endpoint", "token_ids"),
+    *("messages", "prompt", "input"),
+    *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
+    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
+    *(ARGUMENTS_FIELD, "metadata", *_SESSION_FIELDS),
+    *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+    *("instructions", "reasoning", "system", "thinking", "output_config"),
+    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", PRIORITY_FIELD, _RETENTION),
+)
+
+
+def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
+    fields: list[tuple[str, Any, Any]] = [
+        (name, msgspec.Raw if name in undecoded else Any, msgspec.UNSET) for name in _FIELD_NAMES
+    ]
+    return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, gc=False))
+
+
+_FIELDS_DECODER = _decoder()
+_PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKEN_IDS.items()}
+
+
+def parse_request(
+    endpoint: Endpoint,
+    body: bytes,
+    *,
+    encoding: Literal["json", "msgpack"] = "json",
+    limits: PromptLimits | None = None,
+    pack: PackTokenIds | None = None,
+) -> PromptSpec:
+    """Read all that routing needs from a request body.
+
+    A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms; with *pack*, which makes no
+    Python list of them, token ids take a quarter. Fields that nothing reads are skipped.
+
+    Args:
+        endpoint: Where the body was sent.
+        body: The bytes as received; the caller has bounded their number.
+        encoding: `msgpack` only where the caller offers it (`/route`).
+        limits: Bounds on the prompt; the defaults where None.
+        pack: The compiled index's; None without one.
+    Raises:
+        RequestBodyError: The body is malformed, or its prompt breaks a rule.
+    """
+    limits = limits or PromptLimits()
+    fields = _decode(body, encoding, endpoint, pack)
+    form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
+    if PRIORITY_FIELD in fields:
+        check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
+    if form is Endpoint.GENERATE:
+        fields = _with_sampling(fields)
+    model = _model(fields, endpoint)
+    prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
+    has_salt, max_chars = "cache_salt" in fields, limits.max_salt_chars
+    return PromptSpec(
+        endpoint=form,
+        model=model,
+        prompts=prompts,
+        stream="stream" in fields and is_true(fields["stream"]),
+        choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
+        cache_salt=_salt(fields, form, len(prompts), max_chars) if has_salt else None,
+        lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
+        session=_session(fields),
+        body_bytes=len(body),
+        reads_cache=not _asks_for_prompt_logprobs(fields, form),
+        stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
+        has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
+        has_priority=PRIORITY_FIELD in fields,
+        has_transfer_params=TRANSFER_FIELD in fields,
+        keeps_prompt=fields.get(_RETENTION) is not None,
+    )
+
+
+def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
+    """Selection services call it by the longer name."""
+    model = optional_text(fields, "model", "$")
+    if model is None and endpoint is Endpoint.ROUTE:
+        return optional_text(fields, "model_name", "$")
+    return model
+
+
+def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and what other forms have beside the prompt and this one in an object."""
+    given = fields.get(SAMPLING_FIELD)
+    if not isinstance(given, dict):
+        return fields
+    return {name: given[name] for name in ("n", "prompt_logprobs") if name in given} | fields
+
+
+def _salt(
+    fields: Mapping[str, Any], form: Endpoint, prompts: int, max_chars: int
+) -> str | tuple[str | None, ...] | None:
+    """One salt, or one for each prompt of a batch, as SGLang takes them. To SGLang an empty one is
+    none; vLLM refuses it itself."""
+    given = fields.get("cache_salt")
+    if form is not Endpoint.COMPLETIONS or not isinstance(given, list):
+        return optional_text(fields, "cache_salt", "$", max_chars) or None
+    if len(given) != prompts:
+        rule = f"must have as many salts as there are prompts, {prompts}"
+        raise RequestBodyError("$.cache_salt", describe(given), rule)
+    salts = {str(place): salt for place, salt in enumerate(given)}
+    return tuple(optional_text(salts, name, "$.cache_salt", max_chars) or None for name in salts)
+
+
+def holds_mostly_ids(body: bytes) -> bool:
+    """Whether all but a small part of a JSON body is one list of numbers, which *pack* reads in a
+    fraction of the time that anything else takes."""
+    start, end = _first_list(body)
+    if not end or start + len(body) - end > _MAX_REST_BYTES:
+        return False
+    return all(body.find(other, start + 1, end) < 0 for other in (b"[", b'"', b"{"))
+
+
+def _first_list(body: bytes) -> tuple[int, int]:
+    """From its bracket to behind the first one that closes; the end is 0 without both."""
+    start = body.find(b"[", 0, _MAX_REST_BYTES)
+    return start, 0 if start < 0 else body.find(b"]", start) + 1
+
+
+def _decode(
+    body: bytes, encoding: str, endpoint: Endpoint, pack: PackTokenIds | None
+) -> dict[str, Any]:
+    try:
+        if encoding == "json":
+            return _read_fields(body, endpoint, pack)
+        fields = msgspec.msgpack.decode(body)
+        if isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
+            # Templates and replicas know JSON only: other keys, bytes and dates are converted.
+            fields = msgspec.json.decode(msgspec.json.encode(fields))
+    except RecursionError:
+        raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
+        # The messages hold offsets and type names, but no content.
+        found = _fault(body, error) if encoding == "json" else str(error)
+        raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
+    if not isinstance(fields, dict):
+        raise RequestBodyError("$", describe(fields), "the body must be an object")
+    return fields
+
+
+def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> dict[str, Any]:
+    """The fields of a JSON body that anything here reads."""
+    packing = None if pack is None else _PACKING_DECODERS.get(endpoint)
+    try:
+        if pack is None or packing is None:
+            return _present(_FIELDS_DECODER.decode(body))
+        if len(body) > _SHORT_BODY_BYTES and (found := _around_ids(body, endpoint, pack)):
+            return found
+        fields = _present(packing.decode(body))
+        for name in _WITH_TOKEN_IDS[endpoint]:
+            if name in fields:
+                fields[name] = pack(fields[name]) or msgspec.json.decode(fields[name])
+        return fields
+    except msgspec.ValidationError:
+        # It is JSON, but no object; that is all that the types demand.
+        is_list = body.lstrip().startswith(b"[")
+        whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
+        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
+    except (msgspec.DecodeError, UnicodeError):
+        _FIELDS_DECODER.decode(body)  # says where in the body, not where in the field
+        raise
+
+
+def _around_ids(body: bytes, endpoint: Endpoint, pack: PackTokenIds) -> dict[str, Any] | None:
+    """The fields of a body whose first list is its token ids: they are packed first, and the rest
+    is read without them, since a parser takes as long to skip them. None for any other body."""
+    start, end = _first_list(body)
+    ids = pack(body[start:end]) if end else None
+    if not ids:
+        return None
+    # In place of the ids: a list that no body has, and that is no JSON inside of a string.
+    rest = body[:start] + _TAKEN_OUT + body[end:]
+    try:
+        fields = _present(_PACKING_DECODERS[endpoint].decode(rest))
+    except msgspec.DecodeError:
+        return None
+    holding = [name for name in _WITH_TOKEN_IDS[endpoint] if name in fields]
+    if [bytes(fields[name]) for name in holding] != [_TAKEN_OUT] or rest.count(_TAKEN_OUT) != 1:
+        return None
+    fields[holding[0]] = ids
+    return fields
+
+
+def _present(found: Any) -> dict[str, Any]:
+    values = astuple(found)
+    is_there = map(is_not, values, repeat(msgspec.UNSET))
+    return dict(compress(zip(_FIELD_NAMES, values, strict=True), is_there))
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """What is wrong with JSON, where the decoder's own words would mislead."""
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    text = str(error)
+    if not body.strip():
+        return "an empty body"
+    # The decoder has other words where the body ends before the other half could follow, and where
+    # it skips the string.
+    at = int(place[1]) if (place := _PLACE.search(text)) else len(body)
+    if "surrogate" in text or _HIGH_SURROGATE.search(body[max(at - 16, 0) : at + 8]):
+        return "half of a surrogate pair in an escape, which is no character"
+    return text
+
+
+def _route_form(fields: Mapping[str, Any]) -> Endpoint:
+    """Tell which form a `/route` body has: it may name it, else its fields do."""
+    named = fields.get("endpoint")
+    if named is not None:
+        known = [form.value for form in Endpoint]
+        if named not in known:
+            raise RequestBodyError(
+                "$.endpoint", describe(named), f"must be one of {', '.join(known)}"
+            )
+        return Endpoint(named)
+    if "token_ids" in fields:
+        return Endpoint.ROUTE
+    for name, form in (
+        ("messages", Endpoint.CHAT),
+        ("prompt", Endpoint.COMPLETIONS),
+        ("input", Endpoint.RESPONSES),
+    ):
+        if name in fields:
+            return form
+    raise RequestBodyError("$", describe(fields), "must have token_ids, messages, prompt or input")
+
+
+def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
+    """Read `truncate_prompt_tokens`; -1 means the model's own length."""
+    if "truncate_prompt_tokens" not in fields:
+        return None
+    given = fields["truncate_prompt_tokens"]
+    is_minus_one = not isinstance(given, bool) and given in (-1, "-1")
+    count = MODEL_LENGTH if is_minus_one else as_count(given)
+    if count is None:
+        return None
+    side = fields.get("truncation_side")
+    if side == "left" or side == "right":
+        return Truncation(count, side, counts_special_tokens=True)
+    return Truncation(
+        count, "right" if form is Endpoint.EMBEDDINGS else "left", counts_special_tokens=False
+    )
+
+
+def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
+    """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion
+    if it asks for them."""
+    if _FOR_LOGPROBS.isdisjoint(fields):
+        return False
+    if fields.get("prompt_logprobs") is not None:
+        return True
+    return is_true(fields.get("echo")) and (
+        form is Endpoint.CHAT or fields.get("logprobs") is not None
+    )
+
+
+def _session(fields: Mapping[str, Any]) -> str | None:
+    if _WITH_SESSION.isdisjoint(fields):
+        return None
+    arguments, metadata = fields.get(ARGUMENTS_FIELD), fields.get("metadata")
+    hints = [fields.get(name) for name in _SESSION_FIELDS]
+    hints.append(arguments.get("session_id") if isinstance(arguments, dict) else None)
+    hints.append(metadata.get("user_id") if isinstance(metadata, dict) else None)
+    return next(
+        (hint[:_MAX_SESSION_CHARS] for hint in hints if isinstance(hint, str) and hint), None
+    )
+
+
+def _stored_response(fields: Mapping[str, Any]) -> str | None:
+    named = fields.get("previous_response_id")
+    return named if isinstance(named, str) and named else None
+
+
+def _chat(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    return (parse_chat(fields, limits, truncation),)
+
+
+def _chats(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    """Several conversations, to which all else in the body applies alike."""
+    rule = "must be a list of conversations, each a list of messages"
+    given = required(fields, "messages", "$", rule)
+    if not isinstance(given, list) or not given:
+        found = "an empty list" if given == [] else describe(given)
+        raise RequestBodyError("$.messages", found, rule)
+    if len(given) > limits.max_prompts:
+        most = f"must have at most {limits.max_prompts} conversations"
+        raise RequestBodyError("$.messages", describe(given), most)
+    for index, conversation in enumerate(given):
+        if not isinstance(conversation, list):
+            place = f"$.messages[{index}]"
+            raise RequestBodyError(place, describe(conversation), "must be a list of messages")
+    check_shape(given, "$.messages", limits)
+    return tuple(
+        parse_chat({**fields, "messages": conversation}, limits, truncation)
+        for conversation in given
+    )
+
+
+def _generate(
+    fields: Mapping[str, Any],
+    limits: PromptLimits,
+    truncation: Truncation | None,  # noqa: ARG001 - this form cuts nothing
+) -> tuple[Prompt, ...]:
+    """Token ids as the engine computes them; where media are among them, up to the first one."""
+    if fields.get("content_parts"):
+        return (OpaquePrompt("media"),)
+    rule = "must be a list of token ids"
+    value = required(fields, "token_ids", "$", rule)
+    if not isinstance(value, (list, array)):
+        raise RequestBodyError("$.token_ids", describe(value), rule)
+    if not value:
+        raise RequestBodyError("$.token_ids", "an empty list", "must hold at least one token id")
+    if isinstance(value, array):
+        ids = _bounded(value, "$.token_ids", limits)
+    else:
+        ids = _token_ids(value, "$.token_ids", limits)
+    features = optional_object(fields, "features", "$")
+    if not features:
+        return (TokenPrompt(ids),)
+    start = _first_medium(features)
+    return (OpaquePrompt("media") if start is None else TokenPrompt(ids[:start], is_prefix=True),)
+
+
+def _first_medium(features: Mapping[str, Any]) -> int | None:
+    """Where the first medium's ids begin; None where that cannot be read."""
+    by_kind = features.get("mm_placeholders")
+    ranges = list(chain.from_iterable(by_kind.values())) if _holds_lists(by_kind) else []
+    starts = [as_count(each.get("offset")) for each in ranges if isinstance(each, dict)]
+    known = [start for start in starts if start is not None]
+    return min(known) if known and len(known) == len(ranges) else None
+
+
+def _holds_lists(value: object) -> TypeGuard[dict[str, list[Any]]]:
+    return isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
+
+
+def _completions(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    embeddings = fields.get("prompt_embeds")
+    if embeddings:
+        count = len(embeddings) if isinstance(embeddings, list) else 1
+        return (OpaquePrompt("prompt_embeds"),) * min(count, limits.max_prompts)
+    return _text_or_tokens(fields, "prompt", limits, truncation)
+
+
+def _embeddings(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    if "messages" in fields:
+        return (parse_chat(fields, limits, truncation, add_generation_prompt=False),)
+    if isinstance(fields.get("input"), list) and any(
+        isinstance(item, dict) for item in fields["input"]
+    ):
+        return (OpaquePrompt("unknown_input_item"),)
+    return _text_or_tokens(fields, "input", limits, truncation)
+
+
+def _responses(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    return (parse_responses(fields, limits, truncation),)
+
+
+def _messages(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    return (parse_messages(fields, limits, truncation),)
+
+
+def _route(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    return _text_or_tokens(fields, "token_ids", limits, truncation)
+
+
+_PARSERS: Mapping[
+    Endpoint, Callable[[Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]]
+] = {
+    Endpoint.CHAT: _chat,
+    Endpoint.COMPLETIONS: _completions,
+    Endpoint.RESPONSES: _responses,
+    Endpoint.MESSAGES: _messages,
+    Endpoint.EMBEDDINGS: _embeddings,
+    Endpoint.CHAT_BATCH: _chats,
+    Endpoint.GENERATE: _generate,
+    Endpoint.ROUTE: _route,
+}
+
+
+def _text_or_tokens(
+    fields: Mapping[str, Any], name: str, limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
+    """Read one prompt or a batch, each a string or a list of token ids."""
+    place = f"$.{name}"
+    value = required(fields, name, "$", _PROMPT_RULE)
+    if isinstance(value, array):
+        return (TokenPrompt(_bounded(value, place, limits), truncation),)
+    add_special_tokens = is_true(fields.get("add_special_tokens", True))
+    if isinstance(value, str):
+        return (_text(value, place, limits, truncation, add_special_tokens),)
+    if not isinstance(value, list):
+        raise RequestBodyError(place, describe(value), _PROMPT_RULE)
+    if not value:
+        raise RequestBodyError(place, "an empty list", "must hold at least one prompt or token id")
+    if not isinstance(value[0], (str, list)):
+        return (TokenPrompt(_token_ids(value, place, limits), truncation),)
+    if len(value) > limits.max_prompts:
+        raise RequestBodyError(
+            place, describe(value), f"must have at most {limits.max_prompts} prompts"
+        )
+    return tuple(
+        _batch_item(item, f"{place}[{index}]", limits, truncation, add_special_tokens)
+        for index, item in enumerate(value)
+    )
+
+
+def _batch_item(
+    value: object,
+    place: str,
+    limits: PromptLimits,
+    truncation: Truncation | None,
+    add_special_tokens: bool,
+) -> Prompt:
+    if isinstance(value, str):
+        return _text(value, place, limits, truncation, add_special_tokens)
+    if isinstance(value, list):
+        return TokenPrompt(_token_ids(value, place, limits), truncation)
+    raise RequestBodyError(place, describe(value), "must be a string or a list of token ids")
+
+
+def _text(
+    text: str,
+    place: str,
+    limits: PromptLimits,
+    truncation: Truncation | None,
+    add_special_tokens: bool,
+) -> TextPrompt:
+    if len(text) > limits.max_prompt_chars:
+        raise RequestBodyError(
+            place, describe(text), f"must have at most {limits.max_prompt_chars} characters"
+        )
+    return TextPrompt(text, add_special_tokens, truncation)
+
+
+def _bounded(ids: _Ids, place: str, limits: PromptLimits) -> _Ids:
+    if len(ids) > limits.max_prompt_tokens:
+        found, most = f"a list of {len(ids)} items", limits.max_prompt_tokens
+        raise RequestBodyError(place, found, f"must have at most {most} token ids")
+    return ids
+
+
+def _token_ids(values: list[Any], place: str, limits: PromptLimits) -> TokenIds:
+    _bounded(values, place, limits)
+    # The array takes true for 1, so the types are looked at first; both run in C over the whole
+    # list. Engines take 1.0 for 1.
+    types = set(map(type, values))
+    if types == {int} or (types <= {int, float} and all(map(_is_whole, values))):
+        try:
+            return array("I", values if types == {int} else map(int, values))
+        except OverflowError:
+            pass
+    raise _bad_token_id(values, place)
+
+
+def _is_whole(value: int | float) -> bool:
+    return isinstance(value, int) or value.is_integer()
+
+
+def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
+    for index, value in enumerate(values):
+        if type(value) is not int and not (type(value) is float and value.is_integer()):
+            return RequestBodyError(f"{place}[{index}]", describe(value), _TOKEN_RULE)
+        if not 0 <= value < 2**32:
+            return RequestBodyError(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
+    return RequestBodyError(place, describe(values), _TOKEN_RULE)
+
+
+def read_request(
+    body: bytes,
+    endpoint: Endpoint,
+    encoding: Literal["json", "msgpack"],
+    limits: PromptLimits,
+    tenant_salt: bytes | None = None,
+    pack: PackTokenIds | None = None,
+    drops_priority: bool = False,
+) -> tuple[PromptSpec, bytes | None]:
+    """Read a body, take out of it what is not the client's to say, and put a tenant's salt in.
+
+    Args:
+        body: As for `parse_request`, like the rest.
+        endpoint: Where it was sent.
+        encoding: Of the body.
+        limits: Bounds on the prompt.
+        tenant_salt: Of the client's key.
+        pack: As for `parse_request`.
+        drops_priority: Whether the client's `priority` is taken out.
+    Returns:
+        What it asks for, with the tenant's salt; and the body to send, None if that is *body*.
+    Raises:
+        RequestBodyError: As `parse_request`.
+    """
+    spec = parse_request(endpoint, body, encoding=encoding, limits=limits, pack=pack)
+    is_sent = endpoint is not Endpoint.ROUTE
+    changed = strip_report_mode(body, spec) if is_sent else body
+    if changed is not body:
+        spec = replace(spec, has_report_mode=True)
+    if is_sent and drops_priority and spec.has_priority:
+        changed = without_field(changed, PRIORITY_FIELD)
+    if is_sent and (spec.has_engine_arguments or spec.has_transfer_params):
+        changed = strip_hints(changed)
+    if tenant_salt is not None:
+        own = spec.cache_salt
+        salts = (
+            tuple(tenant_salt_of(tenant_salt, each) for each in own)
+            if isinstance(own, tuple)
+            else tenant_salt_of(tenant_salt, own)
+        )
+        spec = replace(spec, cache_salt=salts)
+        changed = with_tenant_salt(changed, tenant_salt) if is_sent else body
+    return spec, None if changed is body else changed
+
+
+class _LittleRead(msgspec.Struct):
+    model: str | None = None
+    priority: Any = None
+
+
+def read_model(
+    body: bytes,
+    tenant_salt: bytes | None = None,
+    salt_names: Sequence[str] = (SALT_FIELD,),
+    drops_priority: bool = False,
+) -> tuple[str | None, bytes | None]:
+    """Read the model that any JSON body names, and change it as `read_request` does; the rest is
+    skipped.
+
+    Args:
+        body: As the client sent it.
+        tenant_salt: Of the client's key.
+        salt_names: As for `with_tenant_salt`.
+        drops_priority: As for `read_request`.
+    Returns:
+        The model, None if it names none; and the body to send, None if that is *body*.
+    Raises:
+        RequestBodyError: It is not a JSON object, its model is not a string, or its priority breaks
+            a rule.
+    """
+    try:
+        read = msgspec.json.decode(body, type=_LittleRead)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise RequestBodyError(
+            "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
+        ) from None
+    check_int64(read.priority, f"$.{PRIORITY_FIELD}")
+    changed = without_field(body, PRIORITY_FIELD) if drops_priority else body
+    if tenant_salt is not None and salt_names:
+        changed = with_tenant_salt(changed, tenant_salt, salt_names)
+    return read.model, None if changed is body else changed

@@ -1,0 +1,96 @@
+"""What an engine is asked to keep of a request, in the request's body.
+
+    kvroute    {"kv_transfer_params": {"kvroute": {"keep": [640, 1200], "keep_end": true}}}
+    vLLM       {"vllm_xargs": {"kvroute_keep": [640, 1200], "kvroute_keep_end": 1}}
+
+The second one is for vLLM's plug-in (`integrations/vllm`). The router owns these fields: what it
+says is learned from the whole fleet, and a client that could say it would keep others from keeping
+theirs. A client's are taken out; it names what it caches by `cache_control`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from router.prompt.body.pulling import SOURCE, TRANSFER_FIELD
+from router.prompt.body.rewriting import ARGUMENTS_FIELD, EXTRA_FIELD, SAMPLING_FIELD
+from router.prompt.body.splicing import with_changed, with_members, without_members
+from router.prompt.prompts import Endpoint
+
+_PLAIN = b"kvroute", SOURCE.encode()
+_ESCAPE = b"\\u00"
+"""Of the letters of a name in a string."""
+
+
+class HintForm(Enum):
+    """How a replica is told; the value is the field of the body."""
+
+    KVROUTE = TRANSFER_FIELD
+    VLLM = ARGUMENTS_FIELD
+
+    def is_read_at(self, endpoint: Endpoint) -> bool:
+        """Whether engines read the field in bodies of some path.
+
+        Args:
+            endpoint: The path.
+        """
+        return endpoint in _ENDPOINTS[self]
+
+
+_ENDPOINTS = {
+    HintForm.KVROUTE: frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT)),
+    HintForm.VLLM: frozenset(
+        (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES)
+    ),
+}
+"""The paths at which an engine reads the field."""
+_NAMES = {
+    HintForm.KVROUTE: ("kvroute",),
+    HintForm.VLLM: ("kvroute_keep", "kvroute_keep_end"),
+}
+
+
+def with_hints(
+    body: bytes, endpoint: Endpoint, form: HintForm, keep: Sequence[int], keep_end: bool
+) -> bytes:
+    """Return the body with hints; the same object where the engine reads none there.
+
+    Args:
+        body: A JSON object that was parsed before, without hints.
+        endpoint: Where it is sent.
+        form: How the replica is told.
+        keep: Lengths of prefixes in tokens.
+        keep_end: Whether the response is kept as well.
+    """
+    if not form.is_read_at(endpoint) or not (keep or keep_end):
+        return body
+    said: Mapping[str, Any]
+    if form is HintForm.KVROUTE:
+        said = {"kvroute": {"keep": keep} | ({"keep_end": True} if keep_end else {})}
+    else:
+        said = {"kvroute_keep": keep} | ({"kvroute_keep_end": 1} if keep_end else {})
+    return with_members(body, form.value, msgspec.json.encode(said))
+
+
+def strip_hints(body: bytes) -> bytes:
+    """Return the body without hints, and without a peer to pull from; the same object if it has
+    neither.
+
+    Args:
+        body: A JSON object that was parsed before.
+    """
+    if not any(name in body for name in (*_PLAIN, _ESCAPE)):
+        return body
+    for form, names in _NAMES.items():
+        body = without_members(body, form.value, names)
+    body = without_members(body, TRANSFER_FIELD, (SOURCE,))
+    vllm = _NAMES[HintForm.VLLM]
+    return with_changed(
+        body,
+        SAMPLING_FIELD,
+        lambda value: without_members(value, EXTRA_FIELD, vllm) if value[:1] == b"{" else value,
+    )

@@ -1,0 +1,120 @@
+"""Tool definitions -> the form in which chat templates get them.
+
+vLLM parses tools into models of its own and hands templates a dump of those: the order of the keys
+is the models', `description` and `parameters` are there even where they are null, `strict`
+and `defer_loading` only where they are set, and fields it does not know are gone. Templates write
+tools as JSON at the very start of a prompt, so a different key order would be a different prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.prompt.body.json_fields import (
+    describe,
+    object_list,
+    optional_object,
+    optional_text,
+)
+from router.prompt.errors import RequestBodyError
+from router.prompt.limits import PromptLimits
+
+
+def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+    """Read `tools` of a chat completion; None without the field.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
+    tools = _tool_list(fields, limits)
+    return (
+        None
+        if tools is None
+        else [_chat_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
+    )
+
+
+def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+    """Read `tools` of the responses API, where a function's fields lie beside its type.
+
+    Other kinds of tools (web search, MCP) stay at the server and reach no template.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
+    tools = _tool_list(fields, limits)
+    if not tools:
+        return None
+    return [
+        _tool(_function(tool, f"$.tools[{index}]"), None)
+        for index, tool in enumerate(tools)
+        if tool.get("type") == "function"
+    ]
+
+
+def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
+    tools = _tool_list(fields, limits)
+    if tools is None:
+        return None
+    return [_anthropic_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _tool_list(fields: Mapping[str, Any], limits: PromptLimits) -> Sequence[dict[str, Any]] | None:
+    tools = fields.get("tools")
+    if tools is None:
+        return None
+    return object_list(tools, "$.tools", limits)
+
+
+def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    function = optional_object(tool, "function", place)
+    if function is None:
+        raise RequestBodyError(f"{place}.function", "missing", "must be an object with a name")
+    defer_loading = tool.get("defer_loading")
+    if defer_loading is not None and function.get("defer_loading") is None:
+        function = {**function, "defer_loading": defer_loading}
+    return _tool(_function(function, f"{place}.function"), defer_loading)
+
+
+def _anthropic_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    schema = optional_object(tool, "input_schema", place)
+    if schema is not None and "type" not in schema:
+        schema = {**schema, "type": "object"}
+    return _tool(_function({**tool, "parameters": schema}, place), None)
+
+
+def _tool(function: dict[str, Any], defer_loading: object) -> dict[str, Any]:
+    tool: dict[str, Any] = {"type": "function", "function": function}
+    if defer_loading is not None:
+        tool["defer_loading"] = defer_loading
+    return tool
+
+
+def _function(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise RequestBodyError(f"{place}.name", describe(name), "must be a string")
+    known: dict[str, Any] = {
+        "name": name,
+        "description": optional_text(function, "description", place),
+        "parameters": optional_object(function, "parameters", place),
+    }
+    for option in ("strict", "defer_loading"):
+        if function.get(option) is not None:
+            known[option] = function[option]
+    return known

@@ -1,0 +1,253 @@
+"""Messages of a request -> messages as a chat template gets them, normalised the way vLLM's server
+does it.
+
+A template either loops over the parts of a message's content (the `openai` form) or writes the
+content as it is (the `string` form); every message is brought into the form that the template
+expects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from router.prompt.body.anthropic_request import BILLING_HEADER
+
+ContentForm: TypeAlias = Literal["string", "openai"]
+_Message: TypeAlias = dict[str, Any]
+_Part: TypeAlias = "str | dict[str, Any]"
+
+# Where the text of a part lies, by the part's type.
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_reference": "name",
+}
+# Fields that make a part a medium whatever its type says.
+_MEDIA_FIELDS = frozenset(
+    (
+        *(
+            "image_url",
+            "input_image",
+            "image_embeds",
+            "image_pil",
+            "audio_url",
+            "input_audio",
+            "audio_embeds",
+        ),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    )
+)
+# Fields of parts that have a meaning of their own; a template gets all others beside type and text.
+_KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
+    "type",
+    "text",
+    "refusal",
+    "thinking",
+    "closed",
+    "name",
+    "uuid",
+    "data",
+    "file",
+}
+
+
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any part of any message is an image, audio or video."""
+    contents = [message.get("content") for message in messages]
+    return any(any(map(_is_medium, content)) for content in contents if isinstance(content, list))
+
+
+def normalise(
+    messages: Sequence[Mapping[str, Any]], form: ContentForm, media_mark: str | None = None
+) -> list[_Message]:
+    """Return new messages in *form*; the ones given stay as they are.
+
+    Args:
+        messages: Checked messages of a chat request.
+        form: What the template expects.
+        media_mark: Text to write for images, audio and video. None gives a template of the
+            `openai` form the part that it gets in the engine, and writes nothing into one of the
+            `string` form.
+    """
+    return [_normalise(message, form, media_mark) for message in messages]
+
+
+def _normalise(message: Mapping[str, Any], form: ContentForm, media_mark: str | None) -> _Message:
+    role, given = message["role"], message.get("content")
+    if isinstance(given, str) and not given.startswith(BILLING_HEADER):  # nearly all of them
+        content: str | list[_Message] = given
+        if form == "openai":
+            content = [{"type": "text", "text": given}]
+    else:
+        parts = _parts(given)
+        if role == "system":
+            parts = _without_billing_header(parts)
+        is_parts = form == "openai"
+        content = _as_parts(parts, media_mark) if is_parts else _as_string(parts, media_mark)
+    result: _Message = {"role": role, "content": content}
+    if role == "assistant":
+        result.update(_assistant_fields(message))
+    elif role == "tool":
+        result.update(_tool_fields(message, content))
+    elif role == "developer":
+        result["tools"] = message.get("tools")
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            result[name] = message[name]
+    return result
+
+
+def _parts(content: object) -> list[_Part]:
+    if isinstance(content, list):
+        return content
+    return [content] if isinstance(content, str) else []
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    return part.get("type") or "text"
+
+
+def _is_medium(part: _Part) -> bool:
+    return isinstance(part, dict) and (
+        _kind(part) not in _TEXT_FIELDS or not _MEDIA_FIELDS.isdisjoint(part)
+    )
+
+
+def _text(part: _Part) -> str | None:
+    """Return the text of a text part; None if it holds none."""
+    if isinstance(part, str):
+        return part
+    text = part.get(_TEXT_FIELDS[_kind(part)])
+    return text if isinstance(text, str) else None
+
+
+def _as_string(parts: Sequence[_Part], media_mark: str | None) -> str:
+    """Join texts by newlines; the engine writes the placeholders of media before them all."""
+    texts = [text for part in parts if not _is_medium(part) and (text := _text(part)) is not None]
+    if media_mark is not None and any(_is_medium(part) for part in parts):
+        texts.insert(0, media_mark)
+    return "\n".join(texts)
+
+
+def _as_parts(parts: Sequence[_Part], media_mark: str | None) -> list[_Message]:
+    return [wrapped for part in parts if (wrapped := _wrap(part, media_mark)) is not None]
+
+
+def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
+    """Return a part in the `openai` form; None for an empty one."""
+    if _is_medium(part):
+        assert not isinstance(part, str)
+        return (
+            {"type": _modality(_kind(part))}
+            if media_mark is None
+            else {"type": "text", "text": media_mark}
+        )
+    text = _text(part)
+    if text is None or isinstance(part, str):
+        return None if text is None else {"type": "text", "text": text}
+    if _kind(part) == "tool_reference":
+        return {"type": "tool_reference", "name": text}
+    extra = {name: value for name, value in part.items() if name not in _KNOWN_PART_FIELDS}
+    return {"type": "text", "text": text, **extra}
+
+
+def _modality(kind: str) -> str:
+    return next((modality for modality in ("image", "audio", "video") if modality in kind), "image")
+
+
+def _without_billing_header(parts: Sequence[_Part]) -> list[_Part]:
+    """Drop the line that Claude Code puts before its system prompt, new in every request, as the
+    engine does."""
+    kept: list[_Part] = []
+    for part in parts:
+        text = (
+            part
+            if isinstance(part, str)
+            else part.get("text")
+            if part.get("type") == "text"
+            else None
+        )
+        if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+    return kept
+
+
+def _assistant_fields(message: Mapping[str, Any]) -> _Message:
+    fields: _Message = {}
+    calls = message.get("tool_calls")
+    if calls:
+        fields["tool_calls"] = [_call(call) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        # Templates read the one or the other name.
+        fields["reasoning"] = fields["reasoning_content"] = reasoning
+    return fields
+
+
+def _call(call: Mapping[str, Any]) -> _Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: object) -> dict[str, Any]:
+    """Return the arguments of a call as templates want them: an object, empty if none are given."""
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _tool_fields(message: Mapping[str, Any], content: str | list[_Message]) -> _Message:
+    fields: _Message = {}
+    if "tool_call_id" in message:
+        fields["tool_call_id"] = message["tool_call_id"]
+    # Most templates write the content of a tool message as it is, also those that loop over that of
+    # others.
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        fields["content"] = "\n".join(part["text"] for part in content)
+    return fields
+
+
+def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
+    """Turn developer messages into system messages, then all system messages into one at the
+    front."""
+    converted = [
+        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in messages
+    ]
+    is_system = [message["role"] == "system" for message in converted]
+    return converted if not any(is_system[1:]) else merge_system_messages(converted, "\n\n")
+
+
+def merge_system_messages(messages: Sequence[_Message], separator: str) -> list[_Message]:
+    """Join all system messages into one at the front.
+
+    Args:
+        messages: Normalised messages; they stay as they are.
+        separator: Between two joined texts.
+    """
+    system = [
+        _plain_text(message.get("content")) for message in messages if message["role"] == "system"
+    ]
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": separator.join(text for text in system if text)}, *rest]
+
+
+def _plain_text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in parts)

@@ -1,0 +1,194 @@
+"""`ChatPrompt` -> text of the prompt, with the templates of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from router.prompt.chat.conversation import (
+    ContentForm,
+    has_media,
+    merge_system_messages,
+    normalise,
+    without_developer_role,
+)
+from router.prompt.chat.template import ChatTemplate
+from router.prompt.errors import UntokenizableError
+from router.prompt.model_files import ModelFiles
+from router.prompt.prompts import ChatPrompt
+
+# vLLM writes the chats of these models with code of its own; their templates, where there are any,
+# are not used.
+_RENDERED_BY_CODE = frozenset(
+    ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
+)
+# This one too; here even the engine's `/tokenize` follows the template and returns other ids than
+# chats have.
+_HARMONY = "gpt_oss"
+
+# Private characters that stand where a medium was, so that two renderings part just there.
+_MARKS = ("\ue000", "\ue001")
+
+_PROCESSOR = "processor"
+
+# Template variables that are the renderer's own; a client's argument of the same name is ignored.
+_RESERVED = frozenset(
+    ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """The rendering options of the engine's server, with its defaults."""
+
+    chat_template: str | None = None
+    """Text of a template that replaces the model's (`--chat-template`)."""
+    content_form: ContentForm | None = None
+    """`--chat-template-content-format`; None detects it."""
+    default_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """`--default-chat-template-kwargs`."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Text of a prompt."""
+
+    text: str = field(repr=False)
+    """All of it, or what is certain to stand before the first medium."""
+    is_prefix: bool = False
+    """The latter."""
+
+
+class ChatRenderer:
+    """Chooses a template, prepares the messages, renders."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        settings: ChatSettings | None = None,
+        *,
+        max_chars: int = 16_777_216,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile the templates of *files*.
+
+        Raises:
+            ModelFilesError: A template is not valid Jinja.
+        """
+        settings = settings or ChatSettings()
+        sources = (
+            {"default": settings.chat_template} if settings.chat_template else files.chat_templates
+        )
+        self._templates = {
+            name: ChatTemplate(
+                source,
+                place=f"{files.path}: chat template {name}",
+                form=settings.content_form,
+                max_chars=max_chars,
+                now=now,
+            )
+            for name, source in self._sources(files, sources, settings).items()
+        }
+        self._special_tokens = dict(files.special_tokens)
+        self._default_arguments = dict(settings.default_arguments)
+        self._obstacle = _obstacle(files)
+        self._takes_inline_system = all(
+            template.takes_inline_system for template in self._templates.values()
+        )
+
+    @staticmethod
+    def _sources(
+        files: ModelFiles, sources: Mapping[str, str], settings: ChatSettings
+    ) -> dict[str, str]:
+        if files.processor_template is None or settings.chat_template:
+            return dict(sources)
+        return {**sources, _PROCESSOR: files.processor_template}
+
+    def render(self, prompt: ChatPrompt) -> RenderedChat:
+        """Write *prompt* as text.
+
+        Raises:
+            UntokenizableError: The model has no template, the engine does not use it, or it refused
+                the conversation.
+        """
+        if self._obstacle is not None:
+            raise UntokenizableError(self._obstacle)
+        template = self._choose(has_tools=prompt.tools is not None)
+        if not has_media(prompt.messages):
+            return RenderedChat(self._render(template, prompt, None))
+        # Up to the first medium the engine's text is what two renderings have in common that differ
+        # only there.
+        first = self._render(template, prompt, _MARKS[0] if template.form == "string" else None)
+        second = self._render(template, prompt, _MARKS[1])
+        return RenderedChat(_common_prefix(first, second), is_prefix=True)
+
+    def _choose(self, *, has_tools: bool) -> ChatTemplate:
+        """Pick by name as transformers does; a processor's template goes first where there are no
+        tools."""
+        names = ("tool_use", "default", _PROCESSOR) if has_tools else (_PROCESSOR, "default")
+        for name in names:
+            if name in self._templates:
+                return self._templates[name]
+        raise UntokenizableError("no_chat_template")
+
+    def _render(self, template: ChatTemplate, prompt: ChatPrompt, media_mark: str | None) -> str:
+        messages = normalise(prompt.messages, template.form, media_mark)
+        if not template.knows_developer_role and any(
+            message["role"] == "developer" for message in messages
+        ):
+            messages = without_developer_role(messages)
+        if (
+            prompt.merge_inline_system
+            and not self._takes_inline_system
+            and _has_inline_system(messages)
+        ):
+            messages = merge_system_messages(messages, "")
+        context = {**self._context(prompt), "messages": messages}
+        return template.render(context, continue_final_message=prompt.continue_final_message)
+
+    def _context(self, prompt: ChatPrompt) -> dict[str, Any]:
+        """Gather the variables; what comes later wins, in the engine's order."""
+        arguments = {
+            name: value
+            for name, value in prompt.template_arguments.items()
+            if name not in _RESERVED
+        }
+        tools = {} if prompt.tools is None else {"tools": prompt.tools}
+        documents = {} if prompt.documents is None else {"documents": prompt.documents}
+        return {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **self._default_arguments,
+            **tools,
+            **arguments,
+            **documents,
+            "add_generation_prompt": prompt.add_generation_prompt,
+        }
+
+
+def _obstacle(files: ModelFiles) -> str | None:
+    """Tell why no template of this model can be trusted; None where it can."""
+    if files.model_type == _HARMONY:
+        return "harmony"
+    if files.model_type in _RENDERED_BY_CODE or files.has_mistral_tokenizer:
+        return "engine_renders_itself"
+    return None
+
+
+def _has_inline_system(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "system" for message in messages[1:])
+
+
+def _common_prefix(first: str, second: str) -> str:
+    """Return what both begin with, in a few comparisons of slices."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return first[:low]

@@ -1,0 +1,329 @@
+"""Tokenisation in the router: the model's chat template, and fastokens, or else the tokenizers
+library behind a cache.
+
+Nothing here waits for anything: `prepare` and `finish` are functions of the prompt and the
+cache, safe to call from any thread. `finish` is where the tokenizer runs, and it runs without the
+interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+from router.prompt.chat.renderer import ChatRenderer, ChatSettings
+from router.prompt.errors import ModelFilesError, UntokenizableError
+from router.prompt.limits import PromptLimits
+from router.prompt.local.backend import build_backend, find_ends
+from router.prompt.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
+from router.prompt.local.message_ends import EndFinder, pieces_of
+from router.prompt.local.native import NativeTokenizer, load_native
+from router.prompt.local.segments import TokenizerRules, choose_segmenter, read_rules
+from router.prompt.model_files import ModelFiles
+from router.prompt.prompts import (
+    NO_ENDS,
+    ChatPrompt,
+    Coverage,
+    MessageEnds,
+    TextPrompt,
+    TokenIds,
+)
+from router.prompt.truncation import truncate
+
+_DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
+# Of fastokens on real text; at least 8 on any.
+_NATIVE_SPEEDUP = 48
+
+
+class TokenizerBackend(NamedTuple):
+    """What tokenises a model's prompts."""
+
+    name: Literal["fastokens", "tokenizers"]
+    """The library."""
+    reason: str | None
+    """Why it is not fastokens, in a word of a small fixed set; None where it is."""
+
+    def __str__(self) -> str:
+        return self.name if self.reason is None else f"{self.name} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class LocalStatistics:
+    """Counts since the start."""
+
+    backend: TokenizerBackend
+    """What tokenises."""
+    prompts: int
+    """Prompts tokenised."""
+    tokens: int
+    """Token ids returned for them."""
+    whole_prompts: int
+    """Prompts that no cache could help with: the tokenizer's rules forbid cutting texts."""
+    obstacle: str | None
+    """Why they do; None where texts are cut, or need not be."""
+    refused: Mapping[str, int]
+    """Prompts whose text or ids cannot be known here, by reason."""
+    prepare_s: float
+    """Seconds in chat templates, and in looking up in the cache."""
+    encode_s: float
+    """Seconds in the tokenizer, summed over threads."""
+    encoded_chars: int
+    """Characters that the tokenizer ran over; the others came from the cache."""
+    cache: SegmentCacheStatistics | None
+    """The segment cache; None where fastokens does without."""
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt as text."""
+
+    prompt: TextPrompt | ChatPrompt
+    """Where it came from."""
+    text: str = field(repr=False)
+    """What to tokenise."""
+    coverage: Coverage
+    """What its ids cover."""
+    looked_up: LookedUp | None
+    """What the segment cache knows of it; None where fastokens does it."""
+    slow_chars: int
+    """What `finish` costs, in characters that the tokenizers library has to run over."""
+
+
+class LocalTokenizer:
+    """The tokenizer and the chat templates of one model."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        *,
+        chat: ChatSettings | None = None,
+        limits: PromptLimits | None = None,
+        use_native: bool = True,
+        cache_bytes: int = _DEFAULT_CACHE_BYTES,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Load everything and decide, once, how to tokenise.
+
+        Args:
+            files: The model's files.
+            chat: How the engine's server renders chats.
+            limits: Bounds on a prompt.
+            use_native: Tokenise by fastokens where that is right.
+            cache_bytes: Bound on the memory of the segment cache where it is not.
+            now: Clock for templates that write the date.
+        Raises:
+            ModelFilesError: The tokenizer or a template cannot be used.
+        """
+        self._limits = limits or PromptLimits()
+        backend = build_backend(files)
+        self._rules = _rules_of(files)
+        self._ends = find_ends(backend)
+        self._segmenter, self._obstacle = choose_segmenter(backend, self._rules)
+        native = self._load_native(backend) if use_native else "configured"
+        self._native: NativeTokenizer | None = None
+        self._library: SegmentedTokenizer | None = None
+        self._why_not_native: str | None = None
+        if isinstance(native, str):
+            self._why_not_native = native
+            self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
+        else:
+            self._native, self._obstacle = native, None
+        self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
+        self._counts = _Counts()
+        self._end_finder = self._make_end_finder(backend)
+        del backend
+        _give_back_memory()
+        self.warm_thread()
+
+    @property
+    def backend(self) -> TokenizerBackend:
+        """What tokenises."""
+        return TokenizerBackend(
+            "tokenizers" if self._native is None else "fastokens", self._why_not_native
+        )
+
+    def warm_thread(self) -> None:
+        """Do what takes longer for a thread's first text than for all others."""
+        if self._native is not None:
+            self._native.encode("a")
+
+    def prepare(self, prompt: TextPrompt | ChatPrompt, cache_salt: str | None) -> PreparedPrompt:
+        """Render, and look up.
+
+        Args:
+            prompt: Text or a chat; a chat is rendered by the model's template.
+            cache_salt: Only equal salts share cached segments.
+        Raises:
+            UntokenizableError: The text cannot be known here, or is too long.
+        """
+        start = time.perf_counter()
+        try:
+            text, coverage = self._text(prompt)
+        except UntokenizableError as error:
+            self._counts.refuse(error.reason)
+            raise
+        looked_up = self._library.look_up(text, cache_salt) if self._library else None
+        slow_chars = looked_up.missing_chars if looked_up else len(text) // _NATIVE_SPEEDUP
+        self._counts.add_preparation(time.perf_counter() - start)
+        return PreparedPrompt(prompt, text, coverage, looked_up, slow_chars)
+
+    def finish(self, prepared: PreparedPrompt) -> TokenIds:
+        """Run the tokenizer, and put the ids together.
+
+        Raises:
+            UntokenizableError: There are too many ids.
+        """
+        prompt = prepared.prompt
+        start = time.perf_counter()
+        ids, chars = self._encode(prepared)
+        self._counts.add_encoding(time.perf_counter() - start, chars)
+        ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
+        if len(ids) > self._limits.max_prompt_tokens:
+            self._counts.refuse("prompt_too_long")
+            raise UntokenizableError("prompt_too_long")
+        self._counts.add_prompt(len(ids), is_whole=self._obstacle is not None)
+        return ids
+
+    def message_ends(self, prepared: PreparedPrompt, ids: TokenIds) -> MessageEnds:
+        """Where the messages of a chat end; none of a text, and none where it was cut.
+
+        Args:
+            prepared: The prompt.
+            ids: What `finish` returned for it.
+        """
+        prompt = prepared.prompt
+        if self._end_finder is None or not isinstance(prompt, ChatPrompt) or prompt.truncation:
+            return NO_ENDS
+        pieces = pieces_of(prompt.messages) if prompt.pieces is None else prompt.pieces
+        return self._end_finder.find(
+            prepared.text, pieces, ids, lambda text: self._count_tokens(text, prepared)
+        )
+
+    def statistics(self) -> LocalStatistics:
+        """Return a snapshot of the counts."""
+        cache = self._library.statistics() if self._library else None
+        return self._counts.snapshot(self.backend, self._obstacle, cache)
+
+    def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
+        # Where special tokens depend on the text, only the library knows them.
+        return "special_tokens" if self._ends is None else load_native(backend)
+
+    def _make_end_finder(self, backend: Tokenizer) -> EndFinder | None:
+        if self._segmenter is None:
+            return None
+        ids = {anchor: backend.token_to_id(anchor) for anchor in self._segmenter.anchors}
+        known = {anchor: number for anchor, number in ids.items() if number is not None}
+        return EndFinder(self._segmenter, known)
+
+    def _count_tokens(self, text: str, prepared: PreparedPrompt) -> int:
+        """Of a part of a prompt; with the salt of that prompt."""
+        if self._library is None or prepared.looked_up is None:
+            assert self._native is not None
+            return len(self._native.encode(text))
+        salt = prepared.looked_up.keys[0][0]
+        return len(self._library.join(self._library.look_up(text, salt))[0])
+
+    def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
+        if self._rules.is_random:
+            raise UntokenizableError("random_model")
+        if isinstance(prompt, TextPrompt):
+            return prompt.text, Coverage.WHOLE
+        chat = self._renderer.render(prompt)
+        if not chat.is_prefix:
+            return chat.text, Coverage.WHOLE
+        return self._certain_part(chat.text, prompt), Coverage.PREFIX
+
+    def _certain_part(self, text: str, prompt: ChatPrompt) -> str:
+        """What follows the text is unknown: it may change the ids behind the last anchor, and what
+        a truncation keeps."""
+        starts = self._segmenter.starts(text) if self._segmenter else []
+        if not starts or not starts[-1] or prompt.truncation or prompt.add_special_tokens:
+            raise UntokenizableError("media")
+        return text[: starts[-1]]
+
+    def _encode(self, prepared: PreparedPrompt) -> tuple[TokenIds, int]:
+        """The ids, and how many characters the tokenizer ran over."""
+        adds_special_tokens = prepared.prompt.add_special_tokens
+        if prepared.looked_up is None or self._library is None:
+            assert self._native is not None
+            ids, chars = self._native.encode(prepared.text), len(prepared.text)
+        elif adds_special_tokens and self._ends is None:
+            return self._library.encode_whole(prepared.text), len(prepared.text)
+        else:
+            ids, chars = self._library.join(prepared.looked_up)
+        return self._ends.around(ids) if adds_special_tokens and self._ends else ids, chars
+
+
+def _give_back_memory() -> None:
+    """Loading takes twice what is kept, and glibc would keep all of it for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _rules_of(files: ModelFiles) -> TokenizerRules:
+    try:
+        return read_rules(files.tokenizer_json)
+    except msgspec.MsgspecError as error:
+        raise ModelFilesError(
+            f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"
+        ) from error
+
+
+class _Counts:
+    """The counters, added to from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts = 0
+        self._tokens = 0
+        self._whole_prompts = 0
+        self._refused: Counter[str] = Counter()
+        self._prepare_s = 0.0
+        self._encode_s = 0.0
+        self._encoded_chars = 0
+
+    def refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
+
+    def add_preparation(self, seconds: float) -> None:
+        with self._lock:
+            self._prepare_s += seconds
+
+    def add_encoding(self, seconds: float, chars: int) -> None:
+        with self._lock:
+            self._encode_s += seconds
+            self._encoded_chars += chars
+
+    def add_prompt(self, tokens: int, *, is_whole: bool) -> None:
+        with self._lock:
+            self._prompts += 1
+            self._tokens += tokens
+            self._whole_prompts += is_whole
+
+    def snapshot(
+        self, backend: TokenizerBackend, obstacle: str | None, cache: SegmentCacheStatistics | None
+    ) -> LocalStatistics:
+        with self._lock:
+            return LocalStatistics(
+                backend=backend,
+                prompts=self._prompts,
+                tokens=self._tokens,
+                whole_prompts=self._whole_prompts,
+                obstacle=obstacle,
+                refused=dict(self._refused),
+                prepare_s=self._prepare_s,
+                encode_s=self._encode_s,
+                encoded_chars=self._encoded_chars,
+                cache=cache,
+            )

@@ -1,0 +1,338 @@
+"""The tokenisation of one model, for an event loop: in the router if possible, else at a replica,
+else not at all.
+
+A prompt whose ids cannot be known is routed by load, without an error; the engine responds to the
+client as usual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
+from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
+from router.prompt.prompts import (
+    NO_ENDS,
+    ChatPrompt,
+    Coverage,
+    MessageEnds,
+    OpaquePrompt,
+    Prompt,
+    PromptSpec,
+    TextPrompt,
+    TokenIds,
+    TokenizedPrompt,
+    TokenPrompt,
+)
+from router.prompt.remote import RemoteStatistics, RemoteTokenizer
+from router.prompt.truncation import truncate
+
+_Result = TypeVar("_Result")
+_Attempt: TypeAlias = PreparedPrompt | UntokenizableError
+_Outcome: TypeAlias = tuple[TokenIds, Coverage, MessageEnds] | UntokenizableError
+
+# A replica may know ids that the router cannot, except for these reasons: it would not know either,
+# or would cost too much.
+_FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
+
+_START_S = 60.0
+
+# Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however
+# short.
+_INLINE_ITEMS = 256
+
+
+@dataclass(frozen=True)
+class TokenizationStatistics:
+    """Counts since the start."""
+
+    prompts: Mapping[Coverage, int]
+    """Prompts by coverage."""
+    unknown: Mapping[str, int]
+    """Prompts without full coverage by reason."""
+    seconds: float
+    """Time from asking to the ids, summed over requests."""
+    waiting: int
+    """Requests now in a thread or waiting for one."""
+    local: LocalStatistics | None
+    """None without a local tokenizer."""
+    remote: RemoteStatistics | None
+    """None without a remote one."""
+
+
+class Tokenization:
+    """Turns parsed requests for one model into token ids without blocking the event loop."""
+
+    def __init__(
+        self,
+        *,
+        local: LocalTokenizer | None = None,
+        remote: RemoteTokenizer | None = None,
+        max_threads: int = 2,
+        max_waiting: int = 256,
+        inline_chars: int = 2048,
+        inline_body_bytes: int = 262_144,
+    ) -> None:
+        """Use *local* first, and *remote* for prompts that it cannot tokenise.
+
+        Args:
+            local: The router's own tokenizer.
+            remote: Tokenises at a replica.
+            max_threads: Tokenizers that run at once beside the event loop.
+            max_waiting: Requests that may be in a thread or wait for one; beyond
+                that, ids stay unknown.
+            inline_chars: Characters that the tokenizers library may tokenise in the event loop,
+                some 0.5 ms, and as much work for fastokens; above that a thread does it.
+            inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
+        """
+        self._local = local
+        self._remote = remote
+        is_native = local is not None and local.backend.name == "fastokens"
+        self._threads = _Threads(
+            max_threads, max_waiting, local.warm_thread if local and is_native else None
+        )
+        self._inline_chars = inline_chars
+        self._inline_body_bytes = inline_body_bytes
+        self.finds_ends = False
+        """Whether the ends of messages are looked for, which takes some time; set it where engines
+        are told to keep them."""
+        self._prompts: Counter[Coverage] = Counter()
+        self._unknown: Counter[str] = Counter()
+        self._seconds = 0.0
+
+    @property
+    def local(self) -> LocalTokenizer | None:
+        """The router's own tokenizer of the model, if it has one."""
+        return self._local
+
+    async def tokenize(
+        self, spec: PromptSpec, *, lora_name: str | None = None
+    ) -> list[TokenizedPrompt]:
+        """Return one result for each prompt, in order. Raises only on cancellation.
+
+        Args:
+            spec: The parsed request.
+            lora_name: The adapter that `spec.model` turned out to be.
+        """
+        start = time.perf_counter()
+        local = await self._tokenize_locally(spec)
+        adapter = lora_name or spec.lora_name
+        results = [
+            self._result(await self._settle(spec, number, outcome), adapter, spec.salt_of(number))
+            for number, outcome in enumerate(local)
+        ]
+        self._seconds += time.perf_counter() - start
+        return results
+
+    def tokenize_now(
+        self, spec: PromptSpec, *, lora_name: str | None = None
+    ) -> list[TokenizedPrompt] | None:
+        """As `tokenize`, without waiting; None where that may take a thread or a replica.
+
+        Args:
+            spec: The parsed request.
+            lora_name: The adapter that `spec.model` turned out to be.
+        """
+        first = spec.prompts[0]
+        if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
+            # What most gateways send.
+            outcome = _given(first)
+            return [self._result(outcome, lora_name or spec.lora_name, spec.salt_of(0))]
+        is_short = self._local is not None and spec.body_bytes <= self._inline_chars
+        texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
+        if not is_short and any(texts):
+            return None
+        start = time.perf_counter()
+        outcomes = [
+            self._finish(prompt, self._prepare(prompt, spec.salt_of(number)))
+            for number, prompt in enumerate(spec.prompts)
+        ]
+        if self._remote is not None and any(
+            is_text and isinstance(outcome, UntokenizableError)
+            for is_text, outcome in zip(texts, outcomes, strict=True)
+        ):
+            return None
+        adapter = lora_name or spec.lora_name
+        results = [
+            self._result(outcome, adapter, spec.salt_of(number))
+            for number, outcome in enumerate(outcomes)
+        ]
+        self._seconds += time.perf_counter() - start
+        return results
+
+    def close(self) -> None:
+        """Let the threads end after the queued work; ids of new prompts stay unknown."""
+        self._threads.close()
+
+    def statistics(self) -> TokenizationStatistics:
+        """Return a snapshot of the counts."""
+        return TokenizationStatistics(
+            prompts=dict(self._prompts),
+            unknown=dict(self._unknown),
+            seconds=self._seconds,
+            waiting=self._threads.waiting,
+            local=self._local.statistics() if self._local else None,
+            remote=self._remote.statistics() if self._remote else None,
+        )
+
+    async def _tokenize_locally(self, spec: PromptSpec) -> list[_Outcome]:
+        """Prepare all prompts, then finish them, each step in a thread if it is large."""
+        try:
+            attempts = await self._run(
+                lambda: [
+                    self._prepare(prompt, spec.salt_of(number))
+                    for number, prompt in enumerate(spec.prompts)
+                ],
+                is_small=self._is_small(spec),
+            )
+            slow_chars = sum(
+                attempt.slow_chars for attempt in attempts if isinstance(attempt, PreparedPrompt)
+            )
+            return await self._run(
+                lambda: [
+                    self._finish(prompt, attempt)
+                    for prompt, attempt in zip(spec.prompts, attempts, strict=True)
+                ],
+                is_small=slow_chars <= self._inline_chars,
+            )
+        except UntokenizableError as error:
+            return [error] * len(spec.prompts)
+
+    def _is_small(self, spec: PromptSpec) -> bool:
+        messages = sum(
+            len(prompt.messages) for prompt in spec.prompts if isinstance(prompt, ChatPrompt)
+        )
+        return (
+            spec.body_bytes <= self._inline_body_bytes
+            and messages + len(spec.prompts) <= _INLINE_ITEMS
+        )
+
+    async def _run(self, job: Callable[[], _Result], *, is_small: bool) -> _Result:
+        return job() if is_small else await self._threads.run(job)
+
+    def _prepare(self, prompt: Prompt, cache_salt: str | None) -> _Attempt:
+        if isinstance(prompt, OpaquePrompt):
+            return UntokenizableError(prompt.reason)
+        if isinstance(prompt, TokenPrompt) or self._local is None:
+            return UntokenizableError("no_local_tokenizer")
+        try:
+            return self._local.prepare(prompt, cache_salt)
+        except UntokenizableError as error:
+            return error
+
+    def _finish(self, prompt: Prompt, attempt: _Attempt) -> _Outcome:
+        if isinstance(prompt, TokenPrompt):
+            return _given(prompt)
+        if isinstance(attempt, UntokenizableError) or self._local is None:
+            return (
+                attempt
+                if isinstance(attempt, UntokenizableError)
+                else UntokenizableError("no_local_tokenizer")
+            )
+        try:
+            ids = self._local.finish(attempt)
+            ends = self._local.message_ends(attempt, ids) if self.finds_ends else NO_ENDS
+            return ids, attempt.coverage, ends
+        except UntokenizableError as error:
+            return error
+
+    async def _settle(self, spec: PromptSpec, number: int, outcome: _Outcome) -> _Outcome:
+        """Ask a replica for ids that the router could not produce."""
+        prompt = spec.prompts[number]
+        if not isinstance(outcome, UntokenizableError) or self._remote is None:
+            return outcome
+        if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:
+            return outcome
+        try:
+            ids = await self._remote.tokenize(
+                prompt,
+                model=spec.model,
+                cache_salt=spec.salt_of(number),
+                is_large=spec.body_bytes > self._inline_body_bytes,
+            )
+        except UntokenizableError as error:
+            return error
+        except ReplicaRefusedError:
+            return UntokenizableError("replica_refused")
+        except (ReplicaAnswerError, OSError, asyncio.TimeoutError):
+            return UntokenizableError("replica_failed")
+        return ids, Coverage.WHOLE, NO_ENDS
+
+    def _result(
+        self, outcome: _Outcome, lora_name: str | None, cache_salt: str | None
+    ) -> TokenizedPrompt:
+        ids: TokenIds
+        reason: str | None
+        if isinstance(outcome, UntokenizableError):
+            ids, coverage, ends = array("I"), Coverage.UNKNOWN, NO_ENDS
+            reason = outcome.reason
+        else:
+            ids, coverage, ends = outcome
+            reason = "media" if coverage is Coverage.PREFIX else None
+        self._prompts[coverage] += 1
+        if reason is not None:
+            self._unknown[reason] += 1
+        return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt, ends=ends)
+
+
+def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage, MessageEnds]:
+    ids = truncate(prompt.token_ids, prompt.truncation, None)
+    return ids, Coverage.PREFIX if prompt.is_prefix else Coverage.WHOLE, NO_ENDS
+
+
+class _Threads:
+    """A few threads and a bounded queue before them.
+
+    Args:
+        max_threads: How many.
+        max_waiting: The bound.
+        warm: Done at once in each thread; None starts them when they are needed.
+    """
+
+    def __init__(self, max_threads: int, max_waiting: int, warm: Callable[[], None] | None) -> None:
+        self._executor = ThreadPoolExecutor(
+            max_threads, thread_name_prefix="tokenize", initializer=warm
+        )
+        if warm is not None:
+            # A thread that waits for the others takes no second job: so each of them starts.
+            all_started = threading.Barrier(max_threads, timeout=_START_S)
+            for _ in range(max_threads):
+                self._executor.submit(all_started.wait)
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self.waiting = 0
+
+    async def run(self, job: Callable[[], _Result]) -> _Result:
+        """Run *job* in a thread.
+
+        Raises:
+            UntokenizableError: Too many wait already, or the threads are gone.
+        """
+        with self._lock:
+            if self.waiting >= self._max_waiting:
+                raise UntokenizableError("busy")
+            self.waiting += 1
+        try:
+            future = self._executor.submit(job)
+        except RuntimeError:
+            self._leave()
+            raise UntokenizableError("busy") from None
+        # A caller that gives up does not stop the thread: the place is free when the job has really
+        # ended.
+        future.add_done_callback(lambda _: self._leave())
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self.waiting -= 1

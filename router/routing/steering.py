@@ -1,0 +1,161 @@
+"""Which prefixes of a prompt an engine is told to keep, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from router.index.mirror_types import STEP
+from router.prompt import NO_ENDS, MessageEnds
+from router.routing.tenant import Found, Said, Tenant
+
+MAX_TENANTS = 1024
+"""The one that was heard of least recently is forgotten."""
+_AT_ONCE = 64
+"""Keys are forgotten by a part of so many of all."""
+
+
+class Hints(NamedTuple):
+    """What an engine should keep of a request that it would not keep by itself."""
+
+    keep: tuple[int, ...] = ()
+    """Lengths of prefixes in tokens, at most `MOST_BOUNDARIES`, the shortest first."""
+    keep_end: bool = False
+    """Whether the response is likely to be continued."""
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(slots=True)
+class SteeringStatistics:
+    """Counts since the start, but for `keys`."""
+
+    keys: int = 0
+    """Prefixes that are remembered."""
+    branch_points: int = 0
+    """Boundaries named where prompts were seen to part."""
+    message_ends: int = 0
+    """Boundaries named where prompts are expected to part: ends of messages."""
+    guesses: int = 0
+    """Boundaries named where prompts are expected to part by how they parted before."""
+    kept_ends: int = 0
+    """Requests whose response is to be kept."""
+    kept: int = 0
+    """Prompts that begin with what had been named, and find it cached."""
+    lost: int = 0
+    """Prompts that begin with what had been named, and find less of it cached."""
+    hit: int = 0
+    """Of `kept`, those whose hit ends just there: without the hint it would have been shorter."""
+    hit_tokens: int = 0
+    """Cached tokens of those."""
+
+
+class Steering:
+    """What is told for the requests of one model. No I/O, no clock.
+
+    Each tenant has branch points and ratios of its own, so that none learns from, or is misled by,
+    what another sends; and where the memory is full, the one that takes most of it forgets.
+    """
+
+    def __init__(self, max_keys: int = 262_144) -> None:
+        """
+        Args:
+            max_keys: Bound on the prefixes that are remembered, for all tenants together.
+        """
+        self._max_keys = max_keys
+        self._keys = 0
+        self._tenants: dict[str, Tenant] = {}
+        self._named: dict[int, int] = {}
+        """Length in tokens of what was named, by its key; the latest at the end."""
+        self._counts = SteeringStatistics()
+
+    def hints(
+        self,
+        keys: Sequence[int],
+        token_ids: Sequence[int],
+        ends: MessageEnds = NO_ENDS,
+        tenant: str = "",
+        said: Said = Said.NOTHING,
+    ) -> Hints:
+        """Take note of a prompt, and say what to keep of it.
+
+        Args:
+            keys: Of its prefixes of `STEP` tokens, twice as many, and so on.
+            token_ids: The prompt's.
+            ends: Where it is expected to part from others.
+            tenant: Whose it is.
+            said: What the request says of whether it will be gone on with.
+        """
+        known = self._tenants.pop(tenant, None) or Tenant()
+        self._tenants[tenant] = known
+        before = len(known.branches)
+        found = known.find(keys, token_ids, ends, said)
+        self._keys += len(known.branches) - before
+        self._forget()
+        hints = Hints(found.boundaries, found.keeps_end)
+        self._count(hints, found)
+        for length in hints.keep:
+            if length >= STEP:
+                self._name(keys[length // STEP - 1], length)
+        return hints
+
+    def look_up(self, keys: Sequence[int], cached_tokens: int, step: int) -> None:
+        """Count what became of what was named; call it before `hints`.
+
+        Args:
+            keys: As for `hints`.
+            cached_tokens: The prompt's hit where it is sent.
+            step: Tokens from one length of a hit to the next, at most.
+        """
+        self.came_of(self.named(keys), cached_tokens, step)
+
+    def named(self, keys: Sequence[int]) -> list[int]:
+        """The lengths of a prompt's prefixes that were named, for `came_of`."""
+        return [self._named[key] for key in keys if key in self._named]
+
+    def came_of(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
+        """As `look_up`, where it is known only later where a prompt is sent.
+
+        Args:
+            lengths: From `named`, before `hints`.
+            cached_tokens: As for `look_up`.
+            step: As for `look_up`.
+        """
+        if not lengths:
+            return
+        counts, longest = self._counts, lengths[-1]
+        if cached_tokens <= longest - step:
+            counts.lost += 1
+            return
+        counts.kept += 1
+        if cached_tokens <= longest:
+            counts.hit += 1
+            counts.hit_tokens += cached_tokens
+
+    def statistics(self) -> SteeringStatistics:
+        """Counts since the start."""
+        return replace(self._counts, keys=self._keys)
+
+    def _count(self, hints: Hints, found: Found) -> None:
+        counts, named = self._counts, set(hints.keep)
+        counts.branch_points += len(named.intersection(found.branches))
+        counts.message_ends += len(named.intersection(found.ends).difference(found.branches))
+        counts.guesses += len(named.difference(found.branches, found.ends))
+        counts.kept_ends += hints.keep_end
+
+    def _name(self, key: int, length: int) -> None:
+        self._named.pop(key, None)
+        self._named[key] = length
+        if len(self._named) > self._max_keys // 16:
+            del self._named[next(iter(self._named))]
+
+    def _forget(self) -> None:
+        if len(self._tenants) > MAX_TENANTS:
+            self._keys -= len(self._tenants.pop(next(iter(self._tenants))).branches)
+        while self._keys > self._max_keys:
+            largest = max((each.branches for each in self._tenants.values()), key=len)
+            before = len(largest)
+            largest.forget(self._keys - self._max_keys + self._max_keys // _AT_ONCE)
+            self._keys -= before - len(largest)

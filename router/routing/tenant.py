@@ -1,0 +1,114 @@
+"""What is known of one tenant's prompts: nothing that another tenant sends changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import chain
+
+import msgspec
+
+from router.index.mirror_types import STEP
+from router.prompt import MessageEnds
+from router.routing.branches import BranchPoints, Seen
+from router.routing.fading import FadingRatio
+from router.routing.tails import Tails
+
+MOST_BOUNDARIES = 8
+"""That one request names."""
+LEAST_SHARE = 0.05
+"""Ends of messages of a kind of which fewer were asked for again are not worth a window."""
+GOES_ON = 0.2
+"""From this share of responses on that are continued, they are kept."""
+_SAMPLES = 256
+
+
+class Said(Enum):
+    """What a request says of whether it will be gone on with."""
+
+    NOTHING = "nothing"
+    SESSION = "session"
+    """It names its session."""
+    RETENTION = "retention"
+    """It asks that its prompt be kept (`prompt_cache_retention`)."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What to keep of one prompt, by where that is known from; lengths in tokens."""
+
+    branches: list[int]
+    """Where prompts were seen to part."""
+    ends: list[int]
+    """Ends of messages, and what the client named."""
+    guesses: list[int]
+    """Where earlier prompts that ended alike were left."""
+    keeps_end: bool
+    """Whether the response is likely to be continued."""
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The first `MOST_BOUNDARIES` of all, ascending. Branches are seen in whole steps: an end
+        of a message in the same step is where prompts really part."""
+        kept: dict[int, int] = {}
+        for length in chain(self.branches, self.ends, self.guesses):
+            kept[length // STEP] = max(kept.get(length // STEP, 0), length)
+        return tuple(sorted(list(kept.values())[:MOST_BOUNDARIES]))
+
+
+class Tenant:
+    """Branch points, and which kinds of boundary are asked for again."""
+
+    def __init__(self) -> None:
+        self.branches = BranchPoints(STEP)
+        self._kinds = [FadingRatio(1.0, 4.0, _SAMPLES) for _ in range(MOST_BOUNDARIES)]
+        """By place among a prompt's ends of messages (behind the system prompt, say): of those
+        that were new, how many became a branch point."""
+        self._named = FadingRatio(1.0, 4.0, _SAMPLES)
+        """The same of what clients named."""
+        self._tails = Tails()
+        self._goes_on = {said: FadingRatio(0.5, 4.0, _SAMPLES) for said in Said}
+        """Of the prompts of which that is said, those that go on where an earlier one ended."""
+
+    def find(
+        self, keys: Sequence[int], token_ids: Sequence[int], ends: MessageEnds, said: Said
+    ) -> Found:
+        """Take note of a prompt, and say what to keep of it.
+
+        Args:
+            keys: Of its prefixes, one for each whole step.
+            token_ids: The prompt's.
+            ends: Where it is expected to part from others.
+            said: What the request says of whether it will be gone on with.
+        """
+        seen = self.branches.see(keys, token_ids)
+        goes_on = self._goes_on[said]
+        goes_on.add(float(seen.is_continued), 1.0)
+        kinds = [*zip(self._kinds, ends.expected, strict=False)]
+        kinds += [(self._named, end) for end in ends.named[-MOST_BOUNDARIES:]]
+        for kind, end in kinds:
+            _learn(kind, end, seen)
+        return Found(
+            seen.branches[:MOST_BOUNDARIES],
+            [end for kind, end in kinds if kind.value >= LEAST_SHARE],
+            [] if kinds else self._guess(len(token_ids), seen),
+            goes_on.value >= GOES_ON,
+        )
+
+    def _guess(self, prompt_tokens: int, seen: Seen) -> list[int]:
+        """Where a new prompt will part from later ones, where nothing tells of messages."""
+        if seen.new_branch:
+            self._tails.parted(prompt_tokens - seen.new_branch)
+        if seen.exact_branch:
+            self._tails.exactly(prompt_tokens - seen.exact_branch)
+        if seen.is_continued or prompt_tokens - seen.known_tokens < STEP:
+            return []
+        if seen.known_tokens < prompt_tokens // 2:
+            self._tails.new()
+        return self._tails.guesses(prompt_tokens, seen.known_tokens)
+
+
+def _learn(kind: FadingRatio, end: int, seen: Seen) -> None:
+    if end // STEP * STEP > seen.known_tokens:
+        kind.add(0.0, 1.0)  # nobody had it before
+    elif seen.new_branch and seen.new_branch == end // STEP * STEP:
+        kind.add(1.0, 0.0)

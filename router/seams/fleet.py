@@ -1,0 +1,434 @@
+"""What the data plane may decide without Python, and by what: told to the core whenever it changes.
+
+Those are completions of token ids, and what `router.seams.prepare` has made token ids of. All else
+is asked in Python. A change of a replica or of an event stream reaches the core at once, any other
+within `REFRESH_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from async_timeout import timeout
+from typing_extensions import override
+
+from router.config import RouterConfig
+from router.config.origin import Header
+from router.doors import address_of, worker_number
+from router.errors import UnknownModel
+from router.fleet.engine_order import EngineOrder
+from router.fleet.load import LoadTracker
+from router.fleet.registry import ReplicaListener
+from router.fleet.replica import Replica
+from router.fleet.types import EventSource, ReplicaState, ServedModels
+from router.index import PrefixIndex, SourceId
+from router.index.mirror import Mirror
+from router.plane import Addresses, DataPlane
+from router.prompt import PRIORITY_HEADER, HintForm, PromptLimits
+from router.routing.decision import RANK_HEADER
+from router.routing.fleets import KnownFleet
+from router.routing.lengths import longest_certain
+from router.routing.models import Model
+from router.routing.ranker import Ranker
+from router.telemetry.trace_context import TRACEPARENT
+
+if TYPE_CHECKING:
+    from router._core import Placing
+    from router.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 0.05
+_LOOK_AGAIN_S = 0.25
+"""After so long, whatever nobody tells of."""
+MAX_ADAPTERS = 256
+"""That the core knows; the one that was named least recently is forgotten."""
+_ANY_LENGTH = PromptLimits().max_prompt_tokens
+
+
+class Parts(NamedTuple):
+    """What decides, in the core."""
+
+    ranker: Ranker
+    mirror: Mirror
+    load: LoadTracker
+
+
+class OrderedBy(IntEnum):
+    """Where an engine that orders what waits there reads a request's number; as in
+    core/plane/types.hpp."""
+
+    NOTHING = 0
+    HEADER = 1
+    """vLLM's; the lowest goes first."""
+    FIELD = 2
+    """Of the body; likewise."""
+    NEGATED_FIELD = 3
+    """The highest goes first."""
+
+
+class AtGateway(NamedTuple):
+    """What gateways call a replica, and know of it; the core reads it by these names."""
+
+    worker_id: int
+    endpoint: str
+    address: str
+    block_tokens: tuple[tuple[int, int], ...] = ()
+    """Of a block, by rank, where its engine has said so."""
+
+
+class Way(NamedTuple):
+    """How requests for a name reach a replica; the core reads it by these names."""
+
+    origin: str
+    """Connections are kept by it."""
+    hosts: tuple[str, ...]
+    port: int
+    secure_host: str
+    """To whose certificate the replica has to show; empty: plain HTTP."""
+    authority: bytes
+    base_path: bytes
+    replaced: tuple[tuple[bytes, bytes | None], ...]
+    reported: tuple[Header, ...]
+    timeouts: tuple[float, float, float]
+    """In seconds: to connect, for a whole response, and between two parts of a body."""
+    shows_hit: bool
+    ordered_by: int
+    """How its engine is told when to compute a request: an `OrderedBy`."""
+    at_gateway: AtGateway
+    name: str = ""
+    """What it calls the model; empty: as the client does."""
+
+
+class ServedName(NamedTuple):
+    """What the core is told of a name; it reads this by these names."""
+
+    model: str
+    in_mirror: int
+    fleet: Any
+    index: Any
+    ways: list[Way]
+    """To each replica of the fleet, in its order."""
+    most_tokens: int
+    """Of a prompt; longer ones are asked in Python."""
+    adapter: str | None
+    stream_first_byte_s: float
+    is_read_first: bool
+    """Whether something is said to engines that only Python knows."""
+
+
+class NativeDecisions(ReplicaListener):
+    """Keeps the core's picture of the fleet true. Belongs to one event loop."""
+
+    def __init__(
+        self, service: RouterService, parts: Parts, addresses: Addresses, shows_hits: bool
+    ) -> None:
+        """
+        Args:
+            service: Whose models and replicas are served.
+            parts: Of its decisions.
+            addresses: Of replicas' hosts.
+            shows_hits: Whether clients are told how much of a prompt is cached.
+        """
+        self._shows_hits = shows_hits
+        self._service = service
+        self._models = service.models
+        self._parts = parts
+        self._addresses = addresses
+        core = import_module("router._core")
+        self._placing: Placing = core.Placing(
+            *(parts.load.books, parts.mirror.core, parts.ranker.decider),
+            service.config.events.self_repair_quiet_s,
+            EngineOrder(service.config.overload).facts,
+            service.reservations.core,
+        )
+        service.observers.repair.quiet.count_also(self._placing)
+        self._told: Any = None
+        self._is_on = self._has_failed = False
+        self._has_changed = asyncio.Event()
+        self._wanted: OrderedDict[str, None] = OrderedDict()
+        """Adapters that requests have named, the latest at the end."""
+        self._forms: dict[str, HintForm | None] = {}
+        """How replicas are told what to keep, by name."""
+        self._seen: Any = None
+        self._seen_at = -math.inf
+        service.registry.subscribe(self)
+        service.feed.on_change = self._has_changed.set
+        self._room = None if service.entrance is None else service.entrance.room
+        if self._room is not None:
+            self._room.on_turned = self._has_changed.set
+
+    def want(self, adapter: str) -> None:
+        """Have the core know an adapter, since a request has named it."""
+        if adapter not in self._wanted:
+            self._has_changed.set()
+            if len(self._wanted) >= MAX_ADAPTERS:
+                self._wanted.popitem(last=False)
+        self._wanted[adapter] = None
+        self._wanted.move_to_end(adapter)
+
+    def hint_form(self, name: str) -> HintForm | None:
+        """How the replicas of a name are told what to keep; None where they are not."""
+        return self._forms.get(name)
+
+    def under_way(self) -> int:
+        """Requests that the core has placed and that have not ended."""
+        return self._placing.under_way()
+
+    async def run(self, plane: DataPlane) -> None:
+        """Keep it true until cancelled."""
+        while True:
+            if self._has_changed.is_set():
+                self._seen = None
+                self._has_changed.clear()
+            self._refresh_safely(plane)
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with timeout(REFRESH_S):
+                    await self._has_changed.wait()
+
+    @override
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_removed(self, replica: Replica) -> None:
+        self._has_changed.set()
+
+    @override
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        """The core hears of it as of a change of its state."""
+
+    @override
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        self._has_changed.set()
+
+    def stop(self, plane: DataPlane) -> None:
+        """From now on everything is asked here."""
+        plane.plane.decide_by(None)
+        self._is_on = False
+
+    def _refresh_safely(self, plane: DataPlane) -> None:
+        """An old picture must not stay: whatever fails, Python decides until the core is told."""
+        try:
+            self._refresh(plane)
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the data plane could not be told of the fleet; Python decides")
+            self._has_failed, self._seen, self._told = True, None, None
+            self.stop(plane)
+        else:
+            self._has_failed = False
+
+    def _refresh(self, plane: DataPlane) -> None:
+        admission, observers = self._service.admission, self._service.observers
+        may = not (admission.is_full or observers.taps or admission.is_shutting_down)
+        # Where somebody waits, whoever comes has to wait as well, though there were room.
+        may = may and (self._room is None or self._room.is_empty)
+        if may and self._is_due():
+            self._tell()
+        if may != self._is_on:
+            self._is_on = may
+            plane.plane.decide_by(self._placing if may else None)
+
+    def _is_due(self) -> bool:
+        """Whether something may have changed that the core should know."""
+        now = asyncio.get_running_loop().time()
+        caches = [(model.name, model.index.slots, model.index.searches) for model in self._models]
+        seen = caches, set(self._service.feed.suspects)
+        if seen == self._seen and now - self._seen_at < _LOOK_AGAIN_S:
+            return False
+        self._seen, self._seen_at = seen, now
+        return True
+
+    def _tell(self) -> None:
+        models: dict[str, ServedName] = {}
+        caches: dict[int, int] = {}
+        forms: dict[str, HintForm | None] = {}
+        told: list[Any] = []
+        ways: dict[str, Way | None] = {}
+        for name, model, adapter in self._names():
+            found = self._served(name, model, adapter, ways)
+            if found is None:
+                continue
+            served, fleet, forms[name] = found
+            models[name] = served
+            caches.update(self._numbers(fleet))
+            told.append((name, fleet, served))
+        self._forms = forms
+        if told == self._told:
+            return
+        self._told = told
+        none = 2**32 - 1
+        in_mirror = [none] * (max(caches, default=-1) + 1)
+        for number, other in caches.items():
+            in_mirror[number] = other
+        self._placing.serve(models, in_mirror)
+
+    def _names(self) -> Iterator[tuple[str, Model, str | None]]:
+        """What requests may name, with the model and the adapter that it stands for."""
+        versioned = self._models.versions.names()
+        for model in self._models:
+            yield from ((name, model, None) for name in model.names if name not in versioned)
+        for name in list(self._wanted):
+            try:
+                model, adapter = self._models.resolve(name)
+            except UnknownModel:
+                del self._wanted[name]
+                continue
+            if adapter is not None:
+                yield name, model, adapter
+
+    def _numbers(self, fleet: KnownFleet) -> dict[int, int]:
+        """The mirror's numbers of its caches, by those of the books."""
+        books, mirror = self._parts.load.books, self._parts.mirror
+        return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
+
+    def _served(
+        self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
+    ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
+        """What the core is told of a name; None where Python has to look at its requests."""
+        index, ranker = model.index, self._parts.ranker
+        replicas = self._service.dispatcher.serving(model, adapter)
+        if not replicas or index.searches or self._is_closely_watched(replicas):
+            return None
+        forms = {model.hint_form(replica) for replica in replicas}
+        for replica in replicas:
+            if replica.id not in ways:
+                ways[replica.id] = self._way(replica)
+        named = [
+            way._replace(
+                name=_name_at(replica, name, model),
+                at_gateway=way.at_gateway._replace(block_tokens=_block_tokens(replica, index)),
+            )
+            for replica in replicas
+            if (way := ways[replica.id]) is not None
+        ]
+        if len(forms) > 1 or len(named) < len(replicas):
+            return None
+        fleet = ranker.fleet_of(model.name if adapter is None else name, replicas, index)
+        longest = longest_certain(replicas, name) or _ANY_LENGTH
+        (form,) = forms
+        served = ServedName(
+            model.name,
+            self._parts.mirror.number_of_model(model.name),
+            fleet.core,
+            index.shared,
+            named,
+            longest,
+            adapter,
+            self._service.config.server.timeouts.first_byte_s,
+            is_read_first=form is not None,
+        )
+        return served, fleet, form
+
+    def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
+        """Whether something is estimated of their caches, which is done in Python."""
+        return any(not replica.sources or self._is_estimated(replica) for replica in replicas)
+
+    def _is_estimated(self, replica: Replica) -> bool:
+        """Whether events of a cache there are missing, for so long that an estimate stands in."""
+        approximate, suspects = self._service.approximate, self._service.feed.suspects
+        if approximate is None:
+            return False
+        if SourceId(replica.id) in approximate.silent:
+            return True
+        return any(
+            approximate.is_needed(source)
+            for each in replica.sources
+            if (source := SourceId(replica.id, each.dp_rank)) in suspects
+        )
+
+    def _way(self, replica: Replica) -> Way | None:
+        """The way to a replica; None where it is not known yet, or may not be gone."""
+        origin, times = replica.origin, self._service.config.server.timeouts
+        hosts = origin.allowed(self._addresses.latest(origin.host))
+        if not hosts:
+            return None
+        secure_host = origin.host if origin.tls else ""
+        return Way(
+            *(origin.key, tuple(hosts), origin.port, secure_host),
+            *(origin.host_header, origin.target_prefix),
+            replaced=tuple(replica.headers),
+            reported=((b"x-kv-replica", replica.id.encode()),),
+            timeouts=(times.connect_s, times.whole_response_s, times.idle_s),
+            shows_hit=self._shows_hits,
+            ordered_by=_ordered_by(replica),
+            at_gateway=AtGateway(
+                worker_number(replica.id), str(replica.origin), address_of(replica)
+            ),
+        )
+
+
+def _block_tokens(replica: Replica, index: PrefixIndex) -> tuple[tuple[int, int], ...]:
+    """Tokens of a block of each rank that has announced its layout."""
+    found = []
+    for source in replica.sources:
+        layout = index.announced(SourceId(replica.id, source.dp_rank))
+        if layout is not None and layout.hash_block_size:
+            found.append((source.dp_rank, layout.hash_block_size))
+    return tuple(found)
+
+
+def _ordered_by(replica: Replica) -> OrderedBy:
+    order = replica.priority_order
+    if order is None:
+        return OrderedBy.NOTHING
+    if order == "higher_first":
+        return OrderedBy.NEGATED_FIELD
+    return OrderedBy.FIELD if replica.is_of("sglang") else OrderedBy.HEADER
+
+
+def _name_at(replica: Replica, name: str, model: Model) -> str:
+    """What a replica calls a model; empty where that is what the client does."""
+    if replica.serves(name):
+        return ""
+    return next((each for each in model.names if each in replica.served.models), "")
+
+
+def native_decisions(
+    service: RouterService, addresses: Addresses, shows_hits: bool
+) -> NativeDecisions | None:
+    """What decides in the core; None where the configuration asks for more than that knows.
+
+    Args:
+        service: Whose requests are decided.
+        addresses: Of replicas' hosts.
+        shows_hits: Whether clients are told of hits.
+    """
+    parts = Parts(*service.parts_in_core)
+    if parts.ranker.asks_a_plug_in:
+        return None
+    return NativeDecisions(service, parts, addresses, shows_hits)
+
+
+def prepared_with(config: RouterConfig) -> frozenset[bytes]:
+    """A client's headers with which its request is read here before the core decides."""
+    choosing = (each.header for each in config.versioned_models)
+    names = (config.policy.session_header, *choosing)
+    return frozenset((TRACEPARENT, *(name.encode() for name in names)))
+
+
+def told_with(config: RouterConfig) -> frozenset[bytes]:
+    """A client's headers with which its request is looked at here; names in lower case. All others
+    go to the replica as they are, or the core drops or writes them as `Gateway` does."""
+    overload = config.overload
+    named = (overload.priority_header, overload.timeout_header, overload.tenant_header)
+    return frozenset(
+        (
+            PRIORITY_HEADER,
+            *(name.encode() for name in named if name is not None),
+            *((RANK_HEADER,) if config.server.trust_client_rank else ()),
+        )
+    )

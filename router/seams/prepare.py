@@ -1,0 +1,373 @@
+"""Reads the prompts of requests that the data plane holds: a body in, token ids out.
+
+    core thread ──Prepare──> Preparation ──> Dispatcher.read ──> Tokenization
+         ^                                                            │
+         └──────────── Ask, to be decided there; or Open ─────────────┘
+
+Whatever is not usual about a request is left to who opens it, errors included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from router.config.origin import Header
+from router.doors.http.access import Key
+from router.doors.http.gateway import Begun, tenant_salt
+from router.errors import RequestError
+from router.fleet.engine_order import EngineOrder
+from router.fleet.limits import KeyUsage
+from router.index import SourceId
+from router.index.mirror_types import STEP
+from router.prompt import (
+    ChatPrompt,
+    Endpoint,
+    HintForm,
+    OpaquePrompt,
+    TextPrompt,
+    TokenizedPrompt,
+    TokenPrompt,
+    with_hints,
+)
+from router.routing.decision import Asked
+from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
+from router.routing.models import Model
+from router.routing.planner import prepare
+from router.routing.tenant import Said
+from router.routing.terms import Terms
+from router.telemetry.request_observer import Settled
+from router.telemetry.spans import PlacedTrace, Tracer
+from router.telemetry.trace_context import read_context
+
+if TYPE_CHECKING:
+    from router._core import Plane
+
+logger = logging.getLogger(__name__)
+
+PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
+"""The paths of such requests, by the numbers that the core knows them by."""
+
+
+MAX_HINTED = 16_384
+"""Requests whose end steering waits for."""
+
+
+class Names(Protocol):
+    """What the core knows by which name."""
+
+    def want(self, adapter: str) -> None:
+        """A request names an adapter."""
+
+    def hint_form(self, name: str) -> HintForm | None:
+        """How the replicas of a name are told what to keep; None where they are not."""
+
+
+class _Hinted(NamedTuple):
+    """A prompt of which some prefixes had been named to engines."""
+
+    model: Model
+    lengths: list[int]
+
+
+class _Unusual(Exception):
+    """A request that is left to whoever opens it."""
+
+
+class Preparation:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        names: Names | None,
+        check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
+        session_header: str,
+        tracer: Tracer | None,
+        engine_order: EngineOrder,
+    ) -> None:
+        """
+        Args:
+            dispatcher: Knows the models.
+            names: What the core knows; None: nothing, so that it never asks.
+            check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
+                none is needed.
+            session_header: The header that names a client's session, in lower case.
+            tracer: Begins the trace of each; None where none is recorded.
+            engine_order: What engines that order by numbers are told.
+        """
+        self._engine_order = engine_order
+        self._tracer = tracer
+        self._session_header = session_header.encode()
+        self._dispatcher = dispatcher
+        self._names = names
+        self._check_key = check_key
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hinted: dict[int, _Hinted] = {}
+        self._begun: dict[int, Begun] = {}
+        """Of requests that have not been opened, and not ended."""
+        self.plane: Plane | None = None
+        """The core's; it is there before any request."""
+
+    @property
+    def under_way(self) -> int:
+        """Requests whose prompts are being tokenised."""
+        return len(self._tasks)
+
+    def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
+        """Read a prompt, and answer.
+
+        Args:
+            number: Of the request, in the core.
+            path: Its place among `PREPARED`.
+            headers: Names in lower case; none where they do not matter.
+            body: As the client sent it.
+        """
+        endpoint = PREPARED[path]
+        begun = self._begin(endpoint.value, headers)
+        if begun is not None:
+            self._begun[number] = begun
+        try:
+            key = self._enter(number, headers)
+            asked = self._read(endpoint, key, headers, body)
+            if asked.target is not None:
+                self._begun.setdefault(number, Begun()).version = asked.named or "", asked.target
+        except (RequestError, _Unusual):
+            self._open(number)
+            return
+        started = time.perf_counter()
+        tokenized = asked.model.tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
+        if tokenized is not None:
+            self._place(number, body, asked, tokenized[0], time.perf_counter() - started)
+            return
+        if asked.model.tokenization.local is None:
+            self._open(number)  # a replica is asked once, and may keep whoever asks waiting
+            return
+        task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._tokenized, number))
+
+    def settled(self, number: int, settled: Settled) -> None:
+        """A request that was placed has ended.
+
+        Args:
+            number: Of the request.
+            settled: What became of it.
+        """
+        begun = self._begun.pop(number, None)
+        if begun is not None and begun.usage is not None:
+            begun.usage.leave(settled.response_tokens)
+        hinted = self._hinted.pop(number, None)
+        if hinted is not None:
+            model, lengths = hinted
+            announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
+            step = STEP if announced is None else announced.scheduler_block_size or STEP
+            model.steering.came_of(lengths, settled.tokens[2], step)
+
+    def hand_over(self, number: int) -> Begun | None:
+        """A request is served by others: what was begun for it.
+
+        Args:
+            number: Of the request.
+        """
+        self._hinted.pop(number, None)
+        return self._begun.pop(number, None)
+
+    def left(self, number: int) -> None:
+        """The client has left before its request was placed.
+
+        Args:
+            number: Of the request.
+        """
+        begun = self.hand_over(number)
+        if begun is not None:
+            begun.left()
+
+    def begun(self, number: int) -> Begun | None:
+        """What was begun for a request, and goes on.
+
+        Args:
+            number: Of the request.
+        """
+        return self._begun.get(number)
+
+    def _begin(self, path: str, headers: list[Header]) -> Begun | None:
+        """Begin its trace, or read its client's; None where it has none."""
+        context = read_context(headers)
+        if self._tracer is None:
+            return None if context is None else Begun(context=context)
+        trace = self._tracer.begin(context, "POST", path, path)
+        return Begun(context=context, placed=PlacedTrace(trace))
+
+    def _enter(self, number: int, headers: list[Header]) -> Key | None:
+        """Check the client's key, and that its holder may ask at this moment; return it."""
+        key = None if self._check_key is None else self._check_key(dict(headers))
+        if key is None:
+            return None
+        types = sum(name == b"content-type" for name, _ in headers)
+        if types > 1 and (key.usage is not None or key.cache_salt is not None):
+            raise _Unusual  # an engine must read the body as the router does
+        if key.usage is not None:
+            if not key.usage.may_enter():
+                raise _Unusual
+            key.usage.enter()
+            self._begun.setdefault(number, Begun()).usage = key.usage
+        self._begun.setdefault(number, Begun()).key = key
+        return key
+
+    def _read(
+        self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
+    ) -> Asked:
+        """What a usual request asks for."""
+        if len(body) > INLINE_BODY_BYTES:
+            raise _Unusual
+        given = dict(headers)
+        session = given.get(self._session_header)
+        asked = self._dispatcher.read(
+            endpoint,
+            body,
+            Terms(
+                session=session.decode("latin-1") if session else None,
+                headers=given,
+                salt=tenant_salt(key, endpoint.value),
+                check_model=None if key is None or key.usage is None else _check_model(key.usage),
+                tenant="" if key is None or key.owner is None else key.name,
+            ),
+        )
+        if not _is_usual(asked):
+            raise _Unusual
+        if asked.lora_name is not None and self._names is not None:
+            self._names.want(asked.spec.model or "")
+        return asked
+
+    async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
+        started = time.perf_counter()
+        tokenization = asked.model.tokenization
+        (tokenized,) = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
+        self._place(number, body, asked, tokenized, time.perf_counter() - started)
+
+    def _tokenized(self, number: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            self._open(number)
+        elif (error := task.exception()) is not None:
+            logger.error("a prompt could not be read", exc_info=error)
+            self._open(number)
+
+    def _place(
+        self, number: int, body: bytes, asked: Asked, tokenized: TokenizedPrompt, seconds: float
+    ) -> None:
+        spec, begun = asked.spec, self._begun.get(number)
+        if not tokenized.exact or not tokenized.token_ids:
+            self._open(number)
+            return
+        told: tuple[Header, ...] = ()
+        added: tuple[Header, ...] = ()
+        if begun is not None and begun.usage is not None:
+            if not begun.usage.may_spend(len(tokenized.token_ids)):
+                self._open(number)
+                return
+            begun.usage.spend(len(tokenized.token_ids))
+            begun.has_spent, told = True, begun.usage.headers()
+        if begun is not None and begun.placed is not None:
+            added = begun.placed.placed(seconds)
+        elif begun is not None and begun.context is not None:
+            added = begun.context.headers()
+        name = spec.model or asked.model.name
+        sent, keep = self._steer(number, name, asked, tokenized)
+        session = (asked.session or "").encode("utf-8", "surrogatepass")
+        changed = None if sent is body else sent
+        salt, order = tokenized.cache_salt, self._class_of(begun)
+        more = (
+            changed,
+            salt,
+            session,
+            asked.tenant,
+            added,
+            told,
+            keep,
+            asked.target is not None,
+            order,
+        )
+        has_more = any(more) or salt is not None or order is not None
+        assert self.plane is not None
+        tokens, is_comparable = tokenized.token_ids, spec.choices == 1
+        self.plane.place(
+            number,
+            name,
+            tokens,
+            spec.stream,
+            is_comparable,
+            seconds,
+            more if has_more else None,
+        )
+
+    def _class_of(self, begun: Begun | None) -> int | None:
+        """The class of its key, where that has one of its own."""
+        if begun is None or begun.key is None or begun.key.priority is None:
+            return None
+        return self._engine_order.class_of(begun.key.priority)
+
+    def _steer(
+        self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt
+    ) -> tuple[bytes, Sequence[int]]:
+        """The body with what its engine should keep of the prompt, and the lengths of that."""
+        form = None if self._names is None else self._names.hint_form(name)
+        spec, model = asked.spec, asked.model
+        if form is None or not form.is_read_at(spec.endpoint):
+            return asked.body, ()
+        (prompt,) = prepare(model.index, [tokenized])
+        keys = prompt.prefix_keys(STEP)
+        lengths = model.steering.named(keys)
+        if lengths and len(self._hinted) < MAX_HINTED:
+            self._hinted[number] = _Hinted(model, lengths)
+        said = Said.NOTHING if asked.session is None else Said.SESSION
+        said = Said.RETENTION if spec.keeps_prompt else said
+        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, said)
+        body = with_hints(asked.body, spec.endpoint, form, *hints)
+        return body, () if body is asked.body else hints.keep
+
+    def _open(self, number: int) -> None:
+        assert self.plane is not None
+        self.plane.open(number)
+
+
+def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -> bool:
+    """Whether it has no media, and nothing else that only engines can read: such a prompt would be
+    read here in vain."""
+    if not isinstance(prompt, ChatPrompt):
+        return not isinstance(prompt, OpaquePrompt)
+    contents = [message.get("content") for message in prompt.messages]
+    return all(
+        isinstance(part, dict) and part.get("type") == "text"
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
+
+
+def _is_usual(asked: Asked) -> bool:
+    """Whether the core can decide such a request once its prompt's token ids are known."""
+    spec = asked.spec
+    return (
+        len(spec.prompts) == 1
+        and _is_of_words(spec.prompts[0])
+        and spec.reads_cache
+        and spec.stored_response is None
+        and not spec.has_report_mode
+        and bool(spec.model or not asked.model.aliases)
+    )
+
+
+def _check_model(usage: KeyUsage) -> Callable[[str], None]:
+    """Leaves a request for a model that the key is not for to whoever refuses and counts it."""
+
+    def check(model: str) -> None:
+        if not usage.allows(model):
+            raise _Unusual
+
+    return check

@@ -1,0 +1,144 @@
+"""What becomes of the requests that the data plane decided and served by itself: shown, counted and
+logged as those that are served here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.doors.http.access_log import AccessLine
+from router.doors.http.gateway import of_key
+from router.fleet.entrance import Entrance
+from router.fleet.line import Waiter
+from router.plane import FailedFirst
+from router.plane.attempts import Attempt
+from router.seams.prepare import PREPARED, Preparation
+from router.telemetry.request_log import RoutedRequest
+from router.telemetry.request_observer import AskedInCore, RequestObservers, Settled
+
+
+class Settling:
+    """Hears what the core tells of such requests. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        observers: RequestObservers,
+        preparation: Preparation,
+        policy: str,
+        logs_access: bool,
+        entrance: Entrance | None,
+    ) -> None:
+        """
+        Args:
+            observers: Count and log.
+            preparation: Knows what was begun for them.
+            policy: The name of the policy that chose.
+            logs_access: Whether each gets a line in the log.
+            entrance: Where others wait for room; None: nowhere.
+        """
+        self._entrance = entrance
+        self._passed: dict[int, Waiter] = {}
+        """Requests that the line knows of, as those that did not wait."""
+        self._observers = observers
+        self._preparation = preparation
+        self._policy = policy
+        self._logs_access = logs_access
+
+    def running(self, number: int, *what: Any) -> None:
+        """One has been under way for a while, or has its first byte since.
+
+        Args:
+            number: Of the request.
+            what: As `Plane` tells it.
+        """
+        settled, path = self._of_core(number, what)
+        self._observers.show(number, settled, path, self._policy)
+        self._pass_by(number, settled)
+
+    def settled(self, number: int, *what: Any) -> None:
+        """One is over.
+
+        Args:
+            number: Of the request.
+            what: As `Plane` tells it.
+        """
+        settled, path = self._of_core(number, what)
+        begun = self._preparation.begun(number)
+        self._leave_line(number, settled)
+        self._preparation.settled(number, settled)
+        routed = self._observers.settle(number, settled, path, self._policy)
+        if begun is not None and begun.version is not None:
+            self._observers.metrics.versions.labels(*begun.version).inc()
+        if self._logs_access:
+            _write_line(settled, path, routed)
+        if begun is not None and begun.placed is not None:
+            begun.placed.served(self._attempt(settled.replica), settled, routed)
+
+    def left(self, number: int) -> None:
+        """There was no memory to tell of its end: nothing is kept of it."""
+        self._observers.forget(number)
+        self._end_passing(number)
+
+    def handed_over(self, number: int, failed: FailedFirst) -> None:
+        """A replica did not serve one.
+
+        Args:
+            number: Of the request.
+            failed: The replica, and how.
+        """
+        found = self._observers.handed_over(
+            number, failed.replica, failed.failure, failed.retry_after_s
+        )
+        begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
+        if begun is not None and begun.placed is not None and attempt is not None:
+            begun.placed.failed(attempt, found.value)
+        self._end_passing(number)  # it may have to wait for its next attempt
+
+    def _end_passing(self, number: int) -> None:
+        passed = self._passed.pop(number, None)
+        if passed is not None and self._entrance is not None:
+            self._entrance.room.over(passed)
+
+    def _pass_by(self, number: int, settled: Settled) -> None:
+        """Let the line know of a request that did not have to wait, once."""
+        if self._entrance is None or number in self._passed:
+            return
+        begun = self._preparation.begun(number)
+        holder = of_key(None if begun is None else begun.key)
+        waiter = self._entrance.waiter(settled.model, {}, *holder)
+        prompt_tokens, _, cached_tokens, _ = settled.tokens
+        waiter.tokens = prompt_tokens - cached_tokens
+        self._passed[number] = waiter
+        self._entrance.room.passed(waiter)
+
+    def _leave_line(self, number: int, settled: Settled) -> None:
+        if self._entrance is not None:
+            self._pass_by(number, settled)
+            tokens = settled.response_tokens if settled.first_byte_s else None
+            self._entrance.room.over(self._passed.pop(number), tokens)
+
+    def _attempt(self, replica_id: str) -> Attempt | None:
+        """At a replica; None where it was removed meanwhile."""
+        replicas = self._observers.replicas
+        if replica_id not in replicas:
+            return None
+        return Attempt(replica_id, replicas.get(replica_id).origin)
+
+    def _of_core(self, number: int, what: Sequence[Any]) -> tuple[Settled, str]:
+        """A record of the core, and the path that was asked."""
+        settled = Settled(*what)
+        asked = AskedInCore(*settled.asked)
+        settled = settled._replace(asked=asked)
+        begun = self._preparation.begun(number)
+        if begun is not None:
+            is_traced = begun.trace is not None and begun.trace.is_sampled
+            settled = settled._replace(trace_id=begun.trace_id, is_traced=is_traced)
+        return settled, PREPARED[asked.path].value
+
+
+def _write_line(settled: Settled, path: str, routed: RoutedRequest) -> None:
+    line = AccessLine({"client": settled.client, "method": "POST", "path": path})
+    line.routed, line.trace_id = routed, settled.trace_id
+    seconds = (settled.asked.tokenization_s or 0.0) + settled.routing_s + settled.seconds
+    request_id = settled.request_id.encode("latin-1")
+    line.write(routed.status, settled.body_bytes, request_id, seconds)

@@ -1,0 +1,14 @@
+"""What routers tell each other: one small board, with one writer for each slot.
+
+Every router publishes its own slot and reads the others': what it has in flight at each replica
+and rank, which prefixes are being computed for it, and which replicas it found unhealthy. Nobody
+waits for the board, and nobody needs it: without it each decides by what it knows itself. Another
+board than Valkey needs one class, of `board.Board`.
+
+The files; each imports only what is listed above it:
+
+    slots.py      what a slot says, and its bytes
+    board.py      the interface of a board, and what keeps a router and its board in step
+    valkey.py     the board: Valkey or Redis
+    exchange.py   what becomes of what other routers tell
+"""

@@ -1,0 +1,185 @@
+"""The interface of a board, and what keeps a process and its board in step.
+
+One's own slot is published and the others' are read in the background. No request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.sharing.slots import (
+    Slot,
+    SlotError,
+    decode_slot,
+    encode_slot,
+)
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.02
+"""Between two looks at what changed."""
+SPACING_S = 0.002
+"""Between two that are asked for."""
+MOST_SHARE = 0.05
+"""Of a processor's time, the most that saying may take, and hearing as well: where there is much to
+say, it is said less often."""
+MOST_PAUSE_S = 0.25
+"""But no less often than this, however much that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoardStatistics:
+    """One board in numbers."""
+
+    is_up: bool
+    """Whether others can be heard and hear this process."""
+    writers: int
+    """Others whose slots are fresh."""
+    oldest_s: float
+    """The age of the oldest of these slots."""
+    published: int
+    failures: int
+    """Times that it could not be reached, and slots that could not be read or not be believed."""
+    clock_off_s: float = 0.0
+    """How far this machine's clock is ahead of another's, where that keeps its words out; negative
+    where it is behind."""
+
+
+class Board(Protocol):
+    """Slots of bytes by writer. Belongs to one event loop; no call waits or does I/O but `run`."""
+
+    kind: str
+    """For metrics: `valkey`."""
+
+    def publish(self, slot: bytes) -> None:
+        """Say this from now on, in place of what was said before."""
+
+    def refresh(self) -> None:
+        """Say that it still holds, where it is time to."""
+
+    def read(self) -> Mapping[str, bytes]:
+        """The fresh slots of the others, by writer. One that has not changed is the same object."""
+
+    def note_broken(self) -> None:
+        """A slot could not be read."""
+
+    def statistics(self) -> BoardStatistics:
+        """Its state now."""
+
+    async def run(self, on_news: Callable[[], None]) -> None:
+        """Do what has to be waited for, until cancelled.
+
+        Args:
+            on_news: Called when a slot of another has changed, where the board notices it.
+        """
+
+
+class BoardExchange:
+    """Keeps one process and its board in step. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        board: Board,
+        collect: Callable[[], Slot],
+        take: Callable[[Mapping[str, Slot]], None],
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """Say and hear nothing yet.
+
+        Args:
+            board: Where to publish, and whom to hear.
+            collect: What to say, now.
+            take: Hears what all others say, by writer, whenever it has changed.
+            clock: A monotonic clock, in seconds.
+            cpu_clock: The processor time of this thread, in seconds. It stands still while others
+                have the processor, however long that is.
+        """
+        self.board = board
+        self._collect = collect
+        self._take = take
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._said = b""
+        self._heard: dict[str, tuple[bytes, Slot | None]] = {}
+        self._soon: asyncio.TimerHandle | None = None
+        self._say_after = self._hear_after = 0.0
+        """Not before these times, on the clock."""
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        running = asyncio.create_task(self.board.run(self.catch_up))
+        try:
+            while True:
+                if self._clock() >= self._say_after:
+                    self._publish()
+                self.catch_up()
+                if running.done():
+                    running.result()
+                busy_until = max(self._say_after, self._hear_after)
+                await asyncio.sleep(max(INTERVAL_S, busy_until - self._clock()))
+        finally:
+            if self._soon is not None:
+                self._soon.cancel()
+            running.cancel()
+            await asyncio.wait([running])
+
+    def soon(self) -> None:
+        """Something has begun that the others should know of before the next look."""
+        if self._soon is None:
+            delay_s = max(SPACING_S / 2, self._say_after - self._clock())
+            self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)
+
+    def catch_up(self) -> None:
+        """Hear what others have said since the last look, unless that was just now."""
+        if self._clock() >= self._hear_after:
+            self._read()
+
+    def _publish_now(self) -> None:
+        self._soon = None
+        if self._clock() >= self._say_after:
+            self._publish()
+        else:  # it was said meanwhile, but perhaps not all of it
+            self.soon()
+
+    def _publish(self) -> None:
+        begun_at = self._cpu_clock()
+        data = encode_slot(self._collect())
+        if data != self._said:
+            self.board.publish(data)
+        else:
+            self.board.refresh()
+        self._said = data
+        self._say_after = self._clock() + self._pause_s(begun_at)
+
+    def _pause_s(self, begun_at: float) -> float:
+        """Until the next time, after work that began at *begun_at* of the processor's clock."""
+        return min((self._cpu_clock() - begun_at) / MOST_SHARE, MOST_PAUSE_S)
+
+    def _read(self) -> None:
+        begun_at = self._cpu_clock()
+        found: dict[str, tuple[bytes, Slot | None]] = {}
+        has_changed = False
+        for writer, data in self.board.read().items():
+            known = self._heard.get(writer)
+            if known is None or known[0] is not data:
+                known = data, self._decoded(data)
+                has_changed = True
+            found[writer] = known
+        if has_changed or len(found) != len(self._heard):
+            self._heard = found
+            self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
+        self._hear_after = self._clock() + max(SPACING_S, self._pause_s(begun_at))
+
+    def _decoded(self, data: bytes) -> Slot | None:
+        try:
+            return decode_slot(data)
+        except SlotError as error:
+            self.board.note_broken()
+            logger.debug("board: %s", error)
+            return None

@@ -1,0 +1,303 @@
+"""What this router tells the others over a board, and what it makes of what
+they tell.
+
+Their requests count as load. What is being computed for them counts as if it had been sent there
+from here; what several sent there before they heard of each other counts once, since the engine
+computes it once. A replica that one of them finds unhealthy is checked at once, and believed to be
+if that check fails: a router that is cut off must not take the fleet from the others. A moment with
+their requests is not quiet, so predictions made in it prove nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+
+from router.config import BoardConfig
+from router.errors import ConfigError, ConfigProblem
+from router.fleet.limits import KeyCounts, KeyLimits
+from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
+from router.fleet.quiet_moments import QuietMoments
+from router.fleet.registry import ReplicaRegistry
+from router.fleet.types import Health
+from router.index import SourceId, pack_keys, unpack_keys
+from router.index.mirror import Mirror
+from router.index.mirror_types import STEP, Prefilling
+from router.routing.models import ModelSet
+from router.routing.recent_prefixes import RecentPrefixes
+from router.sharing.board import Board
+from router.sharing.slots import (
+    MAX_KEYS,
+    SharedLoad,
+    SharedPrefix,
+    Slot,
+    fitting,
+)
+
+MAX_COMPARED = 16
+"""Prompts that another one with the same beginning is compared with, at one cache."""
+
+_Named = tuple[str, int]
+"""A writer, and one of its prefixes."""
+
+
+class Sharing:
+    """One process's side of the board. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        load: LoadTracker,
+        mirror: Mirror,
+        recent: RecentPrefixes,
+        registry: ReplicaRegistry,
+        quiet: QuietMoments,
+        models: ModelSet,
+        keys: KeyLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the parts that are told of, and that hear.
+
+        Args:
+            load: What is in flight at each replica.
+            mirror: Which prompts are being computed.
+            recent: Which prefixes were just sent where.
+            registry: The replicas' health.
+            quiet: When nothing else runs at a replica.
+            models: Their indexes read the keys of prefixes.
+            keys: What the holders of limited keys use.
+            clock: A monotonic clock, in seconds.
+        """
+        self._load = load
+        self._mirror = mirror
+        self._recent = recent
+        self._registry = registry
+        self._quiet = quiet
+        self._models = models
+        self._keys = keys
+        self._clock = clock
+        self._packed: dict[int, SharedPrefix] = {}
+        self._known: dict[_Named, Prefilling] = {}
+        self._unhealthy: dict[str, frozenset[str]] = {}
+        self._begun: dict[str, Mapping[str, int]] = {}
+        self.foreign_prefixes = 0
+        """Heard and of no use, since they were made with another secret."""
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def collect(self) -> Slot:
+        """What to tell, now."""
+        return Slot(
+            loads=tuple(
+                SharedLoad(
+                    replica,
+                    rank,
+                    load.prefilling_requests,
+                    max(load.prefill_tokens, 0),
+                    load.decoding_requests,
+                    max(load.context_tokens, 0),
+                )
+                for replica, rank, load in self._load.places()
+                if load.requests
+            ),
+            prefixes=fitting(self._prefixes()),
+            unhealthy=tuple(
+                replica.id
+                for replica in self._registry.replicas()
+                if replica.record.health is Health.UNHEALTHY
+            ),
+            begun=self._quiet.begun(),
+            keys={
+                name: (counts.requests, counts.tokens, counts.in_flight)
+                for name, counts in self._keys.counts().items()
+            },
+        )
+
+    def _prefixes(self) -> list[SharedPrefix]:
+        packed = self._packed
+        self._packed = {
+            each.number: self._pack(each, packed.get(each.number))
+            for each in self._mirror.prefilling()
+        }
+        return [prefix for prefix in self._packed.values() if prefix.key_space]
+
+    def _pack(self, each: Prefilling, before: SharedPrefix | None) -> SharedPrefix:
+        if before is not None:
+            if before.queued_tokens == each.queued_tokens:
+                return before
+            return msgspec.structs.replace(before, queued_tokens=each.queued_tokens)
+        model = self._models.get(each.model)
+        return SharedPrefix(
+            each.number,
+            each.model,
+            b"" if model is None else model.index.key_space,
+            each.source.replica,
+            each.source.dp_rank,
+            each.tokens,
+            each.queued_tokens,
+            pack_keys(each.keys[:MAX_KEYS]),
+        )
+
+    # --- hearing ----------------------------------------------------------------------------------
+
+    def take(self, slots: Mapping[str, Slot]) -> None:
+        """Take over what all others tell, in place of what they told before.
+
+        Args:
+            slots: By writer; one that is missing is gone.
+        """
+        heard = self._prefilling(slots)
+        twice = _queued_twice([*self._mirror.prefilling(), *heard])
+        self._load.take_others(_summed(slots, twice))
+        self._keys.take_elsewhere(
+            {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
+            for slot in slots.values()
+        )
+        self._mirror.hear(heard)
+        now = self._clock()
+        for writer, slot in slots.items():
+            known = self._begun.get(writer)
+            if known is not None:
+                for replica, count in slot.begun.items():
+                    if count != known.get(replica, 0) and replica in self._registry:
+                        self._quiet.disturbed(replica, now)
+            for replica in frozenset(slot.unhealthy) - self._unhealthy.get(writer, frozenset()):
+                self._registry.doubt(replica)
+        self._begun = {writer: slot.begun for writer, slot in slots.items()}
+        self._unhealthy = {writer: frozenset(slot.unhealthy) for writer, slot in slots.items()}
+
+    def _prefilling(self, slots: Mapping[str, Slot]) -> list[Prefilling]:
+        """What is being computed for others. Each prompt is remembered as sent when it is first
+        heard of."""
+        known, self._known = self._known, {}
+        now = self._clock()
+        for writer, slot in slots.items():
+            for prefix in slot.prefixes:
+                name = writer, prefix.number
+                heard = known.get(name)
+                if heard is None:
+                    heard = self._heard(prefix)
+                    if heard is None:
+                        continue
+                    self._recent.remember(heard.source, heard.keys, now)
+                heard.queued_tokens = prefix.queued_tokens
+                self._known[name] = heard
+        return list(self._known.values())
+
+    def _heard(self, prefix: SharedPrefix) -> Prefilling | None:
+        model = self._models.get(prefix.model)
+        if model is None or prefix.replica not in self._registry or not prefix.keys:
+            return None
+        if prefix.key_space != model.index.key_space:
+            self.foreign_prefixes += 1
+            return None
+        return Prefilling(
+            prefix.number,
+            prefix.model,
+            SourceId(prefix.replica, prefix.dp_rank),
+            prefix.tokens,
+            prefix.queued_tokens,
+            unpack_keys(prefix.keys),
+        )
+
+
+def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
+    """The board on a server; None where none is configured.
+
+    Args:
+        config: Names the server.
+        secret: That all routers share.
+    Raises:
+        ConfigError: The client library is missing, or a certificate cannot be read.
+    """
+    if config.url is None or secret is None:
+        return None
+    try:
+        module = import_module("router.sharing.valkey")
+    except ImportError as error:
+        rule = f"{error}; it needs the extra valkey: pip install '.[valkey]' in kvroute's checkout"
+        raise ConfigError([ConfigProblem("board.url", rule)]) from error
+    for name in ("ca", "certificate", "key"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError([ConfigProblem(f"board.{name}", f"{path}: no such file")])
+    board: Board = module.connect(
+        config.url,
+        module.Credentials(
+            config.username,
+            None if config.password is None else config.password.get_secret_value(),
+            config.ca,
+            config.certificate,
+            config.key,
+        ),
+        config.prefix,
+        secret,
+    )
+    return board
+
+
+def _summed(
+    slots: Mapping[str, Slot], twice: Mapping[SourceId, int]
+) -> dict[str | tuple[str, int], ReplicaLoad]:
+    total: dict[str | tuple[str, int], ReplicaLoad] = {}
+    for slot in slots.values():
+        for load in slot.loads:
+            rank = load.dp_rank
+            place = load.replica if rank is None else (load.replica, rank)
+            found = ReplicaLoad(
+                load.prefilling_requests,
+                load.prefill_tokens,
+                load.decoding_requests,
+                load.context_tokens,
+            )
+            known = total.get(place)
+            total[place] = found if known is None else sum_of(known, found)
+    for source, tokens in twice.items():
+        for place in (source.replica, (source.replica, source.dp_rank)):
+            queue = total.get(place)
+            if queue is not None:
+                queue.prefill_tokens = max(queue.prefill_tokens - tokens, 0)
+    return total
+
+
+def _queued_twice(prompts: Iterable[Prefilling]) -> Counter[SourceId]:
+    """Of the tokens that wait at each cache, those that are counted for more than one prompt."""
+    alike: dict[tuple[SourceId, int], list[Prefilling]] = {}
+    for each in prompts:
+        if each.queued_tokens and each.keys:
+            alike.setdefault((each.source, each.keys[0]), []).append(each)
+    twice: Counter[SourceId] = Counter()
+    for (source, _), group in alike.items():
+        group.sort(key=_cached_tokens)
+        for number, each in enumerate(group):
+            compared = group[: min(number, MAX_COMPARED)]
+            twice[source] += max((_queued_in_both(each, other) for other in compared), default=0)
+    return twice
+
+
+def _cached_tokens(prompt: Prefilling) -> int:
+    return prompt.tokens - prompt.queued_tokens
+
+
+def _queued_in_both(one: Prefilling, other: Prefilling) -> int:
+    # Of equal prompts, an engine computes the last token of each.
+    equal = _are_equal(one, other)
+    shared = one.tokens - 1 if equal else STEP * _shared_keys(one.keys, other.keys)
+    return max(shared - max(_cached_tokens(one), _cached_tokens(other)), 0)
+
+
+def _are_equal(one: Prefilling, other: Prefilling) -> bool:
+    """As long, and equal up to the last key."""
+    alike = len(one.keys) == len(other.keys) and one.keys[-1] == other.keys[-1]
+    return alike and one.tokens == other.tokens
+
+
+def _shared_keys(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading keys two prompts share. A key stands for all that is before it."""
+    most = range(min(len(one), len(other)))
+    return bisect_left(most, True, key=lambda place: one[place] != other[place])

@@ -1,0 +1,349 @@
+"""The board of routers on several machines: Valkey or Redis.
+
+Each process has a key of its own, which expires, and says every change on one channel: whoever
+listens hears it at once, and whoever comes later finds the keys. Both take one round trip, in a
+task of their own, with at most one under way. While the server is away, what the others said
+expires here as it does there, and each process goes on with what it knows itself.
+
+What comes from the server is sealed with the secret that all share: without it nobody who reaches
+the server can make up load or read whose keys are whose. Nor can words be said again that somebody
+recorded there. Sealed with them are a name that each process draws at its start, a number that
+grows with every word, and the time:
+
+    seal 16 | name 16 | number 8 | time 8 | slot
+
+A word of a known name must have a higher number than the last one. Any word must be of the present:
+a process that has just started knows no names yet. A name is known for longer than its words are of
+the present, so no recorded word counts but to a process that did not hear it, and to that for a few
+seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+import secrets
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+from typing_extensions import override
+
+from kvevents.pacing import Backoff
+from router.sharing.board import Board, BoardStatistics
+from router.sharing.slots import MAX_BYTES
+
+logger = logging.getLogger(__name__)
+
+SPACING_S = 0.02
+"""Between two things said."""
+BEAT_S = 0.4
+EXPIRY_S = 2.0
+MAX_WRITERS = 1024
+MOST_OFF_S = 5.0
+"""A word is of the present up to this age by the clock here, and as far ahead of it: so much may
+the clocks of routers differ, the two seconds for which a word holds included. NTP keeps them within
+a hundredth of that."""
+KNOWN_S = 3 * MOST_OFF_S
+"""For which a name is known after its last word; that can be repeated for `2 * MOST_OFF_S`."""
+WARNED_S = 60.0
+"""Between two warnings of a clock."""
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
+"""Before the next try, while the server is away."""
+TIMEOUT_S = 2.0
+"""Of one round trip."""
+_SEAL_BYTES = 16
+_NAME_BYTES = 16
+_STAMP = struct.Struct(">Qd")
+_HEAD_BYTES = _NAME_BYTES + _STAMP.size
+_AWAY = (RedisError, OSError, asyncio.TimeoutError)
+
+
+class Credentials(NamedTuple):
+    """Who the router is to the server. Paths are those of PEM files."""
+
+    username: str | None
+    password: str | None
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+
+def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> ValkeyBoard:
+    """A board on a server, which is connected to when it runs.
+
+    Args:
+        url: Of the server.
+        credentials: Who the router is to it.
+        prefix: As for `ValkeyBoard`, as the others.
+        secret: That all share.
+    """
+    tls: dict[str, Any] = {
+        "ssl_ca_certs": credentials.ca,
+        "ssl_certfile": credentials.certificate,
+        "ssl_keyfile": credentials.key,
+    }
+    server = redis.Redis.from_url(
+        "redis" + url.removeprefix("redis").removeprefix("valkey"),
+        username=credentials.username,
+        password=credentials.password,
+        socket_timeout=TIMEOUT_S,
+        socket_connect_timeout=TIMEOUT_S,
+        **(tls if url.startswith(("rediss:", "valkeys:")) else {}),
+    )
+    return ValkeyBoard(server, prefix, secret)
+
+
+class _Word(NamedTuple):
+    """The last one that was heard of a name."""
+
+    number: int
+    at: float
+    slot: bytes
+
+
+class ClockDoubt:
+    """Tells a clock that is off from a pause of this process, after which old words come as well:
+    only with a wrong clock do they come for seconds.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = self._last = self._warned = -math.inf
+        self._off_s = 0.0
+
+    @property
+    def off_s(self) -> float:
+        """How far the clock here is ahead of another's; 0 without doubt."""
+        is_present = self._clock() - self._last <= EXPIRY_S <= self._last - self._since
+        return self._off_s if is_present else 0.0
+
+    def note(self, off_s: float) -> None:
+        """A word of another time has come.
+
+        Args:
+            off_s: Its age by the clock here.
+        """
+        now = self._clock()
+        if now - self._last > EXPIRY_S:
+            self._since = now
+        self._last, self._off_s = now, off_s
+        if self.off_s and now - self._warned >= WARNED_S:
+            self._warned = now
+            side = "ahead of" if off_s > 0 else "behind"
+            logger.warning(
+                "board: the clock here is %.1f s %s another router's, whose words are not believed:"
+                " they must agree within %g s (NTP); or somebody repeats old words",
+                abs(off_s),
+                side,
+                MOST_OFF_S,
+            )
+
+
+class ValkeyBoard(Board):
+    """One process's end of it.
+
+    Args:
+        server: Has no connection yet; closed at the end of `run`.
+        prefix: Of the key and the channel: boards of other prefixes are others.
+        secret: That all share.
+        clock: A monotonic clock, in seconds.
+        wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
+    """
+
+    kind = "valkey"
+
+    def __init__(
+        self,
+        server: redis.Redis,
+        prefix: str,
+        secret: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._server = server
+        self._channel = f"{prefix}:board"
+        self._prefix = f"{prefix}:slot:"
+        self._secret = hashlib.blake2b(secret, digest_size=32, person=b"board words").digest()
+        self._name = secrets.token_bytes(_NAME_BYTES)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._number = 0
+        self._said = b""
+        self._is_new = asyncio.Event()
+        self._heard: dict[bytes, _Word] = {}
+        """By name."""
+        self._doubt = ClockDoubt(clock)
+        self._is_heard = self._is_hearing = False
+        # The client may swallow a cancellation that meets the end of a call.
+        self._is_over = False
+        self._published = self._failures = 0
+
+    # --- what the exchange calls ------------------------------------------------------------------
+
+    @override
+    def publish(self, slot: bytes) -> None:
+        self._said = slot
+        self._is_new.set()
+
+    @override
+    def refresh(self) -> None:
+        """The task does, by itself."""
+
+    @override
+    def read(self) -> Mapping[str, bytes]:
+        oldest = self._clock() - KNOWN_S
+        self._heard = {name: word for name, word in self._heard.items() if word.at >= oldest}
+        return {name.hex(): word.slot for name, word in self._fresh()}
+
+    @override
+    def note_broken(self) -> None:
+        self._failures += 1
+
+    @override
+    def statistics(self) -> BoardStatistics:
+        now = self._clock()
+        ages = [now - word.at for _, word in self._fresh()]
+        return BoardStatistics(
+            self._is_heard and self._is_hearing,
+            len(ages),
+            max(ages, default=0.0),
+            self._published,
+            self._failures,
+            self._doubt.off_s,
+        )
+
+    def _fresh(self) -> list[tuple[bytes, _Word]]:
+        oldest = self._clock() - EXPIRY_S
+        return [(name, word) for name, word in self._heard.items() if word.at >= oldest]
+
+    @override
+    async def run(self, on_news: Callable[[], None]) -> None:
+        tasks = [asyncio.create_task(self._speak()), asyncio.create_task(self._hear(on_news))]
+        try:
+            # Not `gather`, which waits for tasks that it cancelled: the client may swallow that,
+            # and they would not know yet that it is over.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            self._is_over = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._server.aclose()
+
+    # --- speaking ---------------------------------------------------------------------------------
+
+    async def _speak(self) -> None:
+        retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        while not self._is_over:
+            self._is_new.clear()
+            try:
+                await self._say()
+            except _AWAY as error:
+                self._note_away(self._is_heard, error)
+                self._is_heard = False
+                await asyncio.sleep(retry.next_delay())
+                continue
+            self._is_heard = True
+            retry.reset()
+            await asyncio.sleep(SPACING_S)
+            beat = asyncio.get_running_loop().call_later(BEAT_S, self._is_new.set)
+            await self._is_new.wait()
+            beat.cancel()
+
+    async def _say(self) -> None:
+        message = self._sealed(self._said)
+        key = self._prefix + self._name.hex()
+        async with self._server.pipeline(transaction=False) as pipeline:
+            pipeline.set(key, message, px=int(EXPIRY_S * 1000))
+            pipeline.publish(self._channel, message)
+            await pipeline.execute()
+        self._published += 1
+
+    def _sealed(self, slot: bytes) -> bytes:
+        self._number += 1
+        content = self._name + _STAMP.pack(self._number, self._wall_clock()) + slot
+        return self._seal(content) + content
+
+    def _seal(self, content: bytes) -> bytes:
+        return hashlib.blake2b(content, digest_size=_SEAL_BYTES, key=self._secret).digest()
+
+    # --- hearing ----------------------------------------------------------------------------------
+
+    async def _hear(self, on_news: Callable[[], None]) -> None:
+        retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        while not self._is_over:
+            try:
+                async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
+                    await channel.subscribe(self._channel)
+                    await self._find_those_before()
+                    self._is_hearing = True
+                    retry.reset()
+                    logger.info("board: connected")
+                    await self._listen(channel, on_news)
+            except _AWAY as error:
+                self._note_away(self._is_hearing, error)
+                self._is_hearing = False
+            await asyncio.sleep(retry.next_delay())
+
+    async def _find_those_before(self) -> None:
+        keys = [key async for key in self._server.scan_iter(match=self._prefix + "*", count=1000)]
+        for message in await self._server.mget(keys[:MAX_WRITERS]) if keys else ():
+            self._take(message)
+
+    async def _listen(self, channel: Any, on_news: Callable[[], None]) -> None:
+        quiet_since = self._clock()
+        while not self._is_over:
+            message = await channel.get_message(timeout=1.0)
+            if message is not None:
+                self._take(message["data"])
+                on_news()
+                quiet_since = self._clock()
+            elif self._clock() - quiet_since > EXPIRY_S:
+                await channel.ping()  # our own words come back, too: so it is cut, or overloaded
+                quiet_since = self._clock()
+
+    def _take(self, message: object) -> None:
+        """Keep what was said, if it is whole, new, and of one who has the secret."""
+        if not isinstance(message, bytes) or len(message) > MAX_BYTES + 64:
+            return
+        seal, content = message[:_SEAL_BYTES], message[_SEAL_BYTES:]
+        is_sealed = hmac.compare_digest(seal, self._seal(content))
+        if not is_sealed or len(content) < _HEAD_BYTES:
+            self._failures += 1
+            return
+        name, slot = content[:_NAME_BYTES], content[_HEAD_BYTES:]
+        if name == self._name:
+            return
+        number, said_at = _STAMP.unpack(content[_NAME_BYTES:_HEAD_BYTES])
+        known = self._heard.get(name)
+        if known is None and len(self._heard) >= MAX_WRITERS:
+            return
+        if known is not None and number <= known.number:
+            # The last one comes twice, from the channel and from its key, where both are read.
+            self._failures += number < known.number
+            return
+        age_s = self._wall_clock() - said_at
+        if not abs(age_s) <= MOST_OFF_S:
+            self._failures += 1
+            self._doubt.note(age_s)
+            return
+        # The same object while it is the same, so that nobody decodes it again.
+        kept = known.slot if known is not None and known.slot == slot else slot
+        self._heard[name] = _Word(number, self._clock(), kept)
+
+    def _note_away(self, was_up: bool, error: BaseException) -> None:
+        self._failures += 1
+        if was_up:
+            logger.warning("board: the server is away, others are not heard: %s", error)

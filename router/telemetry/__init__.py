@@ -1,0 +1,23 @@
+"""What happened, and what is wrong: metrics, logs of requests, traces, the last hour, problems.
+
+In comes what each request did (`request_observer.py`) and what the parts count; out go the
+responses of `/metrics`, `/requests` and `/overview`, spans, and sentences about replicas. A metric
+is added in `metrics.py` where it counts what happens, and in `collector.py` where it is read of a
+part at a scrape; a problem in `problems.py`.
+
+The files; each imports only what is listed above it:
+
+    request_log.py        the requests routed last, and their totals over the last minute
+    metrics.py            metrics written as things happen; rendering all of them
+    history.py            the last hour of the router and of each replica
+    shortages.py          what the system refuses the router: files, ports, buffers, memory
+    labels.py             words for kinds, shares, durations and tiers
+    self_repair.py        which sources are predicted wrongly, and what is done about it
+    problems.py           what is wrong with a replica, in sentences
+    collector.py          metrics read at a scrape, from the parts' statistics
+    readiness.py          is the router ready, and whom does it wait for?
+    request_observer.py   one proxied request: load, health, metrics, log, prediction
+    trace_context.py      W3C Trace Context: what a client says of its trace, what a replica is told
+    spans.py              what one request does and when; handed over at its end
+    otel.py               spans made of that and sent, in a thread; needs the extra `otel`
+"""

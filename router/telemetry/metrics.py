@@ -1,0 +1,614 @@
+"""Every metric of the router, on a registry passed in. All names begin with `kvroute_`.
+
+Counters and histograms are written as things happen. Everything else is collected at a scrape from
+the statistics of the parts (`collector`): the event loop takes a snapshot of plain numbers, and a
+thread turns it into text, so that no stream waits for a scrape. Label values are models and
+replicas of the configuration or the registry, and words of this package; nothing a client sends
+becomes a label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, NamedTuple, TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
+
+from router.telemetry.request_log import outcome
+
+MAX_TIER_LABELS = 64
+"""Names of tiers are the engines' own; the router must not keep every one that they make up."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_NAME = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS_NAME}; version=1.0.0; charset=utf-8"
+
+_REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+)
+_ROUTING_SECONDS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
+    *(0.025, 0.05, 0.1, 0.25, 1),
+)
+_TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
+
+
+class _Spec(NamedTuple):
+    """A metric that is written as things happen."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: Sequence[float] = ()
+
+
+class CounterSeries:
+    """One counter."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def inc(self, amount: int = 1) -> None:
+        """Count *amount* more."""
+        self.value += amount
+
+
+class HistogramSeries:
+    """One histogram."""
+
+    __slots__ = ("_bounds", "counts", "exemplars", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """By bucket, each without those below it; the last one is above all bounds."""
+        self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """By bucket: the last value whose trace is recorded."""
+
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Count *value* into its bucket.
+
+        Args:
+            value: What was measured.
+            trace_id: Of the recorded trace that shows why; None where there is none.
+        """
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
+        self.total += value
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+
+_Series = TypeVar("_Series", CounterSeries, HistogramSeries)
+
+
+class _Written(Generic[_Series]):
+    """A metric that is written as things happen: its series by the values of its labels.
+
+    prometheus_client's own take a lock and check their labels each time, which was 16 µs a request.
+    Here only the event loop writes; a scrape's thread reads whole numbers.
+    """
+
+    def __init__(self, spec: _Spec) -> None:
+        self._spec = spec
+        self._by_labels: dict[tuple[str, ...], _Series] = {}
+        if not spec.labels:
+            self.labels()
+
+    def labels(self, *values: str) -> _Series:
+        """The series of these labels, in the order in which they are declared."""
+        found = self._by_labels.get(values)
+        if found is None:
+            assert len(values) == len(self._spec.labels)
+            found = self._by_labels[values] = self._series()
+        return found
+
+    def series(self) -> Iterable[tuple[tuple[str, ...], _Series]]:
+        """Every series, by the values of its labels; to be read at once and not kept."""
+        return self._by_labels.items()
+
+    @property
+    def buckets(self) -> Sequence[float]:
+        """Upper bounds of a histogram's buckets, all but the last."""
+        return self._spec.buckets
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop every series that has this value of a label.
+
+        Args:
+            label: Its name.
+            value: Its value.
+        """
+        if label in self._spec.labels:
+            place = self._spec.labels.index(label)
+            for values in [values for values in self._by_labels if values[place] == value]:
+                del self._by_labels[values]
+
+    def describe(self) -> Iterator[Metric]:
+        """The metric without its series, as the registry asks for it."""
+        yield self._family()
+
+    def _series(self) -> _Series:
+        raise NotImplementedError
+
+    def _family(self) -> Metric:
+        raise NotImplementedError
+
+
+class WrittenCounter(_Written[CounterSeries]):
+    """A counter by labels; a Prometheus collector."""
+
+    def collect(self) -> Iterator[Metric]:
+        """All its series."""
+        family = self._family()
+        for values, series in list(self._by_labels.items()):
+            family.add_metric(values, series.value)
+        yield family
+
+    def _series(self) -> CounterSeries:
+        return CounterSeries()
+
+    def _family(self) -> CounterMetricFamily:
+        return CounterMetricFamily(self._spec.name, self._spec.help, labels=self._spec.labels)
+
+
+class WrittenHistogram(_Written[HistogramSeries]):
+    """A histogram by labels; a Prometheus collector."""
+
+    def collect(self) -> Iterator[Metric]:
+        """All its series."""
+        family = self._family()
+        bounds = [*map(floatToGoString, self._spec.buckets), "+Inf"]
+        for values, series in list(self._by_labels.items()):
+            counts = enumerate(accumulate(list(series.counts)))
+            shown: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for bound, (bucket, count) in zip(bounds, counts, strict=True):
+                exemplar = series.exemplars.get(bucket)
+                shown.append((bound, count) if exemplar is None else (bound, count, exemplar))
+            family.add_metric(values, shown, series.total)
+        yield family
+
+    def _series(self) -> HistogramSeries:
+        return HistogramSeries(self._spec.buckets)
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._spec.name, self._spec.help, labels=self._spec.labels)
+
+
+# By the attributes of `RouterMetrics`.
+_COUNTERS = {
+    "requests": _Spec(
+        "kvroute_requests",
+        "Proxied requests that ended, by the replica whose response was "
+        "passed on (`none`: no replica's; `removed`: a replica removed "
+        "meanwhile) and the status sent.",
+        ("model", "replica", "policy", "status"),
+    ),
+    "ends": _Spec(
+        "kvroute_request_ends",
+        "Proxied requests by how they ended: `completed`, `client_left`, "
+        "`client_stalled`, `replica_died`, `no_replica`, `overloaded`, "
+        "`abandoned`.",
+        ("end",),
+    ),
+    "retries": _Spec(
+        "kvroute_retries",
+        "Attempts that failed at this replica before a first byte; the "
+        "next replica is tried, if there is one and `server.retries` "
+        "allows it. `kept_closed`: a kept connection was closed, the same "
+        "replica is tried again; `unhealthy`: its checks failed while the "
+        "request waited; `late`: a second replica was faster.",
+        ("replica", "reason"),
+    ),
+    "unretried": _Spec(
+        "kvroute_unretried_requests",
+        "Requests that failed and were not tried again, though there was "
+        "a candidate: `limit`, `budget`, `closed_replicas`.",
+        ("reason",),
+    ),
+    "second_attempts": _Spec(
+        "kvroute_second_attempts",
+        "Streams whose first byte was late, and that were sent to a second replica as well "
+        "(`begun`): it was the first to respond (`won`), or could not serve (`failed`). "
+        "`not_allowed`: the share was used up, or first bytes were late there too.",
+        ("outcome",),
+    ),
+    "predicted": _Spec(
+        "kvroute_predicted_cached_tokens",
+        "Prompt tokens predicted to be cached, over responses that reported `cached_tokens`.",
+        ("model", "replica"),
+    ),
+    "lower_tiers": _Spec(
+        "kvroute_predicted_lower_tier_tokens",
+        "Part of the predicted tokens that a lower tier or shared store "
+        "has; `other` from the 65th name on.",
+        ("model", "tier"),
+    ),
+    "compared": _Spec(
+        "kvroute_compared_prompt_tokens",
+        "Prompt tokens of the requests whose responses reported "
+        "`cached_tokens`: what they reused is "
+        "`kvroute_actual_cached_tokens_total` of it.",
+        ("model", "replica"),
+    ),
+    "actual": _Spec(
+        "kvroute_actual_cached_tokens",
+        "Prompt tokens that the engine reported as cached.",
+        ("model", "replica"),
+    ),
+    "predictions": _Spec(
+        "kvroute_predictions",
+        "Predictions of cached tokens by outcome: `exact`, `over` "
+        "(predicted too much), `under`; of responses that reported "
+        "`cached_tokens`.",
+        ("model", "replica", "outcome"),
+    ),
+    "expected": _Spec(
+        "kvroute_expected_cached_tokens",
+        "Prompt tokens predicted to be cached when the engine admits the "
+        "request, over responses that reported `cached_tokens`.",
+        ("model", "replica"),
+    ),
+    "expectations": _Spec(
+        "kvroute_admission_predictions",
+        "Predictions by outcome, of what is cached when the engine admits "
+        "the request: those ahead of it store their prompts and evict "
+        "others.",
+        ("model", "replica", "outcome"),
+    ),
+    "approximate": _Spec(
+        "kvroute_approximate_predictions",
+        "Estimates for caches without events by outcome: `near` (within "
+        "64 tokens), `over`, `under`. They are in none of the other "
+        "counts.",
+        ("model", "replica", "outcome"),
+    ),
+    "approximate_predicted": _Spec(
+        "kvroute_approximate_predicted_cached_tokens",
+        "Prompt tokens estimated to be cached, over responses that "
+        "reported `cached_tokens`, at caches without events.",
+        ("model", "replica"),
+    ),
+    "approximate_actual": _Spec(
+        "kvroute_approximate_actual_cached_tokens",
+        "Prompt tokens that the engine reported as cached, at caches without events.",
+        ("model", "replica"),
+    ),
+    "versions": _Spec(
+        "kvroute_versioned_requests",
+        "Requests for a name that stands for several models "
+        "(`versioned_models`), by that name and the model that was "
+        "chosen.",
+        ("requested", "model"),
+    ),
+    "bad_requests": _Spec(
+        "kvroute_rejected_requests",
+        "Requests that the router itself refused, by the error's code; "
+        "broken connections are `malformed_http`, `headers_too_large`, "
+        "`bad_host`, `unknown_transfer_coding`, `too_many_pipelined`, "
+        "`slow_request`, `response_not_read`, `client_gone`, `not_tls`, "
+        "`tls_handshake_failed`.",
+        ("code",),
+    ),
+    "wrong_keys": _Spec(
+        "kvroute_wrong_keys",
+        "Requests with a key that is not the right one, by endpoint; "
+        "those without a key do not count.",
+        ("endpoint",),
+    ),
+    "reloads": _Spec(
+        "kvroute_config_reloads",
+        "Times the configuration was read again: `taken`, `refused`.",
+        ("result",),
+    ),
+    "queue_refusals": _Spec(
+        "kvroute_queue_refusals",
+        "Requests that got no turn at a replica: `full`, `late` (refused "
+        "at once: by the estimate they would wait too long), `timeout` "
+        "(they did), `client_left`, `gone` (no replica serves the model "
+        "any more).",
+        ("model", "priority", "reason"),
+    ),
+    "traces": _Spec(
+        "kvroute_traces",
+        "Traced requests, by what became of their spans: `exported`, "
+        "`failed` (the collector did not take them), `dropped` (too many "
+        "waited: `OTEL_BSP_MAX_QUEUE_SIZE`).",
+        ("result",),
+    ),
+    "report_modes": _Spec(
+        "kvroute_stripped_report_modes",
+        "Requests whose `kv_cache_report_mode` was removed: it would "
+        "spoil the engine's event counts.",
+    ),
+}
+_HISTOGRAMS = {
+    "first_byte": _Spec(
+        "kvroute_time_to_first_byte_seconds",
+        "From the request's arrival to the first byte of its response.",
+        ("model", "replica"),
+        _REQUEST_SECONDS,
+    ),
+    "total": _Spec(
+        "kvroute_request_seconds",
+        "From the request's arrival to its end.",
+        ("model",),
+        _REQUEST_SECONDS,
+    ),
+    "routing": _Spec(
+        "kvroute_routing_seconds",
+        "Time to decide: hashing, matching, ranking.",
+        ("model",),
+        _ROUTING_SECONDS,
+    ),
+    "tokenization": _Spec(
+        "kvroute_tokenization_seconds",
+        "From a parsed request to its token ids.",
+        ("model",),
+        _ROUTING_SECONDS,
+    ),
+    "queue_wait": _Spec(
+        "kvroute_queue_wait_seconds",
+        "How long requests waited for room at a replica before they were "
+        "sent; 0 for those that did not.",
+        ("model", "priority"),
+        _REQUEST_SECONDS,
+    ),
+    "prediction_error": _Spec(
+        "kvroute_prediction_error_tokens",
+        "Absolute difference of predicted and reported cached tokens.",
+        ("model",),
+        _TOKENS,
+    ),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Collected:
+    """The metrics collected for the scrape in progress; a Prometheus collector."""
+
+    metrics: Iterable[Metric] = ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
+class RouterMetrics:
+    """The metrics that are written as things happen, and the way to read all of them."""
+
+    requests: WrittenCounter
+    ends: WrittenCounter
+    retries: WrittenCounter
+    unretried: WrittenCounter
+    second_attempts: WrittenCounter
+    predicted: WrittenCounter
+    lower_tiers: WrittenCounter
+    compared: WrittenCounter
+    actual: WrittenCounter
+    predictions: WrittenCounter
+    expected: WrittenCounter
+    expectations: WrittenCounter
+    approximate: WrittenCounter
+    approximate_predicted: WrittenCounter
+    approximate_actual: WrittenCounter
+    versions: WrittenCounter
+    bad_requests: WrittenCounter
+    wrong_keys: WrittenCounter
+    queue_refusals: WrittenCounter
+    queue_wait: WrittenHistogram
+    reloads: WrittenCounter
+    traces: WrittenCounter
+    report_modes: WrittenCounter
+    first_byte: WrittenHistogram
+    total: WrittenHistogram
+    routing: WrittenHistogram
+    tokenization: WrittenHistogram
+    prediction_error: WrittenHistogram
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._collected = _Collected()
+        self._tiers: set[str] = set()
+        self._served: dict[tuple[str, str], ServedMetrics] = {}
+        registry.register(self._collected)
+        for attribute, spec in _COUNTERS.items():
+            self._add(attribute, WrittenCounter(spec))
+        for attribute, spec in _HISTOGRAMS.items():
+            self._add(attribute, WrittenHistogram(spec))
+
+    def _add(self, attribute: str, metric: WrittenCounter | WrittenHistogram) -> None:
+        setattr(self, attribute, metric)
+        self._registry.register(metric)
+
+    def decided(self, model: str, tokenization_s: float | None, routing_s: float) -> None:
+        """Time a decision.
+
+        Args:
+            model: The model's name.
+            tokenization_s: Until the token ids were known; None without a prompt.
+            routing_s: From there to the ranking.
+        """
+        if tokenization_s is not None:
+            self.tokenization.labels(model).observe(tokenization_s)
+        self.routing.labels(model).observe(routing_s)
+
+    def served(self, model: str, replica: str) -> ServedMetrics:
+        """What is counted of a replica's requests; to be asked for each time, not kept.
+
+        Args:
+            model: The model's name.
+            replica: The replica that responded, or a word for none.
+        """
+        found = self._served.get((model, replica))
+        if found is None:
+            found = self._served[model, replica] = ServedMetrics(self, model, replica)
+        return found
+
+    def tier_label(self, tier: str) -> str:
+        """The tier's name, which an engine has chosen; one word for all that are too many."""
+        if tier in self._tiers or len(self._tiers) < MAX_TIER_LABELS:
+            self._tiers.add(tier)
+            return tier
+        return "other"
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop every series of a replica or a model that is gone for good.
+
+        Args:
+            label: `replica` or `model`.
+            value: The replica's id or the model's name.
+        """
+        self._served.clear()
+        for attribute in (*_COUNTERS, *_HISTOGRAMS):
+            getattr(self, attribute).forget(label, value)
+
+    def families(self) -> Iterable[Metric]:
+        """Every metric as it was rendered last: its name, help, labels and series."""
+        return self._registry.collect()
+
+    async def render(self, collected: Iterable[Metric], has_exemplars: bool = False) -> bytes:
+        """Render the whole registry and *collected*, iterating over both in a thread.
+
+        Args:
+            collected: What is read from the parts.
+            has_exemplars: As OpenMetrics, which has room for them; else as Prometheus' text.
+        """
+        return await asyncio.to_thread(self._render, collected, has_exemplars)
+
+    def _render(self, collected: Iterable[Metric], has_exemplars: bool) -> bytes:
+        self._collected.metrics = tuple(collected)
+        return (openmetrics_text if has_exemplars else generate_latest)(self._registry)
+
+
+class ServedMetrics:
+    """What is counted of the requests that one replica served for one model. Each series is looked
+    up once, when it is first needed: before that it would stand in `/metrics` as a zero."""
+
+    __slots__ = (
+        "_compared",
+        "_first_byte",
+        "_metrics",
+        "_model",
+        "_replica",
+        "_requests",
+        "_total",
+    )
+
+    def __init__(self, metrics: RouterMetrics, model: str, replica: str) -> None:
+        """
+        Args:
+            metrics: Has the series.
+            model: Their label.
+            replica: Their label.
+        """
+        self._metrics = metrics
+        self._model = model
+        self._replica = replica
+        self._first_byte: HistogramSeries | None = None
+        self._total: HistogramSeries | None = None
+        self._requests: dict[tuple[str, int | None], CounterSeries] = {}
+        self._compared: (
+            tuple[CounterSeries, CounterSeries, CounterSeries, HistogramSeries] | None
+        ) = None
+
+    def began(self, seconds: float, trace_id: str | None = None) -> None:
+        """A response has begun.
+
+        Args:
+            seconds: After its request arrived.
+            trace_id: Of its recorded trace.
+        """
+        if self._first_byte is None:
+            self._first_byte = self._metrics.first_byte.labels(self._model, self._replica)
+        self._first_byte.observe(seconds, trace_id)
+
+    def ended(
+        self, policy: str, status: int | None, seconds: float, trace_id: str | None = None
+    ) -> None:
+        """A request has ended.
+
+        Args:
+            policy: That chose the replica.
+            status: Sent to the client; None if it left before there was one.
+            seconds: Since it arrived.
+            trace_id: Of its recorded trace.
+        """
+        series = self._requests.get((policy, status))
+        if series is None:
+            labels = self._model, self._replica, policy, str(status or "none")
+            series = self._requests[policy, status] = self._metrics.requests.labels(*labels)
+        series.inc()
+        if self._total is None:
+            self._total = self._metrics.total.labels(self._model)
+        self._total.observe(seconds, trace_id)
+
+    def compare(
+        self,
+        predicted: int,
+        actual: int,
+        by_tier: Iterable[tuple[str, int]] = (),
+        prompt_tokens: int = 0,
+    ) -> None:
+        """Compare a prediction with what the engine reported.
+
+        Args:
+            predicted: Prompt tokens the router predicted to be cached there.
+            actual: Prompt tokens the engine reported as cached.
+            by_tier: Of those predicted, what each lower tier or shared store has.
+            prompt_tokens: The whole prompt.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        for tier, tokens in by_tier:
+            metrics.lower_tiers.labels(model, metrics.tier_label(tier)).inc(tokens)
+        if self._compared is None:
+            self._compared = (
+                metrics.predicted.labels(model, replica),
+                metrics.actual.labels(model, replica),
+                metrics.compared.labels(model, replica),
+                metrics.prediction_error.labels(model),
+            )
+        predicted_tokens, actual_tokens, prompts, errors = self._compared
+        prompts.inc(prompt_tokens)
+        predicted_tokens.inc(predicted)
+        actual_tokens.inc(actual)
+        errors.observe(abs(predicted - actual))
+        metrics.predictions.labels(model, replica, outcome(predicted, actual)).inc()
+
+    def compare_expected(self, expected: int, actual: int) -> None:
+        """Compare a prediction for the moment of admission with what the engine reported.
+
+        Args:
+            expected: Prompt tokens that were to be cached there by then.
+            actual: Prompt tokens the engine reported as cached.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.expected.labels(model, replica).inc(expected)
+        metrics.expectations.labels(model, replica, outcome(expected, actual)).inc()
+
+    def compare_approximate(self, estimated: int, actual: int) -> None:
+        """Compare an estimate with what the engine reported.
+
+        Args:
+            estimated: Prompt tokens that may have been cached there.
+            actual: Prompt tokens the engine reported as cached.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.approximate_predicted.labels(model, replica).inc(estimated)
+        metrics.approximate_actual.labels(model, replica).inc(actual)
+        metrics.approximate.labels(model, replica, outcome(estimated, actual, True)).inc()

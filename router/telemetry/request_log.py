@@ -1,0 +1,321 @@
+"""The requests routed last, each with its prediction and its end; and their totals over the last
+minute.
+
+Bounded, and the only thing it keeps of a prompt is its length: readers of the log see where
+requests went, not what they said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import attrgetter
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from router.errors import RequestError
+from router.index.mirror_types import STEP
+from router.policies import Ranked
+
+MAX_REQUESTS = 512
+MAX_REASON_CHARS = 500
+SECONDS = 60
+Verdict: TypeAlias = Literal["exact", "near", "over", "under"]
+_FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
+
+
+def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdict:
+    """How a prediction compares with the truth.
+
+    Args:
+        predicted: Cached tokens.
+        actual: The same, as reported.
+        is_approximate: An estimate is never exact, and near within its resolution.
+    """
+    if is_approximate and abs(predicted - actual) < STEP:
+        return "near"
+    if predicted == actual and not is_approximate:
+        return "exact"
+    return "over" if predicted > actual else "under"
+
+
+class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
+    """One request, as far as it is known by now. Tokens are prompt tokens."""
+
+    request_id: str
+    path: str
+    model: str
+    policy: str
+    stream: bool
+    prompt_tokens: int
+    unknown: str | None
+    """Why the prompt is not known in full: one of the reasons of
+    `kvroute_untokenized_prompts_total`."""
+    trace_id: str | None = None
+    """Of the distributed trace that it belongs to."""
+
+    number: int = 0
+    change: int = 0
+    """The number of the last change in the log that touched this request."""
+    arrived_at: float = 0.0
+    """Unix time."""
+    replica: str | None = None
+    """Where it was sent last."""
+    dp_rank: int | None = None
+    gpu_cached_tokens: int = 0
+    """Predicted to be cached on that replica's GPU."""
+    cached_tokens: int = 0
+    """Predicted to be cached there in any tier."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """Of these, what each lower tier or shared store adds."""
+    pull_from: str | None = None
+    """The replica from whose memory that is pulled."""
+    expected_tokens: int | None = None
+    """Predicted to be cached there when the engine admits it; None where nobody knows."""
+    suspect: bool = False
+    approximate: bool = False
+    """Whether the prediction is an estimate, without events."""
+    why: str | Callable[[], str] = ""
+    """The reason, as `Ranked.why` has it."""
+    attempts: int = 0
+    last_failure: str | None = None
+    """How the last failed attempt failed; another attempt may have followed."""
+    actual_tokens: int | None = None
+    """What the engine reported as cached; None where it reported nothing comparable."""
+    first_byte_s: float | None = None
+    status: int | None = None
+    end: str | None = None
+    """How it ended; None while it runs."""
+    seconds: float | None = None
+
+    def sent_to(self, ranked: Ranked) -> None:
+        """Note one more attempt, and what was predicted of this replica."""
+        candidate = ranked.candidate
+        self.attempts += 1
+        self.replica = candidate.replica_id
+        self.dp_rank = candidate.dp_rank
+        self.gpu_cached_tokens = candidate.gpu_cached_tokens
+        self.cached_tokens = candidate.cached_tokens
+        self.by_tier, self.pull_from = candidate.by_tier, candidate.pull_from
+        self.expected_tokens = None
+        self.suspect = candidate.suspect
+        self.approximate = candidate.is_approximate
+        self.why = ranked.why
+
+    @property
+    def reason(self) -> str:
+        """Why it went there, as a sentence."""
+        why = self.why if isinstance(self.why, str) else self.why()
+        return why[:MAX_REASON_CHARS]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How the prediction compares with what was cached; None where that is not known."""
+        if self.actual_tokens is None:
+            return None
+        return outcome(self.cached_tokens, self.actual_tokens, self.approximate)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether it ended with a 4xx: nothing was computed for it."""
+        return 400 <= (self.status or 0) < 500
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed for a reason other than its client."""
+        return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
+
+
+class Totals(msgspec.Struct):
+    """Counts over a period. Tokens are prompt tokens."""
+
+    requests: int = 0
+    """Routed, however they ended."""
+    failed: int = 0
+    """Ended with a 5xx or broken off, the router's own refusals included."""
+    routed_tokens: int = 0
+    """Over all routed requests but those that ended with a 4xx, which compute nothing; as far as
+    their prompts are known."""
+    promised_tokens: int = 0
+    """Part of *routed_tokens* that was predicted to be cached."""
+    compared: int = 0
+    """Requests whose responses reported their cached tokens."""
+    estimated: int = 0
+    """Of these, those whose prediction was an estimate: it counts as neither over nor under."""
+    compared_tokens: int = 0
+    predicted_tokens: int = 0
+    """Part of *compared_tokens* that was predicted to be cached."""
+    actual_tokens: int = 0
+    """Part of *compared_tokens* that was cached."""
+    over: int = 0
+    """Predictions above the truth."""
+    under: int = 0
+
+    def add(self, other: Totals) -> None:
+        """Add every count of *other*."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def add_request(self, request: RoutedRequest) -> None:
+        """Count a request that has ended."""
+        self.failed += request.has_failed
+        if not request.was_refused:
+            self.routed_tokens += request.prompt_tokens
+            self.promised_tokens += request.cached_tokens
+        if request.actual_tokens is not None:
+            self.compared += 1
+            self.compared_tokens += request.prompt_tokens
+            self.predicted_tokens += request.cached_tokens
+            self.actual_tokens += request.actual_tokens
+            self.estimated += request.approximate
+            if not request.approximate:
+                self.over += request.verdict == "over"
+                self.under += request.verdict == "under"
+
+
+class RollingTotals:
+    """The totals of the last 60 seconds, kept second by second.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._by_second = [Totals() for _ in range(SECONDS)]
+        self._second = int(self._started)
+
+    def now(self) -> Totals:
+        """The present second, to be counted into."""
+        second = int(self._clock())
+        if second != self._second:
+            self._forget_old(second)
+        return self._by_second[self._second % SECONDS]
+
+    @property
+    def seconds(self) -> float:
+        """The length of the period that `total` sums over: a minute, less after the start."""
+        self.now()
+        since = max(self._started, self._second - SECONDS + 1)
+        return max(self._clock() - since, 1.0)
+
+    def total(self) -> Totals:
+        """Sum the last minute up."""
+        self.now()
+        total = Totals()
+        for each in self._by_second:
+            total.add(each)
+        return total
+
+    def _forget_old(self, second: int) -> None:
+        """Reset the seconds that have passed until *second*."""
+        for passed in range(max(self._second + 1, second - SECONDS + 1), second + 1):
+            self._by_second[passed % SECONDS] = Totals()
+        self._second = max(second, self._second)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLogStatistics:
+    """Requests shown now; requests and changes since the start."""
+
+    held: int
+    requests: int
+    changes: int
+
+
+class RequestLog:
+    """Holds the requests that changed last. Belongs to one event loop.
+
+    Args:
+        max_requests: Bound on requests shown; the longest unchanged is dropped first, even while
+            it runs.
+        clock: Unix time.
+        totals: Counts along; by default on the system's monotonic clock.
+    """
+
+    def __init__(
+        self,
+        max_requests: int = MAX_REQUESTS,
+        clock: Callable[[], float] = time.time,
+        totals: RollingTotals | None = None,
+    ) -> None:
+        self.totals = totals or RollingTotals()
+        self.started_at = clock()
+        self.last_change = 0
+        """The number of the last change."""
+        self._last_number = 0
+        self._max_requests = max_requests
+        self._clock = clock
+        self._held: dict[int, RoutedRequest] = {}
+        self._requests = self._changes = 0
+
+    def add(self, request: RoutedRequest) -> None:
+        """Log a request that has been decided on."""
+        self._requests += 1
+        self._last_number += 1
+        request.number = self._last_number
+        request.arrived_at = self._clock()
+        self.totals.now().requests += 1
+        self.update(request)
+
+    def add_refused(self, request: RoutedRequest, error: RequestError) -> None:
+        """Log a request that no replica could take.
+
+        Args:
+            request: As far as it was decided on.
+            error: The client's response.
+        """
+        request.status, request.end = error.status, error.code
+        self.add(request)
+
+    def update(self, request: RoutedRequest) -> None:
+        """Note that more is known of a request; one that was dropped is held again."""
+        self._changes += 1
+        self.last_change += 1
+        request.change = self.last_change
+        if request.number not in self._held:
+            self._held[request.number] = request
+            if len(self._held) > 2 * self._max_requests:
+                # Seldom, rather than one in and one out each time.
+                kept = self._latest()
+                self._held = {request.number: request for request in kept}
+
+    def forget(self, request: RoutedRequest) -> None:
+        """Take back a request that is logged anew."""
+        self._requests -= 1
+        self.totals.now().requests -= 1
+        self._held.pop(request.number, None)
+
+    def finish(self, request: RoutedRequest) -> None:
+        """Note that a request has ended, and count it."""
+        self.update(request)
+        self.totals.now().add_request(request)
+
+    def count_failure(self) -> None:
+        """Count a request that the router itself ended with a 5xx."""
+        self.totals.now().failed += 1
+
+    def since(self, change: int, limit: int = MAX_REQUESTS) -> list[RoutedRequest]:
+        """Return the requests that changed after a given change, the latest first.
+
+        Args:
+            change: The number of a change; 0 for everything.
+            limit: Bound on the requests returned.
+        """
+        return list(
+            islice(takewhile(lambda request: request.change > change, self._latest()), limit)
+        )
+
+    def statistics(self) -> RequestLogStatistics:
+        """Sizes and counts."""
+        held = min(len(self._held), self._max_requests)
+        return RequestLogStatistics(held, self._requests, self._changes)
+
+    def _latest(self) -> list[RoutedRequest]:
+        """Those that changed last, the latest first."""
+        latest = sorted(self._held.values(), key=attrgetter("change"), reverse=True)
+        return latest[: self._max_requests]

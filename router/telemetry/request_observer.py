@@ -1,0 +1,682 @@
+"""One proxied request observed: load, health, metrics, its line in the log, and its prediction
+compared with what the engine reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from typing_extensions import override
+
+from router._core import EstimatedVisit, Visit
+from router.errors import (
+    KeyLimitReached,
+    NoReplica,
+    Overloaded,
+    RequestError,
+)
+from router.feed.taps import Tap, Taps
+from router.fleet.load import InFlight, LoadTracker
+from router.fleet.quiet_moments import Moment
+from router.fleet.registry import ReplicaRegistry
+from router.index import SourceId
+from router.plane.attempts import (
+    RETRIED,
+    Attempt,
+    Failure,
+    Unretried,
+    failure_of,
+)
+from router.plane.proxy_types import End, ProxyObserver
+from router.plane.usage import ResponseIdReader, UsageReader
+from router.policies import Candidate, Ranked
+from router.prompt import Endpoint
+from router.routing.decision import Decision
+from router.routing.planner import RoutePlanner, source_of, uncached_tokens
+from router.routing.stored_responses import StoredResponses
+from router.telemetry.metrics import RouterMetrics, ServedMetrics
+from router.telemetry.request_log import RequestLog, RoutedRequest
+from router.telemetry.self_repair import Comparison, SelfRepair
+from router.telemetry.shortages import Shortages
+
+# A 500 may be the request's own fault: were it held against the replica, one client could empty the
+# fleet. A kept connection may be closed for its age. The last two follow from checks that failed.
+_NOT_HELD_AGAINST_IT = frozenset(
+    (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
+)
+BY_CORE = "; decided by the data plane"
+"""Ends the reason of a request that the core has decided."""
+_CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
+
+
+class AskedInCore(NamedTuple):
+    """What such a request was."""
+
+    path: int
+    """Its place among the paths that are prepared."""
+    stream: bool
+    is_comparable: bool
+    """Whether the engine's report counts what was predicted."""
+    has_salt: bool
+    has_adapter: bool
+    tokenization_s: float | None
+
+
+class Settled(NamedTuple):
+    """A request that the compiled data plane decided and served by itself, when it is over."""
+
+    model: str
+    replica: str
+    request_id: str
+    client: tuple[str, int]
+    dp_rank: int | None
+    tokens: tuple[int, int, int, int]
+    """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
+    suspect: bool
+    asked: AskedInCore
+    was_alone: bool
+    """Whether it had the replica to itself, among those that the data plane decided."""
+    began_at: float
+    """Seconds, by the monotonic clock."""
+    routing_s: float
+    first_byte_s: float
+    """0: there was none."""
+    end: str
+    status: int
+    seconds: float
+    body_bytes: int
+    failure: str | None
+    """In mid-body."""
+    events: int
+    is_json: bool
+    usage: bytes
+    first_usage: bytes
+    trace_id: str | None = None
+    is_traced: bool = False
+    """Whether that trace is recorded."""
+    reason: str = ""
+    """Why it went there, where that is known in full."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What lower tiers had of the prompt, likewise."""
+
+    @property
+    def exemplar(self) -> str | None:
+        """The id of its trace, where that is recorded."""
+        return self.trace_id if self.is_traced else None
+
+    @property
+    def usage_reader(self) -> UsageReader:
+        """Has read what the engine reported."""
+        reader = UsageReader()
+        reader.take(self.is_json, self.usage, self.first_usage)
+        return reader
+
+    @property
+    def response_tokens(self) -> int:
+        """As `RequestObserver.response_tokens`; none without a response."""
+        if not self.first_byte_s:
+            return 0
+        reported = self.usage_reader.usage().completion_tokens
+        return self.events if reported is None else reported
+
+
+def _in_words(settled: Settled) -> str:
+    """Why it is where it is, as far as the data plane says: the hit there."""
+    if settled.reason:
+        return settled.reason
+    prompt_tokens, gpu_cached, cached, _ = settled.tokens
+    found = Candidate(
+        replica_id=settled.replica,
+        gpu_cached_tokens=gpu_cached,
+        cached_tokens=cached,
+        suspect=settled.suspect,
+    )
+    return "; ".join(found.hit_in_words(prompt_tokens)) + BY_CORE
+
+
+class RequestObservers:
+    """Makes the observer of each request, and knows what they all report to."""
+
+    def __init__(
+        self,
+        load: LoadTracker,
+        metrics: RouterMetrics,
+        planner: RoutePlanner,
+        replicas: ReplicaRegistry,
+        log: RequestLog,
+        responses: StoredResponses,
+        repair: SelfRepair,
+        shortages: Shortages,
+        taps: Taps,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the parts that hear of requests.
+
+        Args:
+            load: Counts what is in flight at each replica.
+            metrics: Counted and timed into.
+            planner: Remembers which prompts were just sent where.
+            replicas: Hears which of them failed and which served.
+            log: Gets a line for each request.
+            responses: Learns who has which stored response.
+            repair: Judges the sources by how they were predicted.
+            shortages: Hears when memory is short.
+            taps: Who records the caches that requests are sent to.
+            clock: A monotonic clock, in seconds.
+        """
+        self.load = load
+        self.metrics = metrics
+        self.planner = planner
+        self.replicas = replicas
+        self.log = log
+        self.responses = responses
+        self.repair = repair
+        self._shown: dict[int, RoutedRequest] = {}
+        """Requests that the data plane has decided, and that are logged before their end."""
+        self.clock = clock
+        self.shortages = shortages
+        self.taps = taps
+        self.reporting: set[str] = set()
+        """Replicas whose responses have reported cached tokens at least once."""
+
+    def observe(
+        self, decision: Decision, path: str, request_id: str, trace_id: str | None = None
+    ) -> RequestObserver:
+        """Log a request that has been decided on, and make its observer.
+
+        Args:
+            decision: Where it should go.
+            path: The endpoint's path.
+            request_id: Ties the logs of client, router and engine together.
+            trace_id: Of the distributed trace that it belongs to.
+        Raises:
+            NoReplica: The ranking is empty; the request is logged as refused.
+            KeyLimitReached: The same, since replicas take nothing more of its tenant.
+        """
+        self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
+        if decision.target is not None:
+            self.metrics.versions.labels(decision.named or "", decision.target).inc()
+        request = _logged(decision, path, request_id, trace_id)
+        try:
+            decision.require_replica()
+        except (NoReplica, KeyLimitReached) as error:
+            self.log.add_refused(request, error)
+            raise
+        if decision.has_report_mode:
+            self.metrics.report_modes.labels().inc()
+        self.log.add(request)
+        return RequestObserver(self, decision, request)
+
+    def handed_over(
+        self, number: int, replica_id: str, failure: str | None, retry_after_s: int | None
+    ) -> Failure:
+        """A replica did not serve a request that the data plane had decided. It is decided anew.
+
+        Args:
+            number: The request's, in the data plane.
+            replica_id: The replica.
+            failure: How it failed; None: it responded that it cannot now.
+            retry_after_s: For how long, as it says.
+        Returns:
+            How it failed.
+        """
+        self.forget(number)
+        not_now = Failure.UNAVAILABLE if retry_after_s is None else Failure.BUSY
+        found = not_now if failure is None else failure_of(failure)
+        if replica_id not in self.replicas:
+            return found
+        if failure is None and retry_after_s is not None:
+            self.replicas.report_busy(replica_id, retry_after_s, "")
+        self.metrics.retries.labels(replica_id, found.value).inc()
+        if found not in _CACHE_IS_THERE:
+            self.planner.forget(replica_id)
+        if found not in _NOT_HELD_AGAINST_IT:
+            self.replicas.report_failure(replica_id, found.value)
+        return found
+
+    def shown_began(self, number: int, seconds: float) -> None:
+        """Show that the response to a request that the data plane has decided has begun.
+
+        Args:
+            number: The request's, in the data plane.
+            seconds: Since it was decided.
+        """
+        request = self._shown.get(number)
+        if request is not None:
+            request.first_byte_s = seconds
+            self.log.update(request)
+
+    def shown_failed(self, number: int, failure: Failure) -> None:
+        """Show how a replica failed a request that the data plane has decided.
+
+        Args:
+            number: The request's, in the data plane.
+            failure: How.
+        """
+        request = self._shown.get(number)
+        if request is not None:
+            request.last_failure = failure.value
+
+    def failed(self, replica_id: str, failure: Failure) -> bool:
+        """A replica failed; return whether it is out of rotation.
+
+        Args:
+            replica_id: Who; may have been removed since.
+            failure: How.
+        """
+        if failure in RETRIED and replica_id in self.replicas:
+            self.metrics.retries.labels(replica_id, failure.value).inc()
+            if failure not in _CACHE_IS_THERE:
+                self.planner.forget(replica_id)
+        if failure not in _NOT_HELD_AGAINST_IT:
+            self.replicas.report_failure(replica_id, failure.value)
+        return not self.replicas.is_healthy(replica_id)
+
+    def forget(self, number: int) -> None:
+        """Show no more of a request that the data plane has decided.
+
+        Args:
+            number: The request's, in the data plane.
+        """
+        shown = self._shown.pop(number, None)
+        if shown is not None:
+            self.log.forget(shown)
+
+    def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
+        """Log a request that the data plane has decided and that is still being served.
+
+        Args:
+            number: The request's, in the data plane.
+            settled: What is known of it so far.
+            path: Of its target.
+            policy: The name of the policy that chose.
+        """
+        request = self._shown.get(number)
+        if request is None:
+            request = self._shown[number] = self._logged(settled, path, policy)
+        request.first_byte_s = settled.first_byte_s or None
+        self.log.update(request)
+
+    def _logged(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
+        """A new line of the log for a request that the data plane has decided, which is counted."""
+        self.metrics.decided(settled.model, settled.asked.tokenization_s, settled.routing_s)
+        prompt_tokens, gpu_cached, cached, expected = settled.tokens
+        request = RoutedRequest(
+            request_id=settled.request_id,
+            path=path,
+            model=settled.model,
+            policy=policy,
+            stream=settled.asked.stream,
+            prompt_tokens=prompt_tokens,
+            unknown=None,
+            trace_id=settled.trace_id,
+        )
+        request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
+        request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
+        request.expected_tokens, request.suspect = expected, settled.suspect
+        request.by_tier = settled.by_tier
+        request.why = partial(_in_words, settled)
+        self.log.add(request)
+        request.arrived_at -= settled.seconds
+        return request
+
+    def settle(self, number: int, settled: Settled, path: str, policy: str) -> RoutedRequest:
+        """Count and log a request that was decided and served elsewhere; it is over.
+
+        Args:
+            number: The request's, in the data plane.
+            settled: What became of it.
+            path: Of its target.
+            policy: The name of the policy that chose.
+        Returns:
+            As the log shows it.
+        """
+        asked = settled.asked
+        request = self._shown.pop(number, None) or self._logged(settled, path, policy)
+        is_known = settled.replica in self.replicas
+        served = self.metrics.served(
+            settled.model,
+            "none" if not settled.first_byte_s else settled.replica if is_known else "removed",
+        )
+        if settled.first_byte_s and is_known:
+            request.first_byte_s = settled.first_byte_s
+            self.replicas.report_served(settled.replica)
+            served.began(settled.first_byte_s, settled.exemplar)
+        if settled.failure is not None and is_known:
+            self.replicas.report_failure(settled.replica, failure_of(settled.failure).value)
+        request.status, request.end = settled.status or None, settled.end
+        request.seconds = settled.seconds
+        served.ended(policy, request.status, settled.seconds, settled.exemplar)
+        self.metrics.ends.labels(settled.end).inc()
+        is_whole = settled.end == End.COMPLETED.value and settled.status == 200
+        if is_whole and is_known and asked.is_comparable:
+            self._compare(settled, request, served)
+        self.log.finish(request)
+        return request
+
+    def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
+        actual = self.cached_tokens(settled.usage_reader, settled.replica)
+        if actual is not None:
+            request.actual_tokens = actual
+            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
+            served.compare_expected(request.expected_tokens or 0, actual)
+            self._judge(settled, request.cached_tokens, actual)
+
+    def _judge(self, settled: Settled, predicted: int, actual: int) -> None:
+        was_quiet = settled.was_alone and self.repair.quiet.was_quiet(
+            settled.replica, settled.began_at
+        )
+        if was_quiet and not settled.suspect:
+            source = source_of(self.replicas.get(settled.replica), settled.dp_rank)
+            comparison = Comparison(
+                self.clock(),
+                predicted,
+                actual,
+                has_salt=settled.asked.has_salt,
+                has_adapter=settled.asked.has_adapter,
+            )
+            self.repair.compare(settled.model, source, comparison)
+
+    def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
+        """What an engine reported as cached. vLLM leaves a zero out, so from a replica that has
+        ever reported cached tokens, silence means zero.
+
+        Args:
+            reader: Has read the response.
+            replica_id: Whose it is.
+        """
+        usage = reader.usage()
+        if usage.cached_tokens is not None:
+            self.reporting.add(replica_id)
+        elif usage.prompt_tokens is not None and replica_id in self.reporting:
+            return 0
+        return usage.cached_tokens
+
+    def refused(self, error: RequestError) -> None:
+        """Count a request that ends with one of the router's own errors."""
+        self.metrics.bad_requests.labels(error.code).inc()
+        if error.status >= 500:
+            self.log.count_failure()
+
+    def out_of_memory(self) -> Overloaded:
+        """Note that there was no memory for a request; return what its client is to see."""
+        self.shortages.note("memory")
+        return Overloaded("is out of memory")
+
+    def client_left(self) -> None:
+        """Count a request whose client left before all of it had arrived."""
+        self.metrics.bad_requests.labels("client_gone").inc()
+
+    def forget_replica(self, replica_id: str) -> None:
+        """Drop the series of a replica that was removed."""
+        self.reporting.discard(replica_id)
+        self.repair.forget(replica_id)
+        self.metrics.forget("replica", replica_id)
+
+    def forget_model(self, model: str) -> None:
+        """Drop the series of a model that no replica serves any more."""
+        self.metrics.forget("model", model)
+
+
+class RequestObserver(ProxyObserver):
+    """Observes one request."""
+
+    __slots__ = (
+        "_approximate",
+        "_decision",
+        "_events",
+        "_in_flight",
+        "_moment",
+        "_of_all",
+        "_queries",
+        "_ranked",
+        "_responded",
+        "_response_id",
+        "_source",
+        "exemplar",
+        "request",
+        "usage",
+        "waited_s",
+    )
+
+    def __init__(
+        self, of_all: RequestObservers, decision: Decision, request: RoutedRequest
+    ) -> None:
+        self._of_all = of_all
+        self._decision = decision
+        self.request = request
+        """As the log shows it."""
+        self.waited_s = 0.0
+        """For room at a replica, before it was sent."""
+        self._queries: tuple[tuple[Tap, int], ...] = ()
+        self._ranked: Ranked | None = None
+        """Where it was sent last."""
+        self._source: SourceId | None = None
+        """The cache that it meets there, where that is certain."""
+        spec = decision.spec
+        stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
+        self._response_id = ResponseIdReader() if stores else None
+        self._in_flight: InFlight | None = None
+        self._approximate: EstimatedVisit | None = None
+        self._moment: Moment | None = None
+        self.usage = UsageReader()
+        """Reads what the response reports."""
+        self.exemplar: str | None = None
+        """The id of its trace, where that is recorded."""
+        self._events = 0
+        self._responded: str | None = None
+
+    @override
+    def on_tried(self, failure: Failure) -> None:
+        self.request.attempts += 1
+        self.request.last_failure = failure.value
+
+    @override
+    def on_attempt(self, attempt: Attempt) -> None:
+        replica_id, of_all, decision = attempt.replica_id, self._of_all, self._decision
+        ranked = self._ranked = decision.ranked(replica_id)
+        candidate, tokens = ranked.candidate, decision.prompt_tokens
+        source = self._source = decision.certain_source_of(candidate)
+        uncached, dp_rank, visit = uncached_tokens(tokens, candidate), None, None
+        if source is not None:
+            dp_rank, visit = candidate.dp_rank, self._visit(source, candidate, attempt.keep)
+        if self._in_flight is None:
+            started = of_all.load.started
+            self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
+        else:
+            self._in_flight.retried(replica_id, uncached, dp_rank, visit)
+        if source is not None and candidate.is_approximate:
+            visit_estimated = of_all.planner.approximate_visit
+            self._approximate = visit_estimated(decision.prompts, source, candidate)
+        of_all.replicas.report_sent(replica_id)
+        self._queries = self._recorded(candidate, source) if of_all.taps else ()
+        if self._moment is not None:
+            self._end_moment()
+        self._moment = of_all.repair.quiet.began(replica_id, of_all.clock())
+        self.request.sent_to(ranked)
+        if visit is not None:
+            self.request.expected_tokens = visit.expected_tokens
+        of_all.log.update(self.request)
+
+    @override
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        self.request.last_failure = failure.value
+        return self._of_all.failed(attempt.replica_id, failure)
+
+    @override
+    def is_at_ease(self, attempt: Attempt) -> bool:
+        return self._of_all.replicas.is_at_ease(attempt.replica_id)
+
+    @override
+    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
+        tenant = self._decision.tenant if is_429 else ""
+        self._of_all.replicas.report_busy(attempt.replica_id, retry_after_s, tenant)
+        return self._of_all.replicas.backs_off
+
+    @override
+    def on_unretried(self, reason: Unretried) -> None:
+        self._of_all.metrics.unretried.labels(reason.value).inc()
+
+    @override
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        replica_id = self._responded = attempt.replica_id
+        seconds += self.waited_s
+        if self._in_flight is not None:
+            self._in_flight.first_token()
+        if self._approximate is not None:
+            self._approximate.first_token()
+        self.request.first_byte_s = seconds
+        self._of_all.log.update(self.request)
+        self._of_all.replicas.report_served(replica_id)
+        if replica_id in self._of_all.replicas:
+            self._of_all.metrics.served(self._decision.model_name, replica_id).began(
+                seconds, self.exemplar
+            )
+
+    @override
+    def on_chunk(self, data: bytes) -> None:
+        self.on_beginning(data)
+        usage = self.usage
+        usage.feed(data)
+        if usage.data_events > self._events and self._in_flight is not None:
+            self._in_flight.generated(usage.data_events - self._events)
+            self._events = usage.data_events
+
+    @property
+    @override
+    def wants_beginning(self) -> bool:  # type: ignore[override]
+        return self._response_id is not None
+
+    @override
+    def on_beginning(self, data: bytes) -> None:
+        if self._response_id is not None and (found := self._response_id.feed(data)):
+            self._of_all.responses.learn(found, self._responded or "")
+
+    @override
+    def on_events(self, count: int) -> None:
+        self._events += count
+        if self._in_flight is not None:
+            self._in_flight.generated(count)
+
+    @override
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        self.usage.take(is_json, last, first)
+
+    @override
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        if self._in_flight is not None:
+            self._in_flight.ended()
+        was_quiet = self._end_moment()
+        decision, metrics, request = self._decision, self._of_all.metrics, self.request
+        seconds += self.waited_s
+        served = metrics.served(decision.model_name, self._label())
+        served.ended(decision.policy, status, seconds, self.exemplar)
+        request.status, request.end = status, end.value
+        request.seconds = seconds
+        metrics.ends.labels(request.end).inc()
+        if end is End.COMPLETED and status == 200:
+            self._compare(was_quiet, served)
+        if self._approximate is not None:
+            self._approximate.ended(request.actual_tokens)
+        self._of_all.log.finish(self.request)
+
+    def response_tokens(self) -> int | None:
+        """Those that the engine reported, or else about so many as there were events; None without
+        a response."""
+        if self._responded is None:
+            return None
+        reported = self.usage.usage().completion_tokens
+        return self._events if reported is None else reported
+
+    def _visit(self, source: SourceId, candidate: Candidate, keep: tuple[int, ...]) -> Visit | None:
+        """Let the planner know that the request is sent to a cache."""
+        decision = self._decision
+        self._of_all.planner.remember(decision.prompts, source)
+        if decision.model is None:
+            return None
+        return self._of_all.planner.visit(
+            decision.model.name,
+            decision.model.index,
+            decision.prompts,
+            source,
+            decision.prompt_tokens,
+            candidate,
+            keep,
+        )
+
+    def _label(self) -> str:
+        """The replica that responded. The series of one that was removed meanwhile are gone, and
+        must not come back."""
+        if self._responded is None:
+            return "none"
+        return self._responded if self._responded in self._of_all.replicas else "removed"
+
+    def _end_moment(self) -> bool:
+        """Whether the request had the replica it was sent to last to itself; it has no longer."""
+        moment, self._moment = self._moment, None
+        return moment is not None and self._of_all.repair.quiet.ended(moment, self._of_all.clock())
+
+    def _compare(self, was_quiet: bool, served: ServedMetrics) -> None:
+        """Compare the prediction with what the engine reported."""
+        replica_id, ranked = self._responded, self._ranked
+        if replica_id is None or ranked is None or replica_id not in self._of_all.replicas:
+            return
+        candidate, source = ranked.candidate, self._source
+        is_comparable = self._decision.is_comparable_at(candidate)
+        actual = self._of_all.cached_tokens(self.usage, replica_id) if is_comparable else None
+        if actual is not None:
+            self.request.actual_tokens = actual
+            for tap, number in self._queries:
+                tap.hit(number, actual)
+            if candidate.is_approximate:
+                served.compare_approximate(self.request.cached_tokens, actual)
+                return
+            request = self.request
+            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
+            if self.request.expected_tokens is not None:
+                served.compare_expected(self.request.expected_tokens, actual)
+        if actual is not None and was_quiet and source is not None and not candidate.suspect:
+            self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))
+
+    def _comparison(self, actual: int) -> Comparison:
+        prompt = self._decision.tokenized[0]
+        return Comparison(
+            self._of_all.clock(),
+            self.request.cached_tokens,
+            actual,
+            has_salt=prompt.cache_salt is not None,
+            has_adapter=prompt.lora_name is not None,
+            has_media=prompt.extra_keys is not None,
+        )
+
+    def _recorded(
+        self, candidate: Candidate, source: SourceId | None
+    ) -> tuple[tuple[Tap, int], ...]:
+        """Give the prompt to whoever records the cache that it is sent to, where that is certain
+        and the engine's report will be comparable."""
+        decision = self._decision
+        taps = () if source is None else self._of_all.taps.of(source)
+        if not (taps and decision.prompts and decision.is_comparable_at(candidate)):
+            return ()
+        prompt = decision.tokenized[0]
+        told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
+        return tuple((tap, tap.query(*told)) for tap in taps)
+
+
+def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
+    """The request as the log shows it before it is sent."""
+    unknown = None
+    for prompt in decision.tokenized:
+        unknown = unknown or prompt.reason
+    return RoutedRequest(
+        request_id=request_id,
+        path=path,
+        model=decision.model_name,
+        policy=decision.policy,
+        stream=decision.spec is not None and decision.spec.stream,
+        prompt_tokens=decision.prompt_tokens,
+        unknown=unknown,
+        trace_id=trace_id,
+    )

@@ -1,0 +1,275 @@
+"""Which sources are predicted wrongly for long, and what is done about it.
+
+The evidence is every comparison of a prediction with what the engine reported, as far as it was
+made in a quiet moment: nothing else ran at that replica, its stream was live, and its events had
+had time to arrive. There a prediction is exact, so a few wrong ones are a fault.
+
+    state       finding    next state   done
+    trusted     wrong      rebuilt      the source is rebuilt, unless that was done a moment ago
+    rebuilt     right      trusted
+    rebuilt     wrong      lasting      shown, with the likely cause
+    lasting     right      trusted      the cause was removed
+
+A rebuild repairs a picture that was spoiled. What is wrong again after it comes from elsewhere (a
+seed, a salt, a tokenizer, an unknown group) and is shown, not rebuilt again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from router.fleet.quiet_moments import QuietMoments
+from router.index import SourceId
+
+WINDOW = 16
+"""Comparisons that count, the last ones."""
+WRONG_ENOUGH = 4
+"""Wrong ones among them that are no chance."""
+
+
+class RepairTimes(NamedTuple):
+    """How long is long, in seconds."""
+
+    wrong_for_s: float = 60.0
+    """From the first wrong comparison to the last: an engine whose cache was reset is wrong once or
+    twice."""
+    cool_down_s: float = 600.0
+    """The least time between two rebuilds of one source."""
+    quiet_s: float = 1.0
+    """Since the last request at a replica: by then its events have arrived."""
+
+
+class Trust(str, Enum):
+    """How far the predictions of a source are believed."""
+
+    TRUSTED = "trusted"
+    REBUILT = "rebuilt"
+    """They were wrong; the source was rebuilt, and what comes now decides."""
+    LASTING = "lasting"
+    """They stayed wrong after a rebuild."""
+
+
+class Finding(Enum):
+    """What the last comparisons say."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+
+
+TABLE: Mapping[tuple[Trust, Finding], Trust] = {
+    (Trust.TRUSTED, Finding.WRONG): Trust.REBUILT,
+    (Trust.REBUILT, Finding.RIGHT): Trust.TRUSTED,
+    (Trust.REBUILT, Finding.WRONG): Trust.LASTING,
+    (Trust.LASTING, Finding.RIGHT): Trust.TRUSTED,
+}
+"""Pairs that are left out change nothing."""
+
+
+class Cause(str, Enum):
+    """What lasting wrong predictions likely come from: sentences whose subject is the replica."""
+
+    SALT = "only prompts with a cache_salt: its events do not show the salt, or show another"
+    ADAPTER = "only prompts for a LoRA adapter: the adapter goes into its hashes in an unknown way"
+    MEDIA = "only prompts with images or audio: they go into its hashes in an unknown way"
+    HASH_SEED = "hits are never predicted, and blocks cannot be placed: its hash seed is not known"
+    TOKENIZER = "no hit comes as predicted: its tokenizer, chat template or BOS token differs"
+    EAGLE = "always one block too many: it drafts with EAGLE or MTP; set layout.eagle"
+    NO_EAGLE = "always one block too few: it does not draft; check layout.eagle"
+    BLOCK_SIZE = "hits end within blocks: its block size is another"
+    MISSING_GROUP = "too many: it has a KV cache group or window that is not known (layout.groups)"
+    UNSEEN_BLOCKS = "too few: it reuses blocks that its events do not show, as of another tier"
+    TWO_ENGINES = "sometimes too many, sometimes too few: two engines may share its addresses"
+
+
+class Comparison(NamedTuple):
+    """One prediction, held against what the engine reported."""
+
+    at: float
+    """Seconds on a monotonic clock."""
+    predicted: int
+    actual: int
+    has_salt: bool = False
+    has_adapter: bool = False
+    has_media: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the two differ."""
+        return self.predicted != self.actual
+
+
+class CacheFacts(NamedTuple):
+    """What the index says of a source, as far as it tells causes apart."""
+
+    block_size: int | None = None
+    """Tokens in a hit's smallest step; None where it is not known."""
+    has_unplaced: bool = False
+    """Whether it holds blocks that no prompt can find."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustStatistics:
+    """How far a source's predictions are believed."""
+
+    state: Trust
+    rebuilds: int
+    cause: Cause | None
+    """The likely one, while they stay wrong and no rebuild is to come, or none yet."""
+
+
+@dataclass(slots=True)
+class SourceTrust:
+    """The evidence on one source. Pure: the time comes with each comparison."""
+
+    times: RepairTimes
+    state: Trust = Trust.TRUSTED
+    rebuilds: int = 0
+    cause: Cause | None = None
+    _rebuilt_at: float = -math.inf
+    _last: deque[Comparison] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _wrong_since: float | None = None
+    """The first of the wrong ones, since there are enough of them; it may have left the window."""
+
+    def add(self, comparison: Comparison, facts: Callable[[], CacheFacts]) -> bool:
+        """Count one comparison; returns whether the source is to be rebuilt now.
+
+        Args:
+            comparison: Made in a quiet moment.
+            facts: Of the source, for the likely cause; asked for only where there is one.
+        """
+        if not comparison.predicted and not comparison.actual:
+            return False  # a new prompt says nothing
+        self._last.append(comparison)
+        finding = self._finding()
+        if finding is None:
+            return False
+        after = TABLE.get((self.state, finding), self.state)
+        is_rebuilt = after is Trust.REBUILT and self.state is not after
+        is_cooling = is_rebuilt and self._is_cooling(comparison.at)
+        # A rebuild may repair it; what no rebuild repairs, or none does for now, is shown.
+        is_shown = finding is Finding.WRONG and (is_cooling or not is_rebuilt)
+        self.cause = likely_cause(self._last, facts()) if is_shown else None
+        if after is self.state or is_cooling:
+            return False
+        self.state = after
+        self._last.clear()
+        self._wrong_since = None
+        if after is Trust.REBUILT:
+            self.rebuilds += 1
+            self._rebuilt_at = comparison.at
+        return after is Trust.REBUILT
+
+    def statistics(self) -> TrustStatistics:
+        """The state now."""
+        return TrustStatistics(self.state, self.rebuilds, self.cause)
+
+    def _is_cooling(self, now: float) -> bool:
+        return now - self._rebuilt_at < self.times.cool_down_s
+
+    def _finding(self) -> Finding | None:
+        wrong = [each for each in self._last if each.is_wrong]
+        if len(wrong) < WRONG_ENOUGH:
+            self._wrong_since = None
+            return Finding.RIGHT if len(self._last) == WINDOW and len(wrong) <= 1 else None
+        if self._wrong_since is None:
+            self._wrong_since = wrong[0].at
+        lasts_s = wrong[-1].at - self._wrong_since
+        return Finding.WRONG if lasts_s >= self.times.wrong_for_s else None
+
+
+def likely_cause(comparisons: Sequence[Comparison], facts: CacheFacts) -> Cause:
+    """What wrong predictions have in common, and right ones have not.
+
+    Args:
+        comparisons: Of one source; some of them wrong.
+        facts: What its index says.
+    """
+    wrong = [each for each in comparisons if each.is_wrong]
+    right = [each for each in comparisons if not each.is_wrong]
+    for name, cause in _KINDS.items():
+        is_of_all_wrong = all(getattr(each, name) for each in wrong)
+        if right and is_of_all_wrong and not any(getattr(each, name) for each in right):
+            return cause
+    if all(each.predicted == 0 for each in wrong) and facts.has_unplaced:
+        return Cause.HASH_SEED
+    has_hits = any(each.actual for each in wrong)
+    if has_hits and all(0 in (each.predicted, each.actual) for each in wrong) and not right:
+        return Cause.TOKENIZER
+    return _by_difference(wrong, facts.block_size)
+
+
+_KINDS = {"has_salt": Cause.SALT, "has_adapter": Cause.ADAPTER, "has_media": Cause.MEDIA}
+
+
+def _by_difference(wrong: Sequence[Comparison], block_size: int | None) -> Cause:
+    differences = {each.predicted - each.actual for each in wrong}
+    if block_size is not None and differences == {block_size}:
+        return Cause.EAGLE
+    if block_size is not None and differences == {-block_size}:
+        return Cause.NO_EAGLE
+    # One token less than the prompt is reused where a lower tier holds all of it.
+    if block_size is not None and any(
+        each.actual % block_size not in (0, block_size - 1) for each in wrong
+    ):
+        return Cause.BLOCK_SIZE
+    if min(differences) > 0:
+        return Cause.MISSING_GROUP
+    return Cause.UNSEEN_BLOCKS if max(differences) < 0 else Cause.TWO_ENGINES
+
+
+class SelfRepair:
+    """The evidence on every source, and the rebuilds that follow from it.
+
+    Args:
+        rebuild: Rebuilds a source.
+        is_judged: Whether predictions of a source of a model must be right now: its stream is live,
+            and it tokenises as the router does.
+        facts_of: What the index says of a source of a model.
+        times: How long is long.
+        is_on: Whether sources are rebuilt; what is wrong is found and shown in any case.
+    """
+
+    def __init__(
+        self,
+        rebuild: Callable[[SourceId], None],
+        is_judged: Callable[[str, SourceId], bool],
+        facts_of: Callable[[str, SourceId], CacheFacts],
+        times: RepairTimes,
+        is_on: bool = True,
+    ) -> None:
+        self.quiet = QuietMoments(times.quiet_s)
+        self._rebuild = rebuild
+        self._is_judged = is_judged
+        self._facts_of = facts_of
+        self._times = times
+        self._is_on = is_on
+        self._trusts: dict[SourceId, SourceTrust] = {}
+
+    def compare(self, model: str, source: SourceId, comparison: Comparison) -> None:
+        """Count a comparison that was made in a quiet moment.
+
+        Args:
+            model: Whose index follows the source.
+            source: The cache that the request met.
+            comparison: What was predicted of it, and what came.
+        """
+        if not self._is_judged(model, source):
+            return
+        trust = self._trusts.setdefault(source, SourceTrust(self._times))
+        if trust.add(comparison, lambda: self._facts_of(model, source)) and self._is_on:
+            self._rebuild(source)
+
+    def statistics(self) -> dict[SourceId, TrustStatistics]:
+        """Of every source that was compared."""
+        return {source: trust.statistics() for source, trust in self._trusts.items()}
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that was removed."""
+        self.quiet.forget(replica_id)
+        for source in [source for source in self._trusts if source.replica == replica_id]:
+            del self._trusts[source]
