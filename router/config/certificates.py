@@ -92,14 +92,6 @@ def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Cert
     return found
 
 
-def unverified() -> ssl.SSLContext:
-    """For a server that is known to be one of our own before it shows anything."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 async def keep_fresh(
     certificates: Sequence[Certificate], on_renewed: Callable[[], None] = lambda: None
 ) -> None:

@@ -127,7 +127,7 @@ class RetriesConfig(Section, frozen=True):
 
     Change it when more or fewer requests may be retried at once."""
     late_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.05
-    """Of the streams that the native data plane decides by itself, how many may be sent to a second
+    """Of the streams that the data plane decides by itself, how many may be sent to a second
     replica as well since their first byte is late by what is usual; 0: none.
 
     Change it to 0 when no request may be computed twice."""

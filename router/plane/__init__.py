@@ -32,7 +32,6 @@ from router.plane.secured import (
     NoTls,
     PemFiles,
     Secured,
-    has_openssl,
     load_openssl,
 )
 
@@ -50,6 +49,5 @@ __all__ = [
     "PlaneProxy",
     "PlaneRelay",
     "Secured",
-    "has_openssl",
     "load_openssl",
 ]

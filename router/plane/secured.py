@@ -54,15 +54,6 @@ class Secured(NamedTuple):
             raise NoTls(str(error)) from None
 
 
-def has_openssl() -> bool:
-    """Whether there is a library for TLS. The compiled core is there."""
-    try:
-        load_openssl()
-    except NoTls:
-        return False
-    return True
-
-
 def load_openssl() -> str:
     """Find the library; return its version.
 

@@ -49,7 +49,7 @@ class ResponseOwner:
     names from those of others.
 
     The router sends `request_id`, which engines take as the response's id: half of it is random,
-    the other half a seal that only the same key gives. So every router and worker knows whose a
+    the other half a seal that only the same key gives. So every router knows whose a
     response is, also after a restart, and none has to remember it.
 
     Args:

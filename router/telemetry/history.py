@@ -120,7 +120,7 @@ class History:
 
     def start(self) -> None:
         """Keep a step every half minute from now on."""
-        # All processes of a machine end their steps together, so that these can be summed up.
+        # Routers end their steps together, so that their histories can be laid side by side.
         left_s = STEP_S - self._clock() % STEP_S
         # A timer may be early by a moment: that is no step.
         left_s += STEP_S if left_s < _LEAST_STEP_S else 0

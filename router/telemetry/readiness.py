@@ -7,7 +7,6 @@ for each replica, and happens once: later a replica that comes or returns is wai
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -18,7 +17,6 @@ from router.fleet.types import ReplicaState
 from router.index import SourceId
 from router.routing.admission import Admission
 
-_LOOK_EVERY_S = 0.02
 _NAMED = 8
 """Replicas in one reason."""
 
@@ -66,25 +64,6 @@ class Readiness:
             reason = self._waits_for(replicas)
         self._has_been_ready |= reason is None
         return reason
-
-    async def until_known(self, within_s: float, may_wait: Callable[[], bool]) -> None:
-        """Wait until every replica there is has been checked, and those that passed are known as
-        far as they can be; not once the router is to stop.
-
-        Args:
-            within_s: The longest wait.
-            may_wait: Whether there is still time for it.
-        """
-        by = self._clock() + within_s
-        while self._clock() < by and may_wait() and not self._admission.is_shutting_down:
-            if not self._unknown() and all(map(self._is_known, self._registry.replicas())):
-                return
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _is_known(self, replica: Replica) -> bool:
-        if any(self._lags(replica)):
-            return False
-        return replica.state is not ReplicaState.HEALTHY or bool(replica.served.models)
 
     def _waits_for(self, replicas: Collection[Replica]) -> str | None:
         now, named = self._clock(), self._named()

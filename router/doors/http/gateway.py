@@ -72,7 +72,7 @@ MAX_RANK_DIGITS = 5
 
 
 class Gateway:
-    """Serves the proxied paths: an `ExchangeHandler`."""
+    """Serves the proxied paths: a `Handler`."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class _Stage(Enum):
 
 
 class Passage:
-    """One request on its way through the gateway: an `ExchangeServer`."""
+    """One request on its way through the gateway: a `Server`."""
 
     __slots__ = (
         "_body",

@@ -36,7 +36,7 @@ _ROUTE = ProxiedPath(RoutedBy.CACHE, endpoint=Endpoint.ROUTE)
 
 
 class RouteQuestions:
-    """Serves the questions, and leaves everything else to the gateway: an `ExchangeHandler`."""
+    """Serves the questions, and leaves everything else to the gateway: a `Handler`."""
 
     def __init__(
         self, gateway: Gateway, dispatcher: Dispatcher, metrics: RouterMetrics, session_header: str
