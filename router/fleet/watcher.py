@@ -44,8 +44,11 @@ EARLIEST = 0.1
 """Share of the interval that passes at least between two checks, if a failed request asks for an
 early one."""
 JITTER = 0.2
-"""Waits are shortened at random by up to this share, so that many replicas are not asked at the
-same moment. Never prolonged: a replica that returns is back within one interval."""
+"""Waits are shortened at random by up to this share, so that no replica is asked by all routers at
+the same moment. Never prolonged: a replica that returns is back within one interval."""
+BEAT = 0.1
+"""Share of the interval to whose multiples waits are shortened: many replicas are asked together,
+which costs a fraction of what each costs that the process has to wake up for."""
 
 
 class Fetch(Protocol):
@@ -369,15 +372,15 @@ class Watcher:
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
         """Wait until one interval after *began*, or until *early* is set, but at least a tenth of
         the interval."""
-        shortened_s = interval_s * (1 - JITTER * self._random.random())
-        await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
-        timer = asyncio.get_running_loop().call_later(
-            max(0.0, began + shortened_s - self._clock()), early.set
-        )
+        beat_s = interval_s * BEAT
+        due = began + interval_s * (1 - JITTER * self._random.random())
+        wait_s = due // beat_s * beat_s - self._clock()
+        timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), early.set)
         try:
             await early.wait()
         finally:
             timer.cancel()
+        await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
 
 
 def _unknown_cache(path: str, status: int) -> str:

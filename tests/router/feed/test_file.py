@@ -15,7 +15,8 @@ from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
 from router.demo.blind import GroupBlindIndex
 from router.errors import RouterError
-from router.feed.feed import Feed, snapshot_file, snapshot_records
+from router.feed import snapshot_file, snapshot_records
+from router.feed.feed import Feed
 from router.feed.snapshot_file import FILE_NAME, SnapshotKeeper
 from router.feed.snapshot_records import SnapshotError
 from router.index import Hit, PrefixIndex, SourceId
