@@ -146,6 +146,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/fleet/discovery/kubernetes_api.py": ("tests/router/fleet/discovery",),
     "router/telemetry/readiness.py": ("tests/router/telemetry/test_readiness.py",),
     "router/telemetry/self_repair.py": ("tests/router/telemetry",),
+    "router/fleet/quiet_moments.py": ("tests/router/telemetry",),
     # The engine's cache.
     "offload/block_pool.py": (
         "tests/offload/test_block_pool.py",
