@@ -87,7 +87,7 @@ function whatWasLost(replica, hour) {
 async function changeRotation(row, id) {
   const button = row.querySelector(".drain");
   const said = row.querySelector(".said");
-  const path = `fleet/${encodeURIComponent(id)}/${button.dataset.action}`;
+  const path = `replicas/${encodeURIComponent(id)}/${button.dataset.action}`;
   button.disabled = true;
   try {
     await ask("operator", path, "");
