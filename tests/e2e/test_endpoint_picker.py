@@ -22,7 +22,6 @@ from router.doors.messages import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
-from tests.e2e.test_selection import PROMPT_TOKENS, TURNS, fresh_replicas, play
 from tests.support.actual_hits import cached_tokens, until_told
 from tests.support.engine_process import engine_processes, simulated
 from tests.support.engine_stub import (
@@ -33,6 +32,7 @@ from tests.support.engine_stub import (
 )
 from tests.support.envoy import Envoy, envoy, needs_envoy
 from tests.support.http_client import Answer, ask, connect
+from tests.support.nginx import Nginx
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import DEADLINE_S
 
@@ -72,7 +72,9 @@ def gateway(request: pytest.FixtureRequest, gateways: dict[str, Envoy]) -> Envoy
     return found
 
 
-async def post(gateway: Envoy, body: object, headers: dict[str, str] | None = None) -> Answer:
+async def post(
+    gateway: Envoy | Nginx, body: object, headers: dict[str, str] | None = None
+) -> Answer:
     headers = {"content-type": "application/json", **(headers or {})}
     return await ask(gateway.port, "POST", "/v1/completions", body, headers)
 
@@ -80,29 +82,6 @@ async def post(gateway: Envoy, body: object, headers: dict[str, str] | None = No
 async def until_unbooked(router: RouterProcess) -> None:
     await router.until(lambda now: not now.sum("kvroute_reservations"), "nothing is booked")
     await router.until_idle()
-
-
-async def check_two_prompts_in_turn(router: RouterProcess, gateway: Envoy, seed: int) -> None:
-    """They are reused through a gateway, exactly as predicted."""
-
-    async def by_gateway(router: RouterProcess, body: object) -> tuple[str, int, Answer]:
-        answer = await post(gateway, body)
-        logged = await ended(router)
-        return logged["replica"], logged["predicted"]["cached_tokens"], answer
-
-    async with fresh_replicas(router) as replicas:
-        found = await play(router, replicas, seed, by_gateway)
-    assert [predicted for predicted, _ in found] == [actual for _, actual in found]
-    assert sum(actual for _, actual in found) > 0.8 * TURNS * PROMPT_TOKENS
-
-
-async def ended(router: RouterProcess) -> dict[str, Any]:
-    """The last request, when it is over. A scrape would do as well, but what the policy knows of a
-    cache is kept for a moment when it is scraped."""
-    while True:
-        found: dict[str, Any] = (await router.get("/requests?limit=1")).json["requests"][0]
-        if found["end"]:
-            return found
 
 
 # --- where ----------------------------------------------------------------------------------------
@@ -386,14 +365,6 @@ async def test_predictions_through_envoy_are_exact(router: RouterProcess, gatewa
             await until_told(router, by_name[logged["replica"]])
         assert [predicted for predicted, _ in found] == [actual for _, actual in found]
         assert sum(actual for _, actual in found) > 5000
-
-
-@pytest.mark.parametrize("seed", range(2))
-async def test_two_prompts_in_turn_are_reused_through_envoy(
-    router: RouterProcess, gateway: Envoy, seed: int
-) -> None:
-    """As through the proxy, and exactly as predicted."""
-    await check_two_prompts_in_turn(router, gateway, seed)
 
 
 async def test_a_client_that_leaves_books_nothing(router: RouterProcess, gateway: Envoy) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,22 @@ import grpc
 import pytest
 import trustme
 
-from router.doors.messages import EXT_PROC_SERVICE, ProcessingRequest, ProcessingResponse
+from router.doors.messages import ProcessingRequest
 from tests.e2e.test_endpoint_picker import health, picker_of, post, until_unbooked
 from tests.support.engine_stub import engines
 from tests.support.envoy import envoy, needs_envoy
+from tests.support.picker_streams import OpenStream, head, picker_streams, piece, refusal
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
 MAX_BODY = 100_000
 CONFIG: dict[str, Any] = {
     "health": QUICK_HEALTH,
     "server": {"max_body_bytes": MAX_BODY, "timeouts": {"client_body_s": 0.5}},
-    "doors": {"ext_proc": {"listen": "127.0.0.1:0", "max_streams": 20}},
+    "doors": {
+        "reservation_idle_s": 1.0,
+        "ext_proc": {"listen": "127.0.0.1:0", "max_streams": 20},
+    },
 }
-DUPLEX = 4
 
 
 @pytest.fixture(scope="module")
@@ -34,39 +37,9 @@ def router() -> Iterator[RouterProcess]:
         yield process
 
 
-@contextlib.asynccontextmanager
-async def streams(router: RouterProcess) -> AsyncIterator[Any]:
+def streams(router: RouterProcess) -> contextlib.AbstractAsyncContextManager[OpenStream]:
     """What opens a stream of external processing."""
-    async with grpc.aio.insecure_channel(picker_of(router)) as channel:
-        yield channel.stream_stream(
-            f"/{EXT_PROC_SERVICE}/Process",
-            request_serializer=lambda each: (
-                each if isinstance(each, bytes) else each.SerializeToString()
-            ),
-            response_deserializer=ProcessingResponse.FromString,
-        )
-
-
-def head(mode: int = DUPLEX, path: str = "/v1/completions", **headers: str) -> Any:
-    message = ProcessingRequest()
-    message.protocol_config.request_body_mode = mode
-    for key, value in {":path": path, ":method": "POST", **headers}.items():
-        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    return message
-
-
-def piece(body: bytes, is_last: bool = False) -> Any:
-    message = ProcessingRequest()
-    message.request_body.body, message.request_body.end_of_stream = body, is_last
-    return message
-
-
-async def refusal(call: Any) -> tuple[int, str]:
-    """Status and code of the immediate response that must come next."""
-    answer = await call.read()
-    assert answer.HasField("immediate_response"), answer
-    immediate = answer.immediate_response
-    return immediate.status.code, json.loads(immediate.body)["error"]["code"]
+    return picker_streams(picker_of(router))
 
 
 async def test_a_body_without_end_is_413(router: RouterProcess) -> None:
@@ -88,6 +61,25 @@ async def test_a_stream_that_never_sends_its_body_is_ended(router: RouterProcess
         await silent.write(piece(b'{"model": '))
         assert await refusal(silent) == (400, "invalid_value")
         assert await refusal(headless) == (400, "invalid_value")
+
+
+async def test_a_stream_of_which_nothing_is_heard_ends(router: RouterProcess) -> None:
+    """With its reservation; else some that never end would take all the room for streams."""
+    async with engines(1) as (stub,), router.serving(stub), streams(router) as open_stream:
+        calls = [open_stream() for _ in range(20)]
+        body = json.dumps({"model": stub.model, "prompt": [1]}).encode()
+        for call in calls:
+            await call.write(head())
+            await call.write(piece(body, is_last=True))
+        for call in calls:
+            assert not (await call.read()).HasField("immediate_response")
+            await call.read()
+            assert await call.read() is grpc.aio.EOF
+        await until_unbooked(router)
+        again = open_stream()
+        await again.write(head())
+        await again.write(piece(body, is_last=True))
+        assert not (await again.read()).HasField("immediate_response")
 
 
 async def test_more_streams_than_may_be_are_refused(router: RouterProcess) -> None:

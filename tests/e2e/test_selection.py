@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
 
-from tests.support.actual_hits import cached_tokens, until_told
-from tests.support.engine_process import EngineProcess, engine_processes, simulated
 from tests.support.engine_stub import engines, prompt_ids, unique
-from tests.support.http_client import Answer, ask, connect
+from tests.support.http_client import ask, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
 ALICE = {"authorization": "Bearer alice-key"}
@@ -361,77 +358,3 @@ async def test_reports_of_any_order_and_number_leave_nothing_behind(router: Rout
             assert (await ask(router.port, "DELETE", path)).status == 404
         await router.until_idle()
         router.check_log()
-
-
-# --- two prompts in turn --------------------------------------------------------------------------
-
-PROMPT_TOKENS = 1024
-PLAYS, TURNS = 3, 12
-AskOne = Callable[[RouterProcess, dict[str, Any]], Awaitable[tuple[str, int, Answer]]]
-
-
-async def send_direct(found: dict[str, Any], body: dict[str, Any]) -> Answer:
-    """Send a request where the router said, as a gateway does."""
-    port = int(found["address"].rpartition(":")[2])
-    return await ask(port, "POST", "/v1/completions", body, found.get("headers"))
-
-
-async def by_proxy(router: RouterProcess, body: dict[str, Any]) -> tuple[str, int, Answer]:
-    answer = await router.post("/v1/completions", body)
-    return answer.headers["x-kv-replica"], int(answer.headers["x-kv-hit-tokens"]), answer
-
-
-async def by_reservation(router: RouterProcess, body: dict[str, Any]) -> tuple[str, int, Answer]:
-    reservation = await reserve(router, body)
-    answer = await send_direct(reservation, body)
-    await end(router, reservation, {"usage": answer.json["usage"]})
-    return reservation["replica"], reservation["overlap"]["longest_matched"], answer
-
-
-async def play(
-    router: RouterProcess, replicas: list[EngineProcess], seed: int, ask_one: AskOne
-) -> list[tuple[int, int]]:
-    """Two prompts in turn, one request at a time; what was predicted and what was reused."""
-    random = Random(seed)
-    prompts = [[random.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
-    model = (await replicas[0].get("/v1/models")).json["data"][0]["id"]
-    by_name = {replica.name: replica for replica in replicas}
-    found: list[tuple[int, int]] = []
-    for turn in range(TURNS):
-        body = {"model": model, "prompt": prompts[turn % 2], "max_tokens": 2}
-        name, predicted, answer = await ask_one(router, body)
-        assert answer.status == 200, answer.body
-        await until_told(router, by_name[name])
-        found.append((predicted, cached_tokens(answer)))
-    return found
-
-
-@contextlib.asynccontextmanager
-async def fresh_replicas(router: RouterProcess) -> AsyncIterator[list[EngineProcess]]:
-    """Two, each with room for one prompt and little more."""
-    options = {
-        "served_model_name": unique("turns"),
-        "num_blocks": PROMPT_TOKENS // 16 * 11 // 10,
-        "max_model_len": PROMPT_TOKENS + 64,
-    }
-    async with (
-        engine_processes(2, *simulated("full", **options)) as replicas,
-        router.serving(*replicas),
-    ):
-        yield replicas
-
-
-@pytest.mark.parametrize("seed", range(PLAYS))
-async def test_two_prompts_in_turn_are_reused_at_two_replicas_that_hold_one_each(
-    router: RouterProcess, seed: int
-) -> None:
-    """Asked without booking, five plays of twelve sent both prompts to one replica, whose cache
-    holds one of them. Booked, all is as through the proxy, and every prediction is exact."""
-    shares = []
-    for ask_one in (by_proxy, by_reservation):
-        async with fresh_replicas(router) as replicas:
-            found = await play(router, replicas, seed, ask_one)
-        assert [predicted for predicted, _ in found] == [actual for _, actual in found]
-        shares.append(sum(actual for _, actual in found) / (TURNS * PROMPT_TOKENS))
-    assert min(shares) > 0.8, shares
-    await router.until_idle()

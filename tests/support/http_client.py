@@ -89,7 +89,7 @@ class HttpClient:
         first, *lines = raw.decode("latin-1").split("\r\n")[:-2]
         self.status = int(first.split(" ")[1])
         pairs = [line.split(": ", 1) for line in lines]
-        self.headers = dict(pairs)
+        self.headers = {name.lower(): value for name, value in pairs}
         assert len(self.headers) == len(pairs), f"a header is there twice: {pairs}"
         return self.status if self.status >= 200 else await self.read_head(within_s)
 
