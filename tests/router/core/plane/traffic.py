@@ -18,6 +18,7 @@ from tests.router.core.index.threads import load
 if __name__ == "__main__":
     load(Path(sys.argv[1]))  # before anything imports the one that is not sanitized
 
+from router import _core as core
 from router.plane import Secured
 from tests.router.core.plane.harness import NAME, OPTIONS, Authority, secured
 
@@ -133,14 +134,12 @@ def answer(plane: Any, event: tuple[Any, ...], port: int, secure_host: str) -> N
             plane.respond(number, 503, [(b"content-length", b"0")], b"")
 
 
-def main(path: Path, folder: Path | None) -> None:
+def main(folder: Path | None) -> None:
     """Run until all clients have been served.
 
     Args:
-        path: The extension module.
         folder: For certificates; None: nothing is encrypted.
     """
-    module = sys.modules["router._core"] if __name__ == "__main__" else load(path)
     authority = Authority(folder) if folder else None
     by_tls = secured(authority) if authority else Secured()
     theirs, ours = (
@@ -155,7 +154,7 @@ def main(path: Path, folder: Path | None) -> None:
         **{"max_body_bytes": 1 << 20, "max_held_bytes": 1 << 20, "idle_s": 1.0},
         "dropped": [b"x-b"],
     }
-    plane = module.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
+    plane = core.Plane(options, [listeners[1].dup().detach() for _ in range(2)], *by_tls)
     threads = [
         threading.Thread(target=client, args=(listeners_port, seed, ours))
         for seed in range(CLIENTS)
@@ -177,4 +176,4 @@ def main(path: Path, folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
+    main(Path(sys.argv[2]) if sys.argv[2:] else None)
