@@ -25,13 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvevents.endpoints import Context, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import MalformedBatch
 from kvevents.messages import MAX_FRAMES, Batch, read_live
-from kvevents.sockets import (
-    KEEPALIVE_IDLE_S,
-    KEEPALIVE_INTERVAL_S,
-    KEEPALIVE_PROBES,
-    SocketLimits,
-    WakeUp,
-)
+from kvevents.sockets import SocketLimits, WakeUp, bound
 
 LISTENED_TO = "listen"
 """In place of a publisher's address: it connects to us."""
@@ -40,6 +34,7 @@ _READ_AT_ONCE = 64
 _MAX_TOPIC_BYTES = 1024
 _LONG_S = 3600.0
 _NOBLOCK, _RCVMORE, _SRCFD = map(int, (zmq.NOBLOCK, zmq.RCVMORE, zmq.SRCFD))
+_EVENTS, _POLLIN = map(int, (zmq.EVENTS, zmq.POLLIN))
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -77,14 +72,12 @@ def read_topic(topic: bytes) -> PodTopic | None:
 
 @dataclass(frozen=True, slots=True)
 class UnknownTopic:
-    """What came under a topic that is nobody's."""
+    """A topic that is nobody's, and how often it came."""
 
     topic: str
     """Without what cannot be printed."""
     reason: str
     messages: int
-    last_message_at: float
-    """On the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +98,6 @@ class ListenerStatistics:
 class _Unknown:
     reason: str
     messages: int = 0
-    last_message_at: float = 0.0
 
 
 class _Link:
@@ -141,6 +133,13 @@ class Channel:
         self._fresh: deque[_Link] = deque(maxlen=1)
         """Not taken yet."""
         self._wake = WakeUp()
+
+    def answers_to(self, topic: bytes) -> bool:
+        """Return whether a topic is its own, or names its pod."""
+        if self.topic is not None:
+            return self.topic == topic
+        named = read_topic(topic)
+        return named is not None and named.pod in self.names
 
     def begin(self, link: _Link) -> None:
         """From now on its messages come over this link."""
@@ -190,7 +189,7 @@ class ChannelConnection:
         """The next batch, None if there is none.
 
         Args:
-            topic: Of no use here: the channel has its own.
+            topic: Ignored: a channel has one.
 
         Raises:
             MalformedBatch: A message that is not a batch.
@@ -308,18 +307,15 @@ class Listener:
         """
         channel = Channel(frozenset(names), None if topic is None else topic.encode())
         self._channels.append(channel)
-        self._forget_topics()
+        self._of_topic.clear()
+        # What it answers to came for nobody so far.
+        self._unknown = {t: each for t, each in self._unknown.items() if not channel.answers_to(t)}
         return channel
 
     def unregister(self, channel: Channel) -> None:
         """Take nothing for a channel any more; one that is not registered is ignored."""
         self._channels = [each for each in self._channels if each is not channel]
-        self._forget_topics()
-
-    def _forget_topics(self) -> None:
-        """Whose a topic is has to be found anew."""
         self._of_topic.clear()
-        self._unknown.clear()
 
     def statistics(self) -> ListenerStatistics:
         """Counts since the start."""
@@ -329,17 +325,7 @@ class Listener:
     # --- inside -----------------------------------------------------------------------------------
 
     def _set_up(self, made: Socket) -> None:
-        limits = self._socket_limits
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, limits.message_bytes),
-            (zmq.RCVHWM, limits.queue_messages),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
-            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
-            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
-        ):
-            made.setsockopt(option, value)
+        bound(made, self._socket_limits)
         made.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _on_signal(self) -> None:
@@ -348,11 +334,8 @@ class Listener:
 
     def _on_monitor(self) -> None:
         monitor = self._monitor
-        while monitor is not None:
-            try:
-                event = parse_monitor_message(monitor.recv_multipart(_NOBLOCK))
-            except zmq.Again:
-                return
+        while monitor is not None and int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+            event = parse_monitor_message(monitor.recv_multipart(_NOBLOCK))
             fd = int(event["value"])
             if event["event"] & _GONE:
                 self._fds.discard(fd)
@@ -406,8 +389,9 @@ class Listener:
             return None
         channel = self._of_topic.get(topic) or self._find(topic)
         link = None if channel is None else self._link_of(channel, topic, fd)
-        if link is None:
+        if channel is None or link is None:
             return None
+        self._of_topic[topic] = channel
         link.last_message_at = monotonic()
         try:
             message: Batch | MalformedBatch = read_live(frames, None)
@@ -431,15 +415,13 @@ class Listener:
 
     def _find(self, topic: bytes) -> Channel | None:
         """The channel that a topic means; None, and counted, where it is nobody's."""
-        meant = [each for each in self._channels if each.topic == topic]
+        answering = [each for each in self._channels if each.answers_to(topic)]
+        meant = [each for each in answering if each.topic is not None] or answering
         if not meant:
-            named = read_topic(topic)
-            if named is None:
-                self._count_unknown(topic, "not kv@pod@model, and no replica has this topic")
-                return None
-            meant = [each for each in self._channels if not each.topic and named.pod in each.names]
-        if not meant:
-            self._count_unknown(topic, "no replica of this name listens for it")
+            is_pods = read_topic(topic) is not None
+            rule = "no replica of this name listens for it"
+            no_form = "not kv@pod@model, and no replica has this topic"
+            self._count_unknown(topic, rule if is_pods else no_form)
             return None
         if len(meant) > 1:
             self._count_unknown(topic, f"{len(meant)} replicas have this name")
@@ -462,10 +444,9 @@ class Listener:
         if fd >= 0 and fd not in self._fds:
             self._counts["late"] += 1
             return None
-        if link is not None:
-            self._of_topic.pop(link.topic, None)
+        # Of the topics that a pod had, the last one stays.
+        self._of_topic = {t: each for t, each in self._of_topic.items() if each is not channel}
         self._unknown.pop(topic, None)
-        self._of_topic[topic] = channel
         fresh = _Link(topic, fd)
         channel.begin(fresh)
         return fresh
@@ -480,7 +461,6 @@ class Listener:
             known = self._unknown[topic] = _Unknown(reason)
         known.reason = reason
         known.messages += 1
-        known.last_message_at = monotonic()
         if is_new:
             self.on_unknown(_shown(topic, known))
 
@@ -488,4 +468,4 @@ class Listener:
 def _shown(topic: bytes, unknown: _Unknown) -> UnknownTopic:
     text = topic.decode("ascii", "backslashreplace")
     text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
-    return UnknownTopic(text, unknown.reason, unknown.messages, unknown.last_message_at)
+    return UnknownTopic(text, unknown.reason, unknown.messages)

@@ -37,7 +37,7 @@ _BROKEN_OFF = (
 )
 
 _NEVER_MS = 10**9
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 15, 5, 3
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 """A peer behind a cut cable says nothing; so the kernel finds out in half a minute."""
 
 
@@ -59,6 +59,25 @@ class SocketLimits:
     address."""
     curve: CurveClient | None = None
     """The keys of both ends; None: plain text."""
+
+
+def bound(socket: Socket, limits: SocketLimits) -> None:
+    """Limit what a socket keeps of messages, and have it notice a peer that has vanished.
+
+    Args:
+        socket: Not connected or bound yet.
+        limits: Its bounds.
+    """
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, limits.message_bytes),
+        (zmq.RCVHWM, limits.queue_messages),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_INTERVAL_S),
+        (zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES),
+    ):
+        socket.setsockopt(option, value)
 
 
 class WakeUp:
@@ -280,18 +299,9 @@ class SocketConnection:
 
     def _new_socket(self) -> Socket:
         socket: Socket = self._context.socket(self._kind)
-        socket.setsockopt(zmq.LINGER, 0)
+        bound(socket, self._limits)
         # Not -1, with which libzmq throws away what it has received when the peer leaves.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
-        socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
-        for option, value in (
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
-            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
-            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
-        ):
-            socket.setsockopt(option, value)
         if self._limits.curve is not None:
             self._limits.curve.protect(socket)
         if self._kind == zmq.SUB:

@@ -148,6 +148,49 @@ async def test_a_publisher_that_leaves_is_missed_and_the_next_is_another(
                 await until_seqs(book, [0])
 
 
+async def test_a_replica_that_comes_or_goes_changes_nothing_for_others(
+    context: zmq.Context[Any],
+) -> None:
+    """A topic stays known while its publisher goes on, and one that is nobody's is told of once."""
+    async with listening(context) as listener:
+        told: list[str] = []
+        listener.on_unknown = lambda unknown: told.append(unknown.topic)
+        book = Notebook()
+        async with following(follower(listener, listener.register(["a"], None), book)):
+            with (
+                pod_of(context, listener, "kv@a@m") as pod,
+                pod_of(context, listener, "kv@nobody@m") as nobody,
+            ):
+                for each in (pod, nobody):
+                    await each.subscribed()
+                for number in range(3):
+                    pod.publish()
+                    nobody.publish()
+                    await until_seqs(book, list(range(number + 1)))
+                    await eventually(
+                        lambda number=number: count_of(listener, "unknown") == number + 1, "counted"
+                    )
+                    assert listener.statistics().topics == 1
+                    other = listener.register([f"other-{number}"], None)
+                    if number == 1:
+                        listener.unregister(other)
+        assert told == ["kv@nobody@m"]
+
+
+async def test_of_the_topics_of_a_pod_the_last_one_is_known(context: zmq.Context[Any]) -> None:
+    """A pod that comes again and again under other names of models costs nothing."""
+    async with listening(context) as listener:
+        book = Notebook()
+        async with following(follower(listener, listener.register(["a"], None), book)) as followed:
+            for number in range(4):
+                with pod_of(context, listener, f"kv@a@m{number}") as pod:
+                    await pod.subscribed()
+                    pod.publish()
+                    await until_state(followed, SourceState.LIVE)
+                await until_state(followed, SourceState.CONNECTING)
+        assert listener.statistics().topics == 1
+
+
 async def test_what_is_nobodys_is_counted_and_shown(context: zmq.Context[Any]) -> None:
     """An operator sees which topics come, and why they lead nowhere; a replica that is added later
     gets what comes then."""
