@@ -23,7 +23,7 @@ The files; each imports only what is listed above it:
     layout.py             the groups of a cache, checked
     hit_rule.py           how much of a prompt such a cache can serve
     hashing.py            token ids -> chain of block hashes, as vLLM computes them
-    codec.py              bytes <-> batches: native, vLLM of every age, SGLang
+    codec.py              bytes <-> batches: native, vLLM of every age, SGLang, Mooncake
     stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message

@@ -146,6 +146,7 @@ _tag_decoders: tuple[msgspec.msgpack.Decoder[_MapTag | _ArrayTag], ...] = (
 )
 _any_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
+_EVENT_TYPE = b"event_type"
 _Decoded = TypeVar("_Decoded")
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
@@ -185,6 +186,8 @@ def decode(payload: bytes) -> EventBatch:
 def _decode_typed(payload: bytes) -> EventBatch | None:
     """A homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
     other."""
+    if _EVENT_TYPE in payload:
+        return None  # Mooncake's events name vLLM's types as well
     batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
     if isinstance(batch, _MapBatch):
         events: list[Event] = batch.events
@@ -306,9 +309,9 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
     """An event's type and its fields by name, of a map or an array."""
     value = _try(_any_decoder, raw)
     if isinstance(value, dict):
-        kind = value.get("type")
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
-        if kind is None and isinstance(fields.get("event_type"), str):
+        kind = fields.get("type")
+        if isinstance(fields.get("event_type"), str):
             kind, fields = _from_mooncake(fields)
     elif isinstance(value, list) and value:
         kind = value[0]
@@ -333,7 +336,7 @@ def _from_mooncake(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """
     event_type = fields["event_type"]
     kind = _MOONCAKE.get(event_type, event_type)
-    names_blocks = "seq_hashes" in fields or "object_key" not in fields
+    names_blocks = fields.get("seq_hashes") or "object_key" not in fields
     if kind in ("BlockStored", "BlockRemoved") and not names_blocks:
         return _MOONCAKE_OBJECT, {}
     known: dict[str, Any] = {

@@ -66,6 +66,32 @@ def test_they_lead_to_hits() -> None:
     assert index.match([*PROMPT.tokens, 1])[SOURCE].gpu_cached_tokens == 48
 
 
+def test_their_own_names_count_where_vllms_stand_there_as_well() -> None:
+    """Mooncake's publisher writes both by default; only its own say whose prompts are meant."""
+    of_vllm = {
+        "type": "BlockStored",
+        "block_hashes": PROMPT.hashes,
+        "parent_block_hash": None,
+        "token_ids": PROMPT.tokens,
+    }
+    event = {**of_vllm, **ENVELOPE, **stored(tenant_id="another")}
+    whole = msgspec.msgpack.encode([1.0, [event], 0])
+    (found,) = decode(whole).events
+    assert isinstance(found, BlockStored)
+    assert found.cache_salt == "another"
+    index = PrefixIndex()
+    index.add(SOURCE)
+    assert index.apply(SOURCE, whole).stored == 4
+    assert index.match([*PROMPT.tokens, 1])[SOURCE].gpu_cached_tokens == 0
+    assert index.match([*PROMPT.tokens, 1], cache_salt="another")[SOURCE].gpu_cached_tokens == 64
+
+
+def test_an_object_of_a_store_is_left_out() -> None:
+    """Its key is no block hash, and the list of hashes is empty."""
+    batch = read(stored(seq_hashes=[], object_key="model/rank0/abc"))
+    assert (batch.events, batch.skipped, batch.unreadable) == ([], 1, 0)
+
+
 def test_a_run_whose_place_is_not_said_is_at_no_place() -> None:
     """Its tokens are not the beginning of a prompt."""
     index = PrefixIndex()

@@ -99,7 +99,8 @@ private:
         if (!type_named(type, event, is_tier_clear)) return false;
         u32 seen = 0;
         for (u64 i = 1; i < pairs; ++i) {
-            if (!reader_.text(name) || name == "type") return false;
+            // Mooncake's events name vLLM's types as well; Python reads them.
+            if (!reader_.text(name) || name == "type" || name == "event_type") return false;
             const Field field = field_named(name, event.type);
             if (field == Field::unknown) {
                 if (!reader_.skip()) return false;
