@@ -768,6 +768,7 @@ class RouterConfig(Section, frozen=True):
                 "there must be a board.secret for that, the same at all of them",
             )
         yield from self._listening()
+        yield from self._picking()
         if self.events.curve_keys is None:
             yield from self._keys_without_ours()
         known = self.overload.priorities
@@ -805,6 +806,19 @@ class RouterConfig(Section, frozen=True):
                 elif rank >= ranks:
                     rule = f"{rank}; must be below events.listen_ranks ({ranks})"
                     yield (*place, "kv_events", index, "dp_rank"), rule
+                if (options.kv_events or ())[index].server_key is not None:
+                    rule = "who connects to the router shows no key; must be left out"
+                    yield (*place, "kv_events", index, "server_key"), rule
+
+    def _picking(self) -> Iterator[tuple[Location, str]]:
+        """Options of the endpoint picker that come to nothing, or to a wrong address."""
+        picker = self.doors.ext_proc
+        if picker.ttft_is_deadline and self.overload.timeout_header is None:
+            rule = "true; overload.timeout_header must be set for that"
+            yield ("doors", "ext_proc", "ttft_is_deadline"), rule
+        if picker.rank_ports and picker.fallbacks:
+            rule = "true; a rank's port is that of one endpoint: fallbacks must be 0"
+            yield ("doors", "ext_proc", "rank_ports"), rule
 
     def _options(self) -> Iterator[tuple[Location, ReplicaOptions]]:
         """All that is said of replicas, with its place."""

@@ -113,8 +113,9 @@ def _aliases(overload: OverloadConfig) -> Mapping[bytes, tuple[bytes, ...]]:
 def _deadline_header(config: RouterConfig) -> bytes | None:
     """Where the queue reads how long a request may wait, if the objective of the field says it."""
     name = config.overload.timeout_header
-    is_meant = config.doors.ext_proc.ttft_is_deadline and name is not None
-    return name.encode() if is_meant and name is not None else None
+    if name is None or not config.doors.ext_proc.ttft_is_deadline:
+        return None
+    return name.encode()
 
 
 def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:

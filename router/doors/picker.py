@@ -408,12 +408,12 @@ def _served(message: Any) -> str:
 def _set_deadline(headers: dict[bytes, bytes], name: bytes) -> None:
     """Take the objective for the first token as the time after which there need be none; a shorter
     one that the client names itself stays."""
-    given = next((headers[each] for each in _TTFT if each in headers), None)
-    if given is None:
+    objective = next((each for each in _TTFT if each in headers), None)
+    if objective is None:
         return
-    text = given.decode("latin-1").strip()
+    text = headers[objective].decode("latin-1").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_MS_DIGITS and int(text)):
-        raise BadRequest("x-llm-d-slo-ttft-ms", repr(text[:40]), "expected milliseconds above 0")
+        raise BadRequest(objective.decode(), repr(text[:40]), "expected milliseconds above 0")
     seconds = int(text) / 1000
     with contextlib.suppress(ValueError):
         if 0 < float(headers.get(name, b"nan")) <= seconds:

@@ -201,18 +201,22 @@ class Feed:
         connect = None
         if endpoint == LISTENED_TO:
             endpoint, connect = self._listen_for(source, feed, names, topic)
-        subscriber = Subscriber(
-            endpoint,
-            feed,
-            replay_endpoint=replay_endpoint,
-            snapshot_endpoint=snapshot_endpoint,
-            topic=topic,
-            options=self._options_of(allows, server_key),
-            context=self._context,
-            pacer=self._pacer,
-            resume=resume,
-            connect=connect,
-        )
+        try:
+            subscriber = Subscriber(
+                endpoint,
+                feed,
+                replay_endpoint=replay_endpoint,
+                snapshot_endpoint=snapshot_endpoint,
+                topic=topic,
+                options=self._options_of(allows, server_key),
+                context=self._context,
+                pacer=self._pacer,
+                resume=resume,
+                connect=connect,
+            )
+        except EndpointError:
+            feed.on_left()  # what listens for it would keep its name
+            raise
         if resume is None:
             feed.index.add(source, hints)
         feed.start(subscriber)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 from pydantic import ValidationError
 
+from kvevents.listener import LISTENED_TO
 from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions
 from router.config.discovery import Scheme, TcpPort
 from router.config.document import Location, problems_in
@@ -143,7 +144,7 @@ class _PodOptions(ReplicaOptions, frozen=True):
         for index, source in enumerate(self.kv_events or ()):
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
                 address = getattr(source, name)
-                if address is not None and is_local_endpoint(address):
+                if address not in (None, LISTENED_TO) and is_local_endpoint(address):
                     rule = "is on the router's own machine; a pod's must be tcp:// and elsewhere"
                     yield ("kv_events", index, name), f"{address!r}; {rule}"
 

@@ -663,6 +663,9 @@ def test_who_connects_to_the_router_needs_an_address_there() -> None:
     assert problems(listen + replica % 2) == [
         "replicas[0].kv_events[0].dp_rank: 2; must be below events.listen_ranks (2)"
     ]
+    keyed = replica.replace("dp_rank: %d", "server_key: '" + "k" * 40 + "'")
+    rule = "who connects to the router shows no key; must be left out"
+    assert f"replicas[0].kv_events[0].server_key: {rule}" in problems(listen + keyed)
     (found,) = problems("events: {listen_ranks: 2}")
     assert found == "events.listen_ranks: there must be events.listen for that"
     keys = {"curve_keys": "k", "curve_server_key": zmq.curve_keypair()[0].decode()}
@@ -671,3 +674,15 @@ def test_who_connects_to_the_router_needs_an_address_there() -> None:
     pods = "discovery: {dns: [{name: a, port: 1, replica: {kv_events: [{endpoint: listen}]}}]}"
     (found,) = problems(pods)
     assert found.startswith("discovery.dns[0].replica.kv_events[0].endpoint: listen; there must be")
+
+
+def test_options_of_the_picker_that_would_come_to_nothing_are_refused() -> None:
+    """Or to another endpoint's port: the gateway tries a fallback with the headers of the first."""
+    place = "doors.ext_proc."
+    (found,) = problems(
+        "doors: {ext_proc: {ttft_is_deadline: true}}\noverload: {timeout_header: null}"
+    )
+    assert found == f"{place}ttft_is_deadline: true; overload.timeout_header must be set for that"
+    (found,) = problems("doors: {ext_proc: {rank_ports: true, fallbacks: 1}}")
+    rule = "a rank's port is that of one endpoint: fallbacks must be 0"
+    assert found == f"{place}rank_ports: true; {rule}"

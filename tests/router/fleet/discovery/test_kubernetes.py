@@ -167,6 +167,16 @@ async def test_an_annotation_says_what_is_true_of_one_pod() -> None:
             assert "sped: unknown key; did you mean speed?" in found.broken[0]
 
 
+async def test_a_pods_engine_may_connect_to_the_router() -> None:
+    """Its events come to an address of the router's own machine, and that is meant."""
+    said = {"kvroute.io/replica": json.dumps({"kv_events": [{"endpoint": "listen"}]})}
+    async with api_server() as (server, url):
+        await server.put(PATH, pod("connects", annotations=said))
+        async with following(provider(url, replica=ReplicaOptions())) as found:
+            await eventually(lambda: found.lists, "a list")
+            assert (list(found.replicas), list(found.broken)) == (["connects"], [])
+
+
 @pytest.mark.parametrize("options", [{}, {"pool": "llama"}], ids=["selector", "pool"])
 async def test_an_annotation_made_to_break_the_reader_leaves_out_only_its_pod(
     options: dict[str, object],
