@@ -318,7 +318,7 @@ class _Resolver(AbstractResolver):
 
 
 class _Use:
-    """What is known of the connection that a request went over."""
+    """The connection that a request went over."""
 
     is_kept = False
     """From a request before; the server may have closed it and never seen this one."""
@@ -328,8 +328,12 @@ def _traced() -> aiohttp.TraceConfig:
     async def is_reused(_session: object, context: SimpleNamespace, _params: object) -> None:
         context.trace_request_ctx.is_kept = True
 
+    async def is_made(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_kept = False  # the library repeats a GET over a new one
+
     found = aiohttp.TraceConfig()
     found.on_connection_reuseconn.append(is_reused)
+    found.on_connection_create_end.append(is_made)
     return found
 
 

@@ -44,11 +44,12 @@ EARLIEST = 0.1
 """Share of the interval that passes at least between two checks, if a failed request asks for an
 early one."""
 JITTER = 0.2
-"""Waits are shortened at random by up to this share, so that no replica is asked by all routers at
-the same moment. Never prolonged: a replica that returns is back within one interval."""
+"""Waits are shortened at random by up to this share, so that few replicas are asked at the same
+moment. Never prolonged: a replica that returns is back within one interval."""
 BEAT = 0.1
-"""Share of the interval to whose multiples waits are shortened: many replicas are asked together,
-which costs a fraction of what each costs that the process has to wake up for."""
+"""Then they are shortened to the beat before, a multiple of this share of the interval: replicas
+are asked in groups, since it costs more to wake up than to ask."""
+_PHASE_S = Random().random()
 
 
 class Fetch(Protocol):
@@ -374,7 +375,7 @@ class Watcher:
         the interval."""
         beat_s = interval_s * BEAT
         due = began + interval_s * (1 - JITTER * self._random.random())
-        wait_s = due // beat_s * beat_s - self._clock()
+        wait_s = due - (due - _PHASE_S) % beat_s - self._clock()
         timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), early.set)
         try:
             await early.wait()
