@@ -1,4 +1,4 @@
-"""How much of the router must one know? Counted from its source; needs nothing installed.
+"""How much of the router must one know? Counted from its source.
 
     python -m benchmarks.house [--tree PATH]
 

@@ -54,6 +54,7 @@ _NAMED = {
         "ProxiedPathPattern": "path",
         "Url": "URL",
         "ZmqAddress": "`tcp://host:port`, `ipc://path`",
+        "EventAddress": "`tcp://host:port`, `ipc://path`, `listen`",
         "Network": "network",
         "HostName": "name",
         "CurvePublicKey": "40 characters",

@@ -19,7 +19,7 @@ _READ_AT_ONCE = 64
 
 
 class Connection(Protocol):
-    """What brings a publisher's batches; `Subscription` is one."""
+    """A way to a publisher, over which its batches come; `Subscription` is one."""
 
     on_readable: Callable[[], None] | None
     """Called, instead of ending a wait, when there may be something to take."""

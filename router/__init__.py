@@ -1,6 +1,6 @@
 """The router.
 
-The compiled core, `core/`, is the module `_core`: `http/`, `tls/`, `plane/`, `decide/`, `index/`
+The compiled core, `core/`, is the module `_core`: `http/`, `tls/`, `plane/`, `decide/`, `mirror/`
 and `index/`; only `binding/` knows Python. The files; each imports only what is listed above it:
 
     errors.py        exception tree; what clients get, with status and code

@@ -33,9 +33,9 @@ from router.config.discovery import (
     KubernetesDiscovery,
 )
 from router.config.document import read_text
-from router.config.doors import DoorsConfig, ExtProcConfig
+from router.config.doors import ExtProcConfig
 from router.config.keys import ClientKeyConfig
-from router.config.observability import ObservabilityConfig, TracingConfig
+from router.config.observability import TracingConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import (
     EventSourceConfig,
@@ -48,20 +48,14 @@ from router.config.replica import (
     read_replicas,
 )
 from router.config.schema import (
-    EventsConfig,
-    GroupConfig,
     HealthConfig,
-    LayoutConfig,
     ModelConfig,
     Overrides,
-    PolicyConfig,
     RouterConfig,
     ServerConfig,
     StoreConfig,
     TimeoutsConfig,
 )
-from router.config.state import StateConfig
-from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.versions import VersionConfig, VersionedModelConfig
 
 __all__ = [
@@ -69,29 +63,20 @@ __all__ = [
     "ClientKeyConfig",
     "DiscoveryConfig",
     "DnsDiscovery",
-    "DoorsConfig",
     "EventSourceConfig",
-    "EventsConfig",
     "ExtProcConfig",
     "FileDiscovery",
-    "GroupConfig",
     "HealthConfig",
     "KubernetesDiscovery",
-    "LayoutConfig",
-    "ListenerTlsConfig",
     "ModelConfig",
-    "ObservabilityConfig",
     "OverloadConfig",
     "Overrides",
     "PeerTierConfig",
-    "PolicyConfig",
     "PriorityOrder",
     "ReplicaConfig",
     "ReplicaOptions",
-    "ReplicaTlsConfig",
     "RouterConfig",
     "ServerConfig",
-    "StateConfig",
     "StoreConfig",
     "TimeoutsConfig",
     "TracingConfig",

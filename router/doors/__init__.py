@@ -18,29 +18,14 @@ The files; each imports only what is listed above it:
 """
 
 from router.doors.adopted import Adopted
-from router.doors.asks import NOBODY, Caller, Question
-from router.doors.desk import Desk
-from router.doors.names import address_of, names_of, worker_number
+from router.doors.names import address_of, worker_number
 from router.doors.reservations import (
-    DecidedReservation,
-    Outcome,
-    Reservation,
     Reservations,
-    ReservationStatistics,
 )
 
 __all__ = [
-    "NOBODY",
     "Adopted",
-    "Caller",
-    "DecidedReservation",
-    "Desk",
-    "Outcome",
-    "Question",
-    "Reservation",
-    "ReservationStatistics",
     "Reservations",
     "address_of",
-    "names_of",
     "worker_number",
 ]

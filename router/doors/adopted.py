@@ -13,7 +13,6 @@ from router.plane.proxy_types import End
 from router.routing.admission import Admission
 from router.telemetry.request_observer import (
     BY_CORE,
-    AskedInCore,
     RequestObservers,
     Settled,
 )
@@ -25,7 +24,10 @@ RESERVE_PATH = "/select_and_reserve"
 
 
 class Adopted:
-    """Hears of them. Belongs to one event loop."""
+    """Takes over what the core has reserved, and observes it to its end.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -70,10 +72,8 @@ class Adopted:
             by_tier: Tokens that lower tiers have of its prompt.
             record: As `Plane` tells of a request that it served.
         """
-        settled = Settled(*record[2:])
-        settled = settled._replace(
-            asked=AskedInCore(*settled.asked), reason=f"{reason}{BY_CORE}", by_tier=by_tier
-        )
+        settled = Settled.of_core(record[2:])
+        settled = settled._replace(reason=f"{reason}{BY_CORE}", by_tier=by_tier)
         observer = _CoreObserver(self._observers, number, settled, booking, self._policy)
         replicas = self._observers.replicas
         if settled.replica not in replicas:  # it was removed meanwhile
@@ -102,11 +102,7 @@ class Adopted:
         room = None if self._entrance is None else self._entrance.room
         claim = Claim(ask, self._admission, room)
         if self._entrance is not None:
-            waiter = self._entrance.waiter(settled.model, {}, "", None, 1.0)
-            prompt_tokens, _, cached_tokens, _ = settled.tokens
-            waiter.tokens = prompt_tokens - cached_tokens
-            self._entrance.room.passed(waiter)
-            claim.waiter = waiter
+            claim.waiter = self._entrance.passed(settled.model, settled.uncached_tokens)
         return claim
 
 

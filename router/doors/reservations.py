@@ -104,10 +104,10 @@ class ReservationObserver(Protocol):
         """The first token is there, so many seconds after it was reserved."""
 
     def on_events(self, count: int) -> None:
-        """About so many more tokens."""
+        """So many more tokens have come, or about as many."""
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """What the engine said of the tokens."""
+        """The engine has reported its tokens."""
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         """It is over."""

@@ -22,7 +22,7 @@ wait are equal, and go as they come."""
 
 
 class OrderFacts(NamedTuple):
-    """What these numbers are made of, for the compiled core, which makes the same."""
+    """The parts of these numbers, for the compiled core, which makes the same."""
 
     ageing_tokens_per_s: float
     usual_class: int
@@ -46,7 +46,7 @@ class EngineOrder:
 
     @property
     def facts(self) -> OrderFacts:
-        """What its numbers are made of."""
+        """The parts of its numbers."""
         return OrderFacts(self._ageing_tokens_per_s, self.class_of(None))
 
     def class_of(self, of_key: str | None) -> int:

@@ -73,6 +73,29 @@ class Entrance:
         self._timeout_header = _name(config.timeout_header)
         self._tenant_header = _name(config.tenant_header)
 
+    def passed(
+        self,
+        model: str,
+        uncached_tokens: int,
+        holder: str = "",
+        priority: str | None = None,
+        share: float = 1.0,
+    ) -> Waiter:
+        """Count a request without headers that has started, since nobody waited. Call `room.over`
+        at its end.
+
+        Args:
+            model: Its base model.
+            uncached_tokens: To be computed.
+            holder: As for `waiter`, like the next two.
+            priority: The highest class of that key.
+            share: Of that key.
+        """
+        waiter = self.waiter(model, {}, holder, priority, share)
+        waiter.tokens = uncached_tokens
+        self.room.passed(waiter)
+        return waiter
+
     def waiter(
         self,
         model: str,

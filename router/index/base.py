@@ -202,7 +202,7 @@ class GroupHit:
 
 @dataclass(frozen=True, slots=True)
 class HashesFound:
-    """What a source would reuse of a prompt that is known by block hashes alone."""
+    """A source's hit for a prompt that is known by block hashes alone."""
 
     hit: Hit
     groups: tuple[GroupHit, ...]

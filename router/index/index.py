@@ -544,7 +544,7 @@ class PrefixIndex:
     def match_hashes(
         self, source: SourceId, hashes: Sequence[BlockHash], block_size: int | None = None
     ) -> HashesFound:
-        """What a source would reuse of a prompt of which there are only its engine's own hashes.
+        """Find a source's hit for a prompt of which there are only its engine's own hashes.
 
         Args:
             source: No hit where it is unknown.

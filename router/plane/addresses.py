@@ -22,14 +22,14 @@ class Addresses:
         self._looking_up: dict[str, asyncio.Task[None]] = {}
 
     def known(self, host: str) -> list[str] | None:
-        """Returns those of *host*; None if it has to be looked up."""
+        """Return the addresses of *host*; None if it has to be looked up."""
         found = self._known.get(host)
         if found is None or found[0] < asyncio.get_running_loop().time():
             return None
         return found[1]
 
     def latest(self, host: str) -> Sequence[str]:
-        """Returns those of *host*, or what they were; none while it is looked up first."""
+        """Return the addresses of *host*, old ones too; none while it is first looked up."""
         if is_numeric(host):
             return (host,)
         if self.known(host) is None and host not in self._looking_up:

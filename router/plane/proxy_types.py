@@ -1,4 +1,4 @@
-"""What goes into the proxy, and what it reports."""
+"""A request as it is sent to a replica, and what is reported of it."""
 
 from __future__ import annotations
 

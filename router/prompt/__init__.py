@@ -44,14 +44,11 @@ from router.prompt.errors import (
     ModelFilesError,
     ProcessEndedError,
     ReplicaAnswerError,
-    ReplicaRefusedError,
     RequestBodyError,
-    TokenizeError,
     UntokenizableError,
 )
 from router.prompt.limits import PromptLimits
-from router.prompt.local.cache import SegmentCacheStatistics
-from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, TokenizerBackend
+from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles, read_model_files
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import (
@@ -61,7 +58,6 @@ from router.prompt.prompts import (
     Endpoint,
     MessageEnds,
     OpaquePrompt,
-    PackTokenIds,
     PromptSpec,
     TextPrompt,
     TokenIds,
@@ -69,7 +65,7 @@ from router.prompt.prompts import (
     TokenPrompt,
     Truncation,
 )
-from router.prompt.remote import Fetch, RemoteStatistics, RemoteTokenizer
+from router.prompt.remote import RemoteTokenizer
 from router.prompt.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
@@ -80,33 +76,25 @@ __all__ = [
     "ChatSettings",
     "Coverage",
     "Endpoint",
-    "Fetch",
     "HintForm",
     "LargeWork",
-    "LocalStatistics",
     "LocalTokenizer",
     "MessageEnds",
     "ModelFiles",
     "ModelFilesError",
     "OpaquePrompt",
-    "PackTokenIds",
     "ProcessEndedError",
     "PromptLimits",
     "PromptSpec",
-    "RemoteStatistics",
     "RemoteTokenizer",
     "ReplicaAnswerError",
-    "ReplicaRefusedError",
     "RequestBodyError",
-    "SegmentCacheStatistics",
     "TextPrompt",
     "TokenIds",
     "TokenPrompt",
     "Tokenization",
     "TokenizationStatistics",
-    "TokenizeError",
     "TokenizedPrompt",
-    "TokenizerBackend",
     "Truncation",
     "UntokenizableError",
     "check_int64",

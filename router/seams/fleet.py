@@ -76,7 +76,7 @@ class OrderedBy(IntEnum):
 
 
 class AtGateway(NamedTuple):
-    """What gateways call a replica, and know of it; the core reads it by these names."""
+    """A replica as gateways know it; the core reads it by these names."""
 
     worker_id: int
     endpoint: str
@@ -109,7 +109,7 @@ class Way(NamedTuple):
 
 
 class ServedName(NamedTuple):
-    """What the core is told of a name; it reads this by these names."""
+    """A name that requests may give; the core reads it by these names."""
 
     model: str
     in_mirror: int

@@ -14,7 +14,7 @@ from router.plane import FailedFirst
 from router.plane.attempts import Attempt
 from router.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
-from router.telemetry.request_observer import AskedInCore, RequestObservers, Settled
+from router.telemetry.request_observer import RequestObservers, Settled
 
 
 class Settling:
@@ -105,11 +105,8 @@ class Settling:
             return
         begun = self._preparation.begun(number)
         holder = of_key(None if begun is None else begun.key)
-        waiter = self._entrance.waiter(settled.model, {}, *holder)
-        prompt_tokens, _, cached_tokens, _ = settled.tokens
-        waiter.tokens = prompt_tokens - cached_tokens
-        self._passed[number] = waiter
-        self._entrance.room.passed(waiter)
+        passed = self._entrance.passed(settled.model, settled.uncached_tokens, *holder)
+        self._passed[number] = passed
 
     def _leave_line(self, number: int, settled: Settled) -> None:
         if self._entrance is not None:
@@ -126,14 +123,12 @@ class Settling:
 
     def _of_core(self, number: int, what: Sequence[Any]) -> tuple[Settled, str]:
         """A record of the core, and the path that was asked."""
-        settled = Settled(*what)
-        asked = AskedInCore(*settled.asked)
-        settled = settled._replace(asked=asked)
+        settled = Settled.of_core(what)
         begun = self._preparation.begun(number)
         if begun is not None:
             is_traced = begun.trace is not None and begun.trace.is_sampled
             settled = settled._replace(trace_id=begun.trace_id, is_traced=is_traced)
-        return settled, PREPARED[asked.path].value
+        return settled, PREPARED[settled.asked.path].value
 
 
 def _write_line(settled: Settled, path: str, routed: RoutedRequest) -> None:

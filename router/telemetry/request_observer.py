@@ -4,9 +4,9 @@ compared with what the engine reports."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
@@ -95,6 +95,19 @@ class Settled(NamedTuple):
     first_usage: bytes
     trace_id: str | None = None
     is_traced: bool = False
+
+    @classmethod
+    def of_core(cls, record: Sequence[Any]) -> Settled:
+        """Name the parts of a record of the core's."""
+        settled = cls(*record)
+        return settled._replace(asked=AskedInCore(*settled.asked))
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Tokens of the prompt that were to be computed."""
+        prompt_tokens, _, cached_tokens, _ = self.tokens
+        return prompt_tokens - cached_tokens
+
     """Whether that trace is recorded."""
     reason: str = ""
     """Why it went there, where that is known in full."""

@@ -7,13 +7,15 @@ import asyncio
 import codecs
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from async_timeout import timeout
 from starlette.types import Message, Receive
 
 from router.errors import BadRequest, BodyTooLarge
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 MAX_FORM_PARTS = 256
 _MAX_PART_HEAD_BYTES = 8192
@@ -94,6 +96,25 @@ async def _read_rest(
         if not message.get("more_body"):
             return b"".join(parts)
         message = await receive()
+
+
+def decode_body(body: bytes, kind: type[_Body]) -> _Body:
+    """Read a body of a known form.
+
+    Args:
+        body: JSON.
+        kind: Its type.
+    Raises:
+        BadRequest: It is of another form. The error shows the place and the rule (a type, a bound,
+            the pattern of an id), and none of the values.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
 
 
 def decode_json(body: bytes) -> Any:

@@ -18,7 +18,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from kvevents.events import BlockHash
 from router.config import read_replica
 from router.doors.http.access import Key
-from router.doors.http.bodies import read_body
+from router.doors.http.bodies import decode_body, read_body
 from router.doors.http.gateway import tenant_salt
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
@@ -212,7 +212,7 @@ class _Dialects:
                 *(dict(request.headers.raw), request.receive, most_bytes or server.max_body_bytes),
                 *(server.timeouts.client_body_s, buffer.add),
             )
-            return await asyncio.to_thread(_decode, body, kind)
+            return await asyncio.to_thread(decode_body, body, kind)
 
     async def look_up(
         self, request: Request, model_name: str, asked: MooncakeQuery | DynamoQuery
@@ -241,7 +241,7 @@ class _Dialects:
         if tenant_salt(key, "/route") is not None:
             rule = "a key that keeps its prompts to itself asks /query with token_ids"
             raise BadRequest(f"$.{asked.name}", "hashes", rule)
-        hashes = _read_hashes(asked.hashes, asked.name)
+        hashes = await asyncio.to_thread(_read_hashes, asked.hashes, asked.name)
         found: defaultdict[str, list[Holding]] = defaultdict(list)
         looked_up = 0
         for source in list(model.index.slots):
@@ -269,26 +269,17 @@ class _Dialects:
         return None
 
 
-def _decode(body: bytes, kind: type[_Asked]) -> _Asked:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        rule, _, place = str(error).partition(" - at ")
-        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
-
-
 def _read_hashes(hashes: Sequence[int | str] | None, name: str) -> list[BlockHash]:
     if not hashes:
         raise BadRequest(f"$.{name}", "missing", "must be a list of block hashes")
-    return [_read_hash(each, f"$.{name}[{index}]") for index, each in enumerate(hashes)]
+    return [_read_hash(each, name, index) for index, each in enumerate(hashes)]
 
 
-def _read_hash(given: int | str, place: str) -> BlockHash:
+def _read_hash(given: int | str, name: str, index: int) -> BlockHash:
     if isinstance(given, int):
         if not -(2**63) <= given < 2**64:
-            raise BadRequest(place, "a number of more bits", "must be an integer of 64 bits")
+            rule = "must be an integer of 64 bits"
+            raise BadRequest(f"$.{name}[{index}]", "a number of more bits", rule)
         return given
     try:
         if len(given) <= _MOST_HASH_DIGITS and given:
@@ -296,7 +287,7 @@ def _read_hash(given: int | str, place: str) -> BlockHash:
     except ValueError:
         pass
     rule = f"must be a digest in hexadecimal digits, at most {_MOST_HASH_DIGITS} of them"
-    raise BadRequest(place, f"{len(given)} characters", rule)
+    raise BadRequest(f"$.{name}[{index}]", f"{len(given)} characters", rule)
 
 
 def _replica_of(asked: Registration) -> dict[str, Any]:
@@ -447,6 +438,6 @@ def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
 
 
 def _exactness(ranks: Sequence[Holding]) -> Mapping[str, Any]:
-    """Of the first rank whose answer is not exact, else of any."""
+    """Take the first rank's whose answer is not exact, else any."""
     inexact = (each.exactness for each in ranks if not each.exactness.get("exact", True))
     return next(inexact, ranks[0].exactness)

@@ -13,10 +13,11 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Receive
 
+from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import new_id
 from router.doors.http.access import Key
-from router.doors.http.bodies import ClientLeft, read_body
+from router.doors.http.bodies import ClientLeft, decode_body, read_body
 from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH, tenant_salt
 from router.doors.http.openapi import (
     NOT_ROUTED,
@@ -59,7 +60,7 @@ from router.routing.terms import IsEligible
 
 MAX_REPORT_BYTES = 65_536
 _JSON = "application/json"
-_EVERY_REQUEST = ("/select_and_reserve", "/reservations/{")
+_EVERY_REQUEST = (RESERVE_PATH, "/reservations/{")
 _NOTED = StatusView(status="ok")
 _RESERVED = (
     *(*REFUSED_BODY, *NOT_ROUTED, ReservationExists()),
@@ -144,7 +145,7 @@ def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
         return _json(selection_view(decision, None, fields.selection_id or "", to_set))
 
     @app.post(
-        "/select_and_reserve",
+        RESERVE_PATH,
         **described(
             "gateways",
             "The same, and it is booked until the gateway says that it is over",
@@ -279,7 +280,7 @@ class _Doors:
                 *(headers, request.receive, server.max_body_bytes),
                 *(server.timeouts.client_body_s, buffer.add),
             )
-        fields: Any = _decode(body, _OWN_FIELDS[kind])
+        fields: Any = decode_body(body, _OWN_FIELDS[kind])
         session = headers.get(self._session_header)
         given = headers.get(b"x-request-id", b"")
         is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
@@ -334,20 +335,9 @@ def caller_of(key: Key | None, path: str) -> Caller:
     return Caller(key.name, salt, key.usage, key.owner, key.priority, key.share)
 
 
-def _decode(body: bytes, kind: type[_Body]) -> _Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        # Types, bounds and places; the pattern of an id is the only text, and none of the values.
-        rule, _, place = str(error).partition(" - at ")
-        raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
-
-
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
     """A report, all of which may be left out."""
-    return _decode(body, kind) if body.strip() else kind()
+    return decode_body(body, kind) if body.strip() else kind()
 
 
 def _eligible(fields: Any) -> IsEligible | None:
