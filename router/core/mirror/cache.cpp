@@ -45,9 +45,9 @@ IndexedCache::Hit IndexedCache::hit(const LookUp& prompt) const {
     const TieredHit found =
         index_->matcher.match_source(slot, *prompt.prompt, prompt.computed.get());
     Hit hit{found.hit.gpu, found.hit.total, {}};
-    const std::vector<Tier>& tiers = index_->index.source(slot).tiers;
-    for (const auto& [tier, tokens] : found.by_tier) {
-        hit.by_tier.emplace_back(tiers[tier].name, static_cast<Tokens>(tokens));
+    for (const auto& [share, tokens] : found.by_tier) {
+        const std::string& name = index_->matcher.name_of_share(slot, share);
+        hit.by_tier.emplace_back(name, static_cast<Tokens>(tokens));
     }
     return hit;
 }

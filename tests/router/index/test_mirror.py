@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.timeline import Timeline
-from kvevents.events import BlockRemoved, BlockStored, EventBatch
+from kvevents.events import BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
@@ -24,8 +24,10 @@ from router._core import Visit
 from router.index import (
     NO_HIT,
     HashedPrompt,
+    LayoutHints,
     PrefixIndex,
     SourceId,
+    StoreHint,
     token_columns,
 )
 from router.index.mirror import Mirror
@@ -485,20 +487,28 @@ class Full(Mirrored):
     Args:
         layout: Of the cache.
         capacity: In blocks, of all groups together; None: it does not say.
+        stores: That it can read, and others as well.
     """
 
-    def __init__(self, layout: KVCacheLayout, capacity: int | None) -> None:
+    def __init__(
+        self, layout: KVCacheLayout, capacity: int | None, stores: tuple[StoreHint, ...] = ()
+    ) -> None:
         super().__init__()
         self.groups = layout.groups
+        self.index.add(R0, LayoutHints(stores=stores))
         announcement = announce(layout)
         self.index.apply(R0, EventBatch(0.0, (announcement,)))
         self.begin([0]).ended()
         self.mirror.outlook("m", R0, capacity)
 
+    @staticmethod
+    def hashes(ids: list[int]) -> list[BlockHash]:
+        ends = range(16, len(ids) + 1, 16)
+        return [hash(tuple(ids[:end])) & (1 << 63) - 1 for end in ends]
+
     def store(self, ids: list[int]) -> None:
         """All whole blocks of a prompt, in every group."""
-        ends = range(16, len(ids) + 1, 16)
-        hashes = [hash(tuple(ids[:end])) & (1 << 63) - 1 for end in ends]
+        hashes = self.hashes(ids)
         events = [
             BlockStored(
                 hashes,
@@ -531,6 +541,21 @@ class Full(Mirrored):
 
 
 NEW = list(range(50_000, 60_000))
+
+
+def test_what_the_gpu_has_given_up_may_be_left_in_a_shared_store() -> None:
+    """Then a part of it need not be computed again."""
+    bucket = StoreHint("bucket", ("STORAGE",))
+    cache = Full(KVCacheLayout.build([FULL]), capacity=64, stores=(bucket,))
+    cache.serve(IDS)
+    hashes = cache.hashes(IDS)
+    assert cache.mirror.outlook("m", R0, 64).refill == 1.0
+    written = BlockStored(hashes, None, [], "STORAGE", 0)
+    cache.index.apply(R0, EventBatch(0.0, [written, BlockRemoved(hashes, "GPU", 0)]))
+    found = cache.index.match_source(cache.prompt([*IDS, 1]), R0)
+    assert dict(found.by_tier) == {"bucket": 992}
+    cache.serve(NEW[:320])
+    assert cache.mirror.outlook("m", R0, 64).refill < 1.0
 
 
 def test_what_those_ahead_evict_is_the_end_of_what_was_used_longest_ago() -> None:
