@@ -81,7 +81,7 @@ private:
     bool escape() {
         if (++at_ == end_) return false;
         // Half of a surrogate pair is no character: left to who looks closer.
-        return *at_ != 'u' && std::strchr("\"\\/bfnrt", *at_) != nullptr;
+        return std::string_view("\"\\/bfnrt").find(*at_) != std::string_view::npos;
     }
     bool word(std::string_view expected) {
         if (static_cast<std::size_t>(end_ - at_) < expected.size()) return false;

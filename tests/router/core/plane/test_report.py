@@ -104,7 +104,13 @@ def test_what_is_no_report_of_a_reservation_is_left_alone(method: str, path: str
     assert noted(method, path, b"") is None
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{", b'"x"', b'{"tokens": 1,}', b"{}x", b"\xff", b"1"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"[]", b"{", b'"x"', b'{"tokens": 1,}', b"{}x", b"\xff", b"1"),
+        *(b'{"\\\x00": 1}', b'{"usage": {"\\\x00": 1}}', b'{"tokens\x00": 1}'),
+    ],
+)
 def test_what_is_no_object_is_left_to_python(body: bytes) -> None:
     """It says what is wrong."""
     assert noted("DELETE", f"/reservations/{ID}", body) is None
