@@ -402,8 +402,6 @@ private:
         return scratch;
     }
 
-    static constexpr std::size_t kLongPrompt = 1 << 14;  // as in binding/index.cpp
-
     std::shared_ptr<Deciding> deciding_;
 };
 

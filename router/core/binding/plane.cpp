@@ -82,9 +82,22 @@ nb::tuple asked_of(const Asked& asked) {
                           asked.tokenization_s ? nb::cast(*asked.tokenization_s) : nb::none());
 }
 
+// The last of it may end a booking, and takes mutexes: meanwhile the interpreter is others'.
+template <typename Held>
+void let_go_of(std::shared_ptr<Held>& held) {
+    if (held == nullptr) return;
+    nb::gil_scoped_release released;
+    held.reset();
+}
+
 // A booking of the core's. Its steps take mutexes, and leave the interpreter to others.
 struct BookingHandle {
     std::shared_ptr<Booking> booking;
+
+    explicit BookingHandle(std::shared_ptr<Booking> held) : booking(std::move(held)) {}
+    BookingHandle(BookingHandle&&) = default;
+    BookingHandle& operator=(BookingHandle&&) = default;
+    ~BookingHandle() { let_go_of(booking); }
 
     void first_byte() {
         nb::gil_scoped_release released;
@@ -103,6 +116,11 @@ struct BookingHandle {
 // One of the reservations that there may be.
 struct PlaceHandle {
     std::shared_ptr<Reservations::Place> place;
+
+    explicit PlaceHandle(std::shared_ptr<Reservations::Place> held) : place(std::move(held)) {}
+    PlaceHandle(PlaceHandle&&) = default;
+    PlaceHandle& operator=(PlaceHandle&&) = default;
+    ~PlaceHandle() { let_go_of(place); }
 };
 
 // The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
@@ -310,7 +328,7 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
 }
 
 // A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
-// lengths to keep, and whether the engine has to be told the model's name.
+// lengths to keep, whether the engine has to be told the model's name, and the class of the key.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
            bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
@@ -491,7 +509,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("generated", &BookingHandle::generated)
         .def("ended", &BookingHandle::ended);
     nb::class_<PlaceHandle>(module, "Place")
-        .def("give_back", [](PlaceHandle& self) { self.place.reset(); });
+        .def("give_back", [](PlaceHandle& self) { let_go_of(self.place); });
     nb::class_<Reservations>(module, "Reservations")
         .def(nb::new_([](u64 most) { return std::make_shared<Reservations>(most); }))
         .def("take",

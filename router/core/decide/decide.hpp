@@ -29,7 +29,7 @@ constexpr u64 kKeyStep = 64;  // tokens between two keys of a prompt; the same f
 constexpr i64 kLeastPull = 512;  // tokens that a pull must save; fewer are computed in a step
 
 // What all decisions of a process read and all requests write.
-struct Books {
+struct Books : std::enable_shared_from_this<Books> {
     std::mutex mutex;  // guards all of it, every `Conditions`, and what a `Decider` keeps
     LoadTracker load;
     CacheIds cache_ids;

@@ -14,7 +14,7 @@ bool Applier::find_keys(Source& of, const Event& event, u32 block_size) {
     }
     if (event.hashes == 0) return true;
     if (event.has_marks || event.salt || event.tail || of.lookahead) {
-        const WaitingRun run = run_of(of, event, block_size, event.tier.empty());
+        const WaitingRun run = run_of(of, event, block_size, false);
         keys_of_run(run, parent);
         return true;
     }

@@ -2,6 +2,7 @@
 // half a batch. Whoever takes the mutex holds it for microseconds; large work is done in slices.
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -28,7 +29,7 @@ inline std::unique_lock<std::mutex> locked(std::mutex& mutex) {
     return lock;
 }
 
-class SharedIndex {
+class SharedIndex : public std::enable_shared_from_this<SharedIndex> {
 public:
     SharedIndex(std::array<u64, 2> secrets, const Limits& limits)
         : index(secrets, limits), applier(index), matcher(index) {}

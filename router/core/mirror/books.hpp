@@ -9,7 +9,7 @@
 
 namespace kvroute::mirror {
 
-struct Books {
+struct Books : std::enable_shared_from_this<Books> {
     Books(std::size_t max_keys, FirstPrices first_prices, u64 first_number)
         : mirror(max_keys, std::move(first_prices), first_number) {}
 

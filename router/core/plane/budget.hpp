@@ -1,4 +1,4 @@
-// How much of something may be held, all together: bytes of bodies, reservations. From any thread.
+// How many bytes of bodies may be held, all together. From any thread.
 #pragma once
 
 #include <atomic>

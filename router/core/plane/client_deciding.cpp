@@ -135,6 +135,8 @@ bool Client::is_reserved() {
     told.so_far = so_far();
     told.id = std::move(made->id);
     told.by_tier = std::move(made->answer.by_tier);
+    const std::string id = told.id;
+    const std::shared_ptr<Booking> booking = made->booking;
     told.booking = std::move(made->booking);
     told.place = std::move(made->place);
     const u64 long_tokens = thread_.options().long_prompt_tokens;
@@ -142,6 +144,7 @@ bool Client::is_reserved() {
         thread_.post(0, LongPromptSent{});
     }
     thread_.post(exchange_, std::move(told));
+    decider->follow(id, booking);  // no report of it is told of before it
     this->respond(respond);
     return true;
 }

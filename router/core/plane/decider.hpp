@@ -12,8 +12,9 @@
 namespace kvroute::plane {
 
 // A request that was decided here, from its sending to its end: it is booked where it was sent. From any
-// thread, and again without effect. Every call but the last may be left out; without it, the request counts as not served. The last returns
-// whether no other request that was decided here was at the replica meanwhile, or shortly before.
+// thread. Every call but the last may be left out, and the first and the last be made again without
+// effect; without the last, the request counts as not served. That returns whether no other request that
+// was decided here was at the replica meanwhile, or shortly before.
 class Booking {
 public:
     virtual ~Booking() = default;
@@ -72,6 +73,8 @@ public:
     virtual std::optional<Answer> look(const Question& question) = 0;
     // Books a request that a gateway sends. Nothing: as before.
     virtual std::optional<Reservable> reserve(const Question& question) = 0;
+    // Gives the booking of a reservation to those who report on it by its name.
+    virtual void follow(const std::string& id, std::shared_ptr<Booking> booking) = 0;
     // One that was reserved and is not over; null: it is not known. `is_over`: from now on.
     virtual std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) = 0;
 };

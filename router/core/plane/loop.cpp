@@ -63,7 +63,10 @@ void Loop::run_once(int most_ms) {
         try {
             watched.on_ready(events[i].events);
         } catch (const std::bad_alloc&) {
-            watched.on_no_memory();
+            try {
+                watched.on_no_memory();
+            } catch (const std::bad_alloc&) {  // not even for that: one of its time limits ends it
+            }
         }
     }
 }

@@ -1,5 +1,6 @@
 #include "plane/placing.hpp"
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <random>
@@ -25,7 +26,13 @@ public:
           moment_(quiet_->began(replica.id, now)) {
         if (under_way_) ++*under_way_;
     }
-    ~Booked() override { end(false, clock_now()); }
+    ~Booked() override {
+        if (is_over_) return;
+        try {
+            end(false, clock_now());
+        } catch (const std::bad_alloc&) {  // the mirror takes it for one in prefill
+        }
+    }
 
     u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
 
@@ -43,6 +50,7 @@ private:
     bool end(bool was_served, double now) {
         std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
         if (!flight_.ended()) return was_alone_;
+        is_over_ = true;
         if (under_way_) --*under_way_;
         mirror_books_->mirror.ended(visit_, was_served, now);
         return was_alone_ = quiet_->ended(moment_, now);
@@ -56,6 +64,7 @@ private:
     std::shared_ptr<mirror::Visit> visit_;
     Moment moment_;
     bool was_alone_ = false;
+    std::atomic<bool> is_over_ = false;
 };
 
 namespace {
@@ -291,8 +300,11 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
         const u64 number = order_number(question, made.answer.prediction);
         made.headers.emplace_back("x-vllm-priority", std::to_string(number));
     }
-    reservations_->put(made.id, made.booking);
     return made;
+}
+
+void Placing::follow(const std::string& id, std::shared_ptr<Booking> booking) {
+    reservations_->put(id, std::move(booking));
 }
 
 std::shared_ptr<Booking> Placing::reserved(std::string_view id, bool is_over) {

@@ -68,6 +68,7 @@ public:
     std::optional<Placed> place(const Question& question) override;
     std::optional<Answer> look(const Question& question) override;
     std::optional<Reservable> reserve(const Question& question) override;
+    void follow(const std::string& id, std::shared_ptr<Booking> booking) override;
     std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) override;
 
     // Requests that were placed and have not ended.

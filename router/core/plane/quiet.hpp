@@ -1,6 +1,6 @@
 // Which of the requests that were decided here had a replica to themselves: only these are evidence on
 // whether the router's picture of it is right. Python keeps the same for those that it decides, and
-// holds the two together (`QuietMoments` of router/telemetry/self_repair.py).
+// holds the two together (router/fleet/quiet_moments.py).
 #pragma once
 
 #include <limits>

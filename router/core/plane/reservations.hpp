@@ -37,12 +37,10 @@ public:
 
     // Null: there is one of that name, or there are as many as there may be.
     std::shared_ptr<Place> take(const std::string& id) {
-        auto place = std::make_shared<Place>(shared_from_this(), id);
+        auto place = std::make_shared<Place>(nullptr, id);  // of nothing yet, should memory be short
         std::lock_guard locked(mutex_);
-        if (by_id_.size() >= most_ || !by_id_.try_emplace(id).second) {
-            place->of_ = nullptr;
-            return nullptr;
-        }
+        if (by_id_.size() >= most_ || !by_id_.try_emplace(id).second) return nullptr;
+        place->of_ = shared_from_this();
         return place;
     }
     bool has(const std::string& id) const {
@@ -54,10 +52,11 @@ public:
         return by_id_.size();
     }
 
-    // What one has, of which there is a place.
+    // What one has; nothing if its place was given back meanwhile.
     void put(const std::string& id, std::shared_ptr<Booking> booking) {
         std::lock_guard locked(mutex_);
-        by_id_[id] = std::move(booking);
+        const auto found = by_id_.find(id);
+        if (found != by_id_.end()) found->second.swap(booking);
     }
     // Null: there is none that was booked here and goes on. `is_over`: it does not, from now on.
     std::shared_ptr<Booking> booking(const std::string& id, bool is_over) {

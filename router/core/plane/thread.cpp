@@ -49,7 +49,10 @@ void guarded(Client* client, Call call) {
     try {
         call();
     } catch (const std::bad_alloc&) {
-        if (client != nullptr && client->is_open()) client->on_no_memory();
+        try {
+            if (client != nullptr && client->is_open()) client->on_no_memory();
+        } catch (const std::bad_alloc&) {  // not even for that: one of its time limits ends it
+        }
     }
 }
 
@@ -142,7 +145,7 @@ void Thread::run() {
         pool_.bury();
     }
     for (auto& client : clients_) {
-        if (client) client->cut(End::abandoned);
+        if (client) guarded(client.get(), [&] { client->cut(End::abandoned); });
     }
     pool_.close();
     pool_.bury();
@@ -152,7 +155,7 @@ void Thread::run() {
 void Thread::look_after() {
     looked_at_ = now_;
     common_.outbox.nudge();
-    pool_.look_after(now_);
+    guarded(nullptr, [&] { pool_.look_after(now_); });  // what is left waits for the next look
     for (std::size_t place = 0; place < clients_.size(); ++place) {
         Client* const client = clients_[place].get();
         if (client != nullptr) guarded(client, [&] { client->look_after(now_); });
@@ -179,23 +182,31 @@ void Thread::accept() {
             post(0, Refused{"reserve"});
             make_room();
         }
-        u32 place = 0;
         auto [host, port] = shown(from);
-        client_at_free_place(place).open(descriptor, std::move(host), port, is_of_reserve, now_);
+        client_for(descriptor).open(descriptor, std::move(host), port, is_of_reserve, now_);
     }
 }
 
-Client& Thread::client_at_free_place(u32& place) {
-    if (free_places_.empty()) {
-        place = static_cast<u32>(clients_.size());
-        clients_.emplace_back();
-    } else {
-        place = free_places_.back();
+// A client at a free place. Where there is no memory for one, its connection is closed.
+Client& Thread::client_for(int descriptor) {
+    try {
+        if (free_places_.empty()) {
+            if (buried_.capacity() <= clients_.size()) {  // so that all can leave without memory
+                free_places_.reserve(2 * clients_.size() + 1);
+                buried_.reserve(2 * clients_.size() + 1);
+            }
+            free_places_.push_back(static_cast<u32>(clients_.size()));
+            clients_.emplace_back();
+        }
+        const u32 place = free_places_.back();
+        clients_[place] = std::make_unique<Client>(*this, place);
         free_places_.pop_back();
+        ++open_clients_;
+        return *clients_[place];
+    } catch (const std::bad_alloc&) {
+        ::close(descriptor);
+        throw;
     }
-    clients_[place] = std::make_unique<Client>(*this, place);
-    ++open_clients_;
-    return *clients_[place];
 }
 
 // Closes connections that have brought no request, the oldest first: nobody can keep probes out by
@@ -284,17 +295,20 @@ void Thread::read_mail() {
         std::lock_guard locked(mutex_);
         mail = std::exchange(mail_, {});
     }
+    is_stopping_ |= mail.stops;
     for (Command& command : mail.commands) {
         Client* const client = client_of(command.id);
         guarded(client, [&] { obey(command, client); });
     }
-    for (const GiveUp& each : mail.give_ups) pool_.give_up(each.origin, now_, each.silent_s);
+    for (const GiveUp& each : mail.give_ups) {
+        guarded(nullptr, [&] { pool_.give_up(each.origin, now_, each.silent_s); });
+    }
     for (std::size_t place = 0; place < clients_.size(); ++place) {
         Client* client = clients_[place].get();
         if (client == nullptr || !client->is_open()) continue;
-        if (mail.cuts_all && client->is_serving()) client->cut(End::abandoned);
+        if (!mail.cuts_all || !client->is_serving()) continue;
+        guarded(client, [&] { client->cut(End::abandoned); });
     }
-    is_stopping_ |= mail.stops;
 }
 
 // Null: it has left.

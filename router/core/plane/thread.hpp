@@ -134,7 +134,7 @@ private:
     void look_after();
     void make_room();
     void wake();
-    Client& client_at_free_place(u32& place);
+    Client& client_for(int descriptor);
 
     u32 number_;
     Common& common_;

@@ -238,7 +238,7 @@ struct Told {
 };
 
 // A gateway that sends a request itself was told where. It is booked until that gateway reports its
-// end, to Python: who asks for it is told of behind this event.
+// end: reports that come to Python are told of behind this event.
 struct Reserved {
     std::string id;
     std::shared_ptr<Booking> booking;

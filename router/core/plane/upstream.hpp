@@ -41,7 +41,6 @@ public:
         : pool_(pool), counts_(counts), origin_(std::move(origin)), is_control_(is_control) {}
 
     const std::string& origin() const { return origin_; }
-    bool was_kept() const { return was_kept_; }
     bool is_idle() const { return recipient_ == nullptr; }
 
     // Sends a request; `head` and `body` stay where they are until the response has begun.
