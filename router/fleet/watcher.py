@@ -44,12 +44,8 @@ EARLIEST = 0.1
 """Share of the interval that passes at least between two checks, if a failed request asks for an
 early one."""
 JITTER = 0.2
-"""Waits are shortened at random by up to this share, so that few replicas are asked at the same
-moment. Never prolonged: a replica that returns is back within one interval."""
-BEAT = 0.1
-"""Then they are shortened to the beat before, a multiple of this share of the interval: replicas
-are asked in groups, since it costs more to wake up than to ask."""
-_PHASE_S = Random().random()
+"""Waits are shortened at random by up to this share, so that many replicas are not asked at the
+same moment. Never prolonged: a replica that returns is back within one interval."""
 
 
 class Fetch(Protocol):
@@ -373,9 +369,7 @@ class Watcher:
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
         """Wait until one interval after *began*, or until *early* is set, but at least a tenth of
         the interval."""
-        beat_s = interval_s * BEAT
-        due = began + interval_s * (1 - JITTER * self._random.random())
-        wait_s = due - (due - _PHASE_S) % beat_s - self._clock()
+        wait_s = began + interval_s * (1 - JITTER * self._random.random()) - self._clock()
         timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), early.set)
         try:
             await early.wait()
