@@ -27,6 +27,7 @@ The files; each imports only what is listed above it:
     stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
+    trtllm.py             TensorRT-LLM's events, which are asked for, as batches
     sealing.py            block hashes under a key, for streams without token ids
     curve.py              keys at both ends of a stream, which encrypt it
     endpoints.py          addresses: checked, moved along by rank, opened

@@ -276,7 +276,7 @@ class _Reading:
             self._note(str(error), takes_away=(kind or _tag_of(raw)) != "BlockStored")
             return
         self.skipped += 1
-        if _TAKING_AWAY.search(kind):
+        if names_a_removal(kind):
             self._note(f"{place}: of an unknown type that takes blocks away", takes_away=True)
 
     def _note(self, problem: str, takes_away: bool) -> None:
@@ -284,18 +284,24 @@ class _Reading:
         self.problem = self.problem or problem
 
 
+def names_a_removal(kind: str) -> bool:
+    """Whether the name of an event's type, which is not known, says that blocks go."""
+    return _TAKING_AWAY.search(kind) is not None
+
+
 def _why_no_batch(payload: bytes) -> str:
     try:
         _wire_decoder.decode(payload)
     except msgspec.ValidationError as error:
-        return f"not a [ts, events, rank] array ({_without_values(error)})"
+        return f"not a [ts, events, rank] array ({without_values(error)})"
     except _UNREADABLE:
         return "not msgpack"
     return ""
 
 
-def _without_values(error: Exception) -> str:
-    # msgspec quotes an invalid tag, and bytes from the wire stay out of the log.
+def without_values(error: Exception) -> str:
+    """What msgspec says, without the tag that it may quote: bytes from the wire stay out of the
+    log."""
     return str(error).split("value '", 1)[0]
 
 
@@ -406,7 +412,7 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
         return msgspec.convert(fields | {"type": kind.__name__}, kind)
     except msgspec.ValidationError as error:
         # Raised below and not here, where it would keep this error, and with it quoted bytes.
-        refusal = _without_values(error)
+        refusal = without_values(error)
     raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,8 @@ from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
 from router.config.certificates import PEERS, replica_certificate
-from router.config.origin import Timeouts
+from router.config.origin import Header, Origin, Timeouts
+from router.config.values import POLLED
 from router.doors import Reservations, address_of
 from router.errors import ConfigError, ConfigProblem
 from router.feed.beginning import Beginning
@@ -178,6 +179,7 @@ class RouterService:
             _subscriber_options(config),
             _curve_keys(config),
             config.events.curve_server_key,
+            self._upstream,
         )
         self.approximate = _approximate(config, self.feed, self._mirror)
         self.models = ModelSet(
@@ -608,6 +610,7 @@ class _ReplicaFollower(ReplicaListener):
             replica.origin.allows,
             source.server_key,
             (replica.id, replica.origin.host, address_of(replica)),
+            _headers_for(source, replica),
         )
 
     async def _keep_feed(self) -> None:
@@ -618,6 +621,13 @@ class _ReplicaFollower(ReplicaListener):
                 await change()
             except KVEventsError as error:
                 logger.error("event streams: %s", error)
+
+
+def _headers_for(source: EventSource, replica: Replica) -> Sequence[Header]:
+    """What is sent to a source that is asked for its events: a replica's key goes to it alone."""
+    if not source.endpoint.startswith(POLLED):
+        return ()
+    return replica.headers if Origin.parse(source.endpoint).key == replica.origin.key else ()
 
 
 class _ReplicaResponses:

@@ -329,6 +329,7 @@ ENGINES_WORDS = {
     "self_describing_kv_events",
     "include_usage",
     "enable_kv_cache_events",
+    "event_buffer_max_size",
     "extra_key",
 }
 """Options of engines and clients, which this code does not read."""

@@ -19,6 +19,7 @@ from router.config.origin import Origin
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
+    POLLED,
     Count,
     CurvePublicKey,
     EventAddress,
@@ -39,7 +40,8 @@ class EventSourceConfig(Section, frozen=True):
     endpoint: EventAddress
     """Where it publishes; `*` as host means the replica's own. `listen`: it connects to the router,
     at `events.listen`, and publishes under `kv@POD@MODEL`, where POD is the replica's id, host, or
-    host and port."""
+    host and port. `http://*:8000/kv_cache_events`: it is asked for them, as TensorRT-LLM has to be;
+    by one router only."""
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
@@ -140,7 +142,12 @@ class ReplicaOptions(Section, frozen=True):
                 yield index, source.dp_rank
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ranks that appear twice."""
+        """Ranks that appear twice, and what a source that is asked cannot have."""
+        for index, source in enumerate(self.kv_events or ()):
+            for name in ("replay_endpoint", "snapshot_endpoint", "server_key", "topic"):
+                if source.endpoint.startswith(POLLED) and getattr(source, name):
+                    rule = "must be left out where the endpoint is asked over HTTP"
+                    yield ("kv_events", index, name), rule
         ranks = [source.dp_rank for source in self.kv_events or ()]
         for index, rank in enumerate(ranks):
             first = ranks.index(rank)

@@ -33,6 +33,8 @@ from router.policies.policies import BUILT_IN, policy_names
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 """Hosts that a server can bind to but no client can connect to."""
+POLLED = ("http://", "https://")
+"""What the address of a source begins with that is asked for its events."""
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
 _PROXIED_PATH = re.compile(
     r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
@@ -163,8 +165,23 @@ def _check_endpoint(endpoint: str) -> str:
 
 
 def _check_event_address(endpoint: str) -> str:
+    if endpoint.startswith(POLLED):
+        return _check_polled(endpoint)
     if endpoint != LISTENED_TO and not is_endpoint(endpoint):
-        raise broken_rule(f"{endpoint!r}; expected tcp://host:port, ipc://path or {LISTENED_TO}")
+        raise broken_rule(
+            f"{endpoint!r}; expected tcp://host:port, ipc://path, http://host:port/path or "
+            f"{LISTENED_TO}"
+        )
+    return endpoint
+
+
+def _check_polled(endpoint: str) -> str:
+    try:
+        origin = Origin.parse(reachable(endpoint, "replica"), "it")
+    except OriginError as error:
+        raise broken_rule(str(error)) from None
+    if not origin.base_path:
+        raise broken_rule(f"{endpoint!r}; expected a path, such as /kv_cache_events")
     return endpoint
 
 
@@ -191,6 +208,24 @@ def is_endpoint(text: str) -> bool:
     return bool(_ENDPOINT.match(text)) and len(text) <= 1024
 
 
+def reachable(endpoint: str, host: str) -> str:
+    """The address to connect to, for one that a server binds to.
+
+    Args:
+        endpoint: `tcp://*:5557`, say.
+        host: Replaces the wildcard, if there is one.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if not separator or scheme not in ("tcp", "http", "https"):
+        return endpoint
+    place, slash, path = rest.partition("/")
+    bound, colon, port = place.rpartition(":") if ":" in place else (place, "", "")
+    if bound not in WILDCARD_HOSTS:
+        return endpoint
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}{colon}{port}{slash}{path}"
+
+
 def is_local_host(host: str) -> bool:
     """Whether a name or address is this machine's own, in any of the forms that resolvers take:
     `127.1` and `0` too. A name that merely resolves to such an address is not known here."""
@@ -210,8 +245,11 @@ def is_local_host(host: str) -> bool:
 
 
 def is_local_endpoint(endpoint: str) -> bool:
-    """Whether a ZMQ address leads to this machine itself; wildcards, which stand for another host,
-    do not."""
+    """Whether a source's address leads to this machine itself; wildcards, which stand for another
+    host, do not."""
+    if endpoint.startswith(POLLED):
+        host = Origin.parse(reachable(endpoint, "replica")).host
+        return is_local_host(host)
     if not endpoint.startswith("tcp://"):
         return True
     # ZMQ takes a source address before a semicolon.

@@ -11,6 +11,7 @@ hashes, and tokens of runs that wait for their parents: treat it like a log of p
 The files; each imports only what is listed above it:
 
     taps.py               who records what happens at a cache; keeps nothing without a listener
+    polled.py             events that are asked for over HTTP, as connections
     feed.py               applies the batches of every stream to the index of its model
     snapshot_records.py   a snapshot as bytes, and back into an index
     snapshot_file.py      on disk

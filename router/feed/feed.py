@@ -34,8 +34,12 @@ from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
+from router.config.origin import Header
+from router.config.values import POLLED
 from router.errors import NotRecordable
+from router.feed.polled import Pollers, PollerStatistics
 from router.feed.taps import Tap, Taps
+from router.fleet.client import UpstreamClient
 from router.index import (
     ApplyResult,
     LayoutHints,
@@ -106,6 +110,7 @@ class Feed:
         options: SubscriberOptions | None = None,
         keys: CurveKeys | None = None,
         server_key: str | None = None,
+        client: UpstreamClient | None = None,
     ) -> None:
         """
         Args:
@@ -114,6 +119,7 @@ class Feed:
             keys: Our own, for sources that are encrypted.
             server_key: The public key of the sources that are added without one; None: those are
                 plain text.
+            client: Asks sources that have to be asked; None: there are none.
         """
         self._keys = keys
         self._server_key = server_key
@@ -125,6 +131,7 @@ class Feed:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._listeners: list[Listener] = []
         """By data-parallel rank."""
+        self._pollers = Pollers(client, self._options.socket.message_bytes)
         self._sources: dict[SourceId, _SourceFeed] = {}
         self._saved: dict[SourceId, SavedSource] = {}
         """What the indexes hold from before the start, until it is followed."""
@@ -157,6 +164,10 @@ class Feed:
         """Where publishers connect to, by rank."""
         return [listener.statistics() for listener in self._listeners]
 
+    def pollers(self) -> list[PollerStatistics]:
+        """Servers that are asked for events."""
+        return self._pollers.statistics()
+
     @staticmethod
     def _note_unknown(unknown: UnknownTopic) -> None:
         _log.warning("event streams: nobody takes topic %s: %s", unknown.topic, unknown.reason)
@@ -173,12 +184,14 @@ class Feed:
         allows: Callable[[str], bool] | None = None,
         server_key: str | None = None,
         names: Sequence[str] = (),
+        headers: Sequence[Header] = (),
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
         Args:
             source: One data-parallel rank of a replica; each has endpoints of its own.
-            endpoint: Its PUB address; `LISTENED_TO` where it connects to us.
+            endpoint: Its PUB address; `LISTENED_TO` where it connects to us; `http://` where it is
+                asked.
             replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
                 the source suspect, unless it makes snapshots.
             topic: What it publishes under, exactly; None takes every topic.
@@ -188,6 +201,7 @@ class Feed:
             allows: Whether an address may be connected to; None: every address.
             server_key: The publisher's public key, where it has one of its own.
             names: What the topic of a publisher that connects to us may call its pod.
+            headers: Sent along where it is asked.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -201,6 +215,8 @@ class Feed:
         connect = None
         if endpoint == LISTENED_TO:
             endpoint, connect = self._listen_for(source, feed, names, topic)
+        elif endpoint.startswith(POLLED):
+            connect = self._ask_for(source, feed, endpoint, headers, allows)
         try:
             subscriber = Subscriber(
                 endpoint,
@@ -235,6 +251,24 @@ class Feed:
         channel = listener.register(names, topic)
         feed.on_left = partial(listener.unregister, channel)
         return listener.endpoint, partial(ChannelConnection, channel)
+
+    def _ask_for(
+        self,
+        source: SourceId,
+        feed: _SourceFeed,
+        endpoint: str,
+        headers: Sequence[Header],
+        allows: Callable[[str], bool] | None,
+    ) -> Callable[[], Connection]:
+        """What brings the events of a server that is asked for them."""
+        poller, connect = self._pollers.register(endpoint, source.dp_rank, headers, allows)
+        poller.on_problem = partial(self._note_problem, source)
+        feed.on_left = partial(self._pollers.unregister, endpoint, source.dp_rank)
+        return connect
+
+    @staticmethod
+    def _note_problem(source: SourceId, problem: KVEventsError) -> None:
+        _log.warning("replica %s: event streams: %s", source.replica, problem)
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> _SourceFeed:
         index = self._index_of(model)

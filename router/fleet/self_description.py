@@ -33,12 +33,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from router.config import EventSourceConfig, PriorityOrder
-from router.config.values import (
-    WILDCARD_HOSTS,
-    is_endpoint,
-    is_local_endpoint,
-    is_local_host,
-)
+from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
 from router.errors import InvalidReplicaResponse
 from router.fleet.load_topic import LoadTopic
 from router.fleet.types import EventSource, ServedModels
@@ -232,21 +227,6 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
         )
         for entry in sorted(entries, key=lambda entry: entry.dp_rank)
     )
-
-
-def reachable(endpoint: str, host: str) -> str:
-    """The address to connect to, for one that a server binds to.
-
-    Args:
-        endpoint: `tcp://*:5557`, say.
-        host: Replaces the wildcard, if there is one.
-    """
-    if not endpoint.startswith("tcp://"):
-        return endpoint
-    bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if bound not in WILDCARD_HOSTS:
-        return endpoint
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _decode(place: str, body: bytes, kind: Any) -> Any:

@@ -17,6 +17,7 @@ from kvevents.listener import ListenerStatistics
 from kvevents.stream_state import SourceState
 from router.errors import UnknownModel
 from router.feed.feed import Feed, SourceFeedStatistics
+from router.feed.polled import PollerStatistics
 from router.feed.snapshot_file import SnapshotKeeper
 from router.feed.snapshot_peers import Peers
 from router.feed.snapshot_transfer import Sender
@@ -93,6 +94,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _index_metrics(parts.models.index_statistics(), feeds),
         _feed_metrics(feeds),
         tuple(_listener_metrics(parts.feed.listeners())),
+        tuple(_poll_metrics(parts.feed.pollers())),
         _trust_metrics(parts.repair.statistics(), feeds),
         _approximate_metrics({} if parts.approximate is None else parts.approximate.statistics()),
         _replica_metrics(parts.registry.snapshot()),
@@ -276,6 +278,19 @@ def _listener_metrics(listeners: Sequence[ListenerStatistics]) -> Iterator[Metri
         "Topics of publishers that connect to the router and belong to a replica.",
         ("endpoint",),
         (((each.endpoint,), each.topics) for each in listeners),
+    )
+
+
+def _poll_metrics(pollers: Sequence[PollerStatistics]) -> Iterator[Metric]:
+    yield _counter(
+        "kvroute_event_polls",
+        "Requests for the events of servers that have to be asked, by what became of them.",
+        ("endpoint", "outcome"),
+        (
+            ((each.endpoint, outcome), count)
+            for each in pollers
+            for outcome, count in each.polls.items()
+        ),
     )
 
 

@@ -14,8 +14,9 @@ from kvevents.endpoints import ZmqEndpoint
 from kvevents.listener import LISTENED_TO
 from kvevents.lookups import addresses
 from router.config import ReplicaConfig
+from router.config.origin import Origin
+from router.config.values import POLLED, reachable
 from router.errors import BadRequest
-from router.fleet.self_description import reachable
 
 Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
 
@@ -52,10 +53,8 @@ class Networks:
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
                 if (given := getattr(source, name)) in (None, LISTENED_TO):
                     continue
-                address = ZmqEndpoint.parse(name, reachable(given, host))
-                is_tcp = address.scheme == "tcp"
                 place = f"$.kv_events[{index}].{name}"
-                await self.check(place, address.address.strip("[]") if is_tcp else "127.0.0.1")
+                await self.check(place, _host_of(name, reachable(given, host)))
 
     async def check(self, place: str, host: str) -> None:
         """Check that every address of a host lies in them.
@@ -75,3 +74,10 @@ class Networks:
             if address not in self:
                 rule = "must lie in server.replica_networks"
                 raise BadRequest(place, f"the address {address}", rule)
+
+
+def _host_of(name: str, address: str) -> str:
+    if address.startswith(POLLED):
+        return Origin.parse(address, name).host
+    endpoint = ZmqEndpoint.parse(name, address)
+    return endpoint.address.strip("[]") if endpoint.scheme == "tcp" else "127.0.0.1"

@@ -374,7 +374,8 @@ def test_all_problems_are_reported_at_once() -> None:
         "replicas[0].speed: 0; must be greater than or equal to 0.001",
         "replicas[1]: 5; expected a mapping",
         "replicas[2].url: is missing",
-        "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port, ipc://path or listen",
+        "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port, ipc://path, "
+        "http://host:port/path or listen",
         "replicas[3].kv_events[1].dp_rank: -1; must be greater than or equal to 0",
         "policy.name: 'prefx'; expected one of prefix, least_delay, round_robin, random,"
         " least_loaded, session",
@@ -674,6 +675,27 @@ def test_who_connects_to_the_router_needs_an_address_there() -> None:
     pods = "discovery: {dns: [{name: a, port: 1, replica: {kv_events: [{endpoint: listen}]}}]}"
     (found,) = problems(pods)
     assert found.startswith("discovery.dns[0].replica.kv_events[0].endpoint: listen; there must be")
+
+
+def test_a_source_that_is_asked_has_a_path_and_nothing_of_a_stream() -> None:
+    """TensorRT-LLM's; what would come to nothing is refused."""
+    replica = "replicas: [{url: 'http://a:1', kv_events: [{endpoint: '%s'%s}]}]"
+    for address in ("http://*:8000/kv_cache_events", "https://b/kv_cache_events"):
+        source = {"endpoint": address, "dp_rank": 1}
+        read_replica({"url": "http://a:1", "kv_events": [source]})
+    for address, rule in (
+        ("http://*:8000", "expected a path, such as /kv_cache_events"),
+        ("http://*:99999/x", "is not a URL"),
+        ("http://user:key@b:1/x", "must hold no user and no password"),
+        ("http://b:1/x?y=1", "must have neither a query nor a fragment"),
+    ):
+        (found,) = problems(replica % (address, ""))
+        assert found.startswith("replicas[0].kv_events[0].endpoint: ")
+        assert rule in found
+    for name, value in (("topic", "t"), ("replay_endpoint", "'tcp://*:1'")):
+        (found,) = problems(replica % ("http://*:8000/x", f", {name}: {value}"))
+        rule = "must be left out where the endpoint is asked over HTTP"
+        assert found == f"replicas[0].kv_events[0].{name}: {rule}"
 
 
 def test_options_of_the_picker_that_would_come_to_nothing_are_refused() -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import HealthConfig, ReplicaConfig, read_replica
+from router.config.values import reachable
 from router.errors import (
     BadRequest,
     InvalidReplicaResponse,
@@ -35,7 +36,6 @@ from router.fleet.self_description import (
     parse_models,
     parse_server_info,
     parse_sources,
-    reachable,
 )
 from router.fleet.types import (
     EventSource,
@@ -665,6 +665,9 @@ def test_no_response_raises_anything_else(parse: Callable[[bytes], object], body
         ("tcp://10.9.9.9:5557", "h", "tcp://10.9.9.9:5557"),
         ("tcp://[fd00::2]:5557", "h", "tcp://[fd00::2]:5557"),
         ("ipc:///run/*", "h", "ipc:///run/*"),
+        ("http://*:8000/kv_cache_events", "fd00::1", "http://[fd00::1]:8000/kv_cache_events"),
+        ("https://*/kv_cache_events", "h", "https://h/kv_cache_events"),
+        ("http://h:8000/kv_cache_events", "other", "http://h:8000/kv_cache_events"),
     ],
 )
 def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected: str) -> None:

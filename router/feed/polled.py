@@ -1,0 +1,367 @@
+"""Events that are asked for: TensorRT-LLM's, over HTTP.
+
+A `Poller` asks one server, again and again, and gives each rank's events to the connection of its
+subscriber. Each event is returned once, so that nobody else may ask. What a response that got lost
+had, shows as a number that is missing.
+
+Memory is bounded: the server is asked again once everybody has taken what the last response
+brought.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from kvevents.errors import EndpointError, KVEventsError, MalformedBatch, NoConnection
+from kvevents.messages import Batch
+from kvevents.pacing import Backoff
+from kvevents.sockets import WakeUp
+from kvevents.trtllm import PolledEvent, TrtllmTranslator, read_response
+from router.config.origin import Allows, Header, Origin, Timeouts
+from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import UpstreamError
+
+_TIMES = Timeouts(connect_s=5.0, first_byte_s=15.0, idle_s=15.0)
+"""An older server holds a request for 2 s where it has no event."""
+_PAUSE_S = 0.02, 0.2
+"""Between two requests: after events, and at most while there are none."""
+_RETRY_S = 0.1, 10.0
+_GONE_AFTER_S = 60.0
+"""Without a response for so long, the connection counts as lost."""
+_METHODS = (b"POST", b"GET")
+"""trtllm-serve has had the first one only; the other is asked where that is not allowed."""
+_MAX_STRANGERS = 64
+
+
+class PollFailed(KVEventsError):
+    """A server that does not say which events there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PollerStatistics:
+    """One server that is asked, in numbers."""
+
+    endpoint: str
+    polls: dict[str, int]
+    """Requests by their outcome: `events`, `empty`, `malformed` or `failed`."""
+
+
+class Poller:
+    """Asks one server while anybody wants its events. Belongs to one event loop.
+
+    Args:
+        client: Sends the requests.
+        endpoint: What is asked, with its path.
+        headers: Sent along.
+        allows: Whether an address may be connected to; None: every address.
+        max_bytes: Bound of a response.
+    """
+
+    def __init__(
+        self,
+        client: UpstreamClient,
+        endpoint: str,
+        headers: Sequence[Header],
+        allows: Allows | None,
+        max_bytes: int,
+    ) -> None:
+        self.endpoint = endpoint
+        origin = Origin.parse(endpoint, "endpoint")
+        self._origin = replace(origin, base_path="", allows=allows)
+        self._target = origin.base_path.encode("ascii")
+        self._client = client
+        self._headers = tuple(headers)
+        self._max_bytes = max_bytes
+        self._method = _METHODS[0]
+        self._ranks: dict[int, TrtllmTranslator] = {}
+        """Of those that are followed."""
+        self._connections: dict[int, PolledConnection] = {}
+        """By rank, while they are open."""
+        self._task: asyncio.Task[None] | None = None
+        self._polls: Counter[str] = Counter()
+        self._strangers: set[int] = set()
+        self._taken = WakeUp()
+        self._failing_since = math.inf
+        self.on_problem: Callable[[KVEventsError], object] = lambda _: None
+        """Told of the first failure after a success, and of what belongs to nobody."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any rank of it is followed."""
+        return bool(self._ranks)
+
+    def register(self, rank: int) -> Callable[[], PolledConnection]:
+        """Follow a rank; returns what makes a connection to it.
+
+        Raises:
+            EndpointError: It is followed already, and each event is returned once.
+        """
+        if rank in self._ranks:
+            raise EndpointError(f"{self.endpoint}: its rank {rank} is asked for already")
+        translator = self._ranks[rank] = TrtllmTranslator()
+        return lambda: PolledConnection(self, rank, translator)
+
+    def unregister(self, rank: int) -> None:
+        """Follow a rank no more; one that is not followed is ignored."""
+        self._ranks.pop(rank, None)
+
+    def statistics(self) -> PollerStatistics:
+        """Counts since the start."""
+        return PollerStatistics(self.endpoint, dict(self._polls))
+
+    # --- for its connections ----------------------------------------------------------------------
+
+    def join(self, rank: int, connection: PolledConnection) -> None:
+        """Ask, from now on, for a rank."""
+        self._connections[rank] = connection
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._ask_on(), name=self.endpoint)
+            self._task.add_done_callback(self._on_end)
+
+    def leave(self, rank: int, connection: PolledConnection) -> None:
+        """Ask for nothing more, once the last one leaves."""
+        if self._connections.get(rank) is connection:
+            del self._connections[rank]
+            self._taken.set()
+        if not self._connections and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def note_taken(self) -> None:
+        """A connection has nothing left."""
+        self._taken.set()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _ask_on(self) -> None:
+        pause, retry = Backoff(*_PAUSE_S), Backoff(*_RETRY_S)
+        while True:
+            try:
+                has_events = self._take(await self._ask())
+            except KVEventsError as problem:
+                self._note_failure(problem)
+                await asyncio.sleep(retry.next_delay())
+                continue
+            self._failing_since = math.inf
+            retry.reset()
+            if has_events:
+                pause.reset()
+                await self._all_taken()
+            await asyncio.sleep(pause.next_delay())
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """It ends only when it is cancelled; anything else is our bug, and shows."""
+        if task.cancelled():
+            return
+        self._task = None
+        self.on_problem(PollFailed(f"{self.endpoint}: {type(task.exception()).__name__}"))
+        for connection in tuple(self._connections.values()):
+            connection.end()
+
+    async def _ask(self) -> bytes:
+        """The body of the next response.
+
+        Raises:
+            PollFailed: There is none, or it is none with events.
+        """
+        what = f"{self._method.decode()} {self.endpoint}"
+        try:
+            status, _, body = await self._client.fetch(
+                self._origin,
+                self._method,
+                self._target,
+                b"",
+                _TIMES,
+                self._max_bytes,
+                self._headers,
+            )
+        except UpstreamError as error:
+            raise PollFailed(f"{what}: {error}") from None
+        if status == 405:
+            self._method = _METHODS[self._method == _METHODS[0]]
+        if status != 200:
+            raise PollFailed(f"{what} returned {status}")
+        return body
+
+    def _take(self, body: bytes) -> bool:
+        """Give events to whom they belong; returns whether there were any.
+
+        Raises:
+            MalformedBatch: The response holds none.
+        """
+        found = read_response(body)
+        self._polls["events" if found.events else "empty"] += 1
+        if found.unreadable:
+            self.on_problem(
+                MalformedBatch(f"{self.endpoint}: {found.unreadable} events name no event_id")
+            )
+        for event in found.events:
+            connection = self._connections.get(event.rank)
+            if connection is not None:
+                connection.waiting.append(event)
+            else:
+                self._note_stranger(event.rank)
+        for connection in tuple(self._connections.values()):
+            connection.note_response()
+        return bool(found.events)
+
+    async def _all_taken(self) -> None:
+        while any(each.waiting for each in self._connections.values()):
+            await self._taken.wait(_GONE_AFTER_S)
+
+    def _note_stranger(self, rank: int) -> None:
+        if rank in self._ranks or rank in self._strangers:
+            return  # it is between two connections; what it misses shows in its numbers
+        if len(self._strangers) < _MAX_STRANGERS:
+            self._strangers.add(rank)
+            rule = f"its rank {rank} has events, and no entry of kv_events"
+            self.on_problem(PollFailed(f"{self.endpoint}: {rule}"))
+
+    def _note_failure(self, problem: KVEventsError) -> None:
+        self._polls["malformed" if isinstance(problem, MalformedBatch) else "failed"] += 1
+        now = monotonic()
+        if self._failing_since == math.inf:
+            self._failing_since = now
+            self.on_problem(problem)
+        if now - self._failing_since > _GONE_AFTER_S:
+            for connection in tuple(self._connections.values()):
+                connection.end()
+
+
+class PolledConnection:
+    """The way to one rank, for a subscriber (see `kvevents.live.Connection`).
+
+    It outlasts requests that fail: events wait in the engine meanwhile.
+    """
+
+    def __init__(self, poller: Poller, rank: int, translator: TrtllmTranslator) -> None:
+        self._poller = poller
+        self._rank = rank
+        self._translator = translator
+        self._is_down = False
+        self._is_answered = False
+        self._wake = WakeUp()
+        self.waiting: deque[PolledEvent] = deque()
+        self.on_readable: Callable[[], None] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """True once the server has not answered for long."""
+        return self._is_down
+
+    async def open(self) -> None:
+        """Wait for the first response, however long.
+
+        Raises:
+            NoConnection: There is none, for long.
+        """
+        self._poller.join(self._rank, self)
+        while not self._is_answered:
+            if self._is_down:
+                raise NoConnection(f"{self._poller.endpoint}: no response")
+            await self._wake.wait(_GONE_AFTER_S)
+
+    def close(self) -> None:
+        """Take nothing any more; safe to call again."""
+        self._is_down = True
+        self.waiting.clear()
+        self._poller.leave(self._rank, self)
+
+    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
+        """The next event as a batch, None if there is none.
+
+        Args:
+            topic: Ignored: there are none.
+
+        Raises:
+            MalformedBatch: An event that cannot be read, and is missing from now on.
+        """
+        if not self.waiting:
+            return None
+        event = self.waiting.popleft()
+        if not self.waiting:
+            self._poller.note_taken()
+        return self._translator.translate(event)
+
+    def has_more(self) -> bool:
+        """Whether there is an event to take."""
+        return bool(self.waiting)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until there may be something to take, the server is gone, or *timeout_s* is over."""
+        await self._wake.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._wake.set()
+
+    def note_response(self) -> None:
+        """The server has answered; what it had is among what waits."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._wake.set()
+        elif self.waiting:
+            if self.on_readable is not None:
+                self.on_readable()
+            else:
+                self._wake.set()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._is_down = True
+        self._wake.set()
+
+
+class Pollers:
+    """All servers that are asked.
+
+    Args:
+        client: Sends the requests; None: nothing can be asked.
+        max_bytes: Bound of a response.
+    """
+
+    def __init__(self, client: UpstreamClient | None, max_bytes: int) -> None:
+        self._client = client
+        self._max_bytes = max_bytes
+        self._pollers: dict[str, Poller] = {}
+
+    def register(
+        self, endpoint: str, rank: int, headers: Sequence[Header], allows: Allows | None
+    ) -> tuple[Poller, Callable[[], PolledConnection]]:
+        """Follow a rank of a server; returns who asks, and what makes a connection.
+
+        Args:
+            endpoint: What is asked, with its path.
+            rank: Which of its events are meant.
+            headers: Sent along, by whoever registers first.
+            allows: Whether an address may be connected to.
+
+        Raises:
+            EndpointError: Nothing can be asked, or the rank is followed already.
+        """
+        if self._client is None:
+            raise EndpointError(f"{endpoint}: nobody asks here for events")
+        poller = self._pollers.get(endpoint)
+        if poller is None:
+            poller = Poller(self._client, endpoint, headers, allows, self._max_bytes)
+        connect = poller.register(rank)
+        self._pollers[endpoint] = poller
+        return poller, connect
+
+    def unregister(self, endpoint: str, rank: int) -> None:
+        """Follow a rank no more; one that is not followed is ignored."""
+        with contextlib.suppress(KeyError):
+            poller = self._pollers[endpoint]
+            poller.unregister(rank)
+            if not poller.is_wanted:
+                del self._pollers[endpoint]
+
+    def statistics(self) -> list[PollerStatistics]:
+        """Of every server."""
+        return [poller.statistics() for poller in self._pollers.values()]

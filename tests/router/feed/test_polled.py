@@ -1,0 +1,274 @@
+"""Sources that are asked for their events, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvevents.errors import EndpointError
+from kvevents.stream_state import SourceState
+from router.feed import polled
+from router.feed.feed import Feed
+from router.fleet.client import UpstreamClient
+from router.index import PrefixIndex, SourceId
+from tests.support.blocks import tokens
+from tests.support.engine_stub import EngineStub, Exchange
+from tests.support.following import QUICK
+from tests.support.trtllm_engine import BLOCK, PATH, TrtllmCache, TrtllmEvents
+from tests.support.waiting import eventually
+
+A = SourceId("replica-a")
+PROMPT = tokens(4 * BLOCK)
+
+
+class Setting:
+    """A feed, and an engine that it asks."""
+
+    def __init__(self, feed: Feed, index: PrefixIndex, stub: EngineStub) -> None:
+        self.feed = feed
+        self.index = index
+        self.stub = stub
+        self.cache = TrtllmCache()
+        self.events = TrtllmEvents([self.cache])
+        stub.paths[PATH] = self.events
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.stub.url}{PATH}"
+
+    def follow(self, rank: int = 0) -> None:
+        source = SourceId(A.replica, rank)
+        self.feed.add(source, self.endpoint, None, None, "m", headers=((b"authorization", b"k"),))
+
+    async def until(self, state: SourceState, last_seq: int | None, rank: int = 0) -> None:
+        source = SourceId(A.replica, rank)
+
+        def is_there() -> bool:
+            found = self.feed.statistics()[source]
+            return (found.state, found.stream.last_seq) == (state, last_seq)
+
+        await eventually(is_there, str(state), show=lambda: self.feed.statistics()[source])
+
+    def hit(self, rank: int = 0) -> int:
+        return self.index.match([*PROMPT, 1])[SourceId(A.replica, rank)].gpu_cached_tokens
+
+    def polls(self) -> dict[str, int]:
+        (found,) = self.feed.pollers()
+        return found.polls
+
+
+@pytest.fixture
+async def here() -> AsyncIterator[Setting]:
+    index, client = PrefixIndex(), UpstreamClient()
+    feed = Feed(lambda _: index, QUICK, client=client)
+    async with EngineStub("m") as stub:
+        yield Setting(feed, index, stub)
+        await feed.close()
+        await client.close()
+
+
+async def test_what_was_stored_is_known_and_what_comes_follows(here: Setting) -> None:
+    """From event 0 on all is known; with the replica's key, and by POST, as trtllm-serve has it."""
+    here.cache.store(PROMPT)
+    here.follow()
+    await here.until(SourceState.LIVE, 1)
+    assert here.hit() == 4 * BLOCK
+    here.cache.remove(0, *here.cache.hashes(PROMPT)[1:])
+    await here.until(SourceState.LIVE, 2)
+    assert here.hit() == BLOCK
+    await eventually(lambda: here.polls().get("empty", 0) > 1, "requests while there is nothing")
+    assert here.polls()["events"] == 2
+    assert set(here.events.polls) == {"POST"}
+    assert set(here.events.keys) == {"k"}
+
+
+async def test_a_router_that_comes_late_knows_that_something_is_missing(here: Setting) -> None:
+    """Events are returned once: an engine that was asked by someone else has given them away."""
+    here.cache.store(PROMPT[:BLOCK])
+    here.cache.take()
+    here.follow()
+    await here.until(SourceState.SUSPECT, None)
+    here.cache.store(PROMPT)
+    await here.until(SourceState.SUSPECT, 2)
+
+
+async def test_a_number_that_is_missing_is_a_loss(here: Setting) -> None:
+    """The engine's buffer ran over, or somebody else asks as well."""
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    here.cache.store(PROMPT[: 2 * BLOCK])
+    await here.until(SourceState.LIVE, 1)
+    here.cache.next_id += 1
+    here.cache.store(PROMPT)
+    await here.until(SourceState.SUSPECT, 3)
+    assert here.feed.statistics()[A].stream.gaps == 1
+    assert A in here.feed.suspects
+
+
+async def test_a_restarted_engine_begins_anew_and_is_whole_again(here: Setting) -> None:
+    """Its events begin with 0: what the process before held is forgotten, suspect or not."""
+    here.follow()
+    here.cache.store(PROMPT)
+    here.cache.next_id += 5
+    here.cache.store(tokens(BLOCK * 2, 9))
+    await here.until(SourceState.SUSPECT, 7)
+    await here.stub.stop()
+    here.cache.begin()
+    await here.stub.start()
+    await here.until(SourceState.LIVE, 0)
+    assert here.hit() == 0
+    here.cache.store(PROMPT)
+    await here.until(SourceState.LIVE, 1)
+    assert here.hit() == 4 * BLOCK
+
+
+async def test_a_server_that_fails_for_a_while_loses_nothing(
+    here: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Events wait in the engine; the first failure is logged, all are counted."""
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    here.events.status = "503 Service Unavailable"
+    await eventually(lambda: here.polls().get("failed", 0) >= 2, "failures")
+    here.cache.store(PROMPT)
+    here.events.status = "200 OK"
+    await here.until(SourceState.LIVE, 1)
+    assert here.hit() == 4 * BLOCK
+    assert caplog.text.count(f"replica replica-a: event streams: POST {here.endpoint} ret") == 1
+
+
+async def test_a_server_that_is_gone_for_long_is_not_trusted(
+    here: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could tell whether it is the same process that answers again, until it says so."""
+    here.follow()
+    here.cache.store(PROMPT)
+    await here.until(SourceState.LIVE, 1)
+    monkeypatch.setattr(polled, "_GONE_AFTER_S", 0.05)
+    monkeypatch.setattr(polled, "_RETRY_S", (0.01, 0.02))
+    await here.stub.stop()
+    await here.until(SourceState.CONNECTING, 1)
+    await here.stub.start()
+    await here.until(SourceState.SUSPECT, 1)
+
+
+async def test_ranks_have_numbers_of_their_own(
+    here: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One server returns the events of all its ranks; one that nobody follows is named."""
+    here.events.caches = [TrtllmCache(rank=rank) for rank in range(3)]
+    here.follow(0)
+    here.follow(1)
+    await here.until(SourceState.LIVE, 0, rank=0)
+    await here.until(SourceState.LIVE, 0, rank=1)
+    here.events.caches[1].store(PROMPT)
+    here.events.caches[2].store(PROMPT)
+    await here.until(SourceState.LIVE, 1, rank=1)
+    assert (here.hit(0), here.hit(1)) == (0, 4 * BLOCK)
+    assert "its rank 2 has events, and no entry of kv_events" in caplog.text
+
+
+async def test_one_that_is_followed_already_is_refused(here: Setting) -> None:
+    """The two would take each other's events away; the first goes on."""
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    with pytest.raises(EndpointError, match="its rank 0 is asked for already"):
+        here.feed.add(SourceId("replica-b"), here.endpoint, None, None, "m")
+    here.cache.store(PROMPT)
+    await here.until(SourceState.LIVE, 1)
+    await here.feed.remove(A)
+    assert here.feed.pollers() == []
+    here.follow()  # nobody does any more
+
+
+async def test_nobody_is_asked_for_a_source_that_is_gone(here: Setting) -> None:
+    """A request that is under way is broken off."""
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    await here.feed.remove(A)
+    count = len(here.events.polls)
+    other = TrtllmEvents([TrtllmCache()])
+    here.stub.paths["/other"] = other
+    here.feed.add(SourceId("b"), f"{here.stub.url}/other", None, None, "m")
+    await eventually(lambda: len(other.polls) > 3, "another is asked meanwhile")
+    assert len(here.events.polls) <= count + 1
+
+
+async def test_a_server_that_wants_get_is_asked_so(here: Setting) -> None:
+    """A proxy in front of it, say, that has the path by another method."""
+
+    async def only_get(exchange: Exchange) -> None:
+        here.events.status = "200 OK" if exchange.request.method == "GET" else "405 Not Allowed"
+        await here.events(exchange)
+
+    here.stub.paths[PATH] = only_get
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    assert here.events.polls[:2] == ["POST", "GET"]
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        (b"<html>no</html>", "malformed"),
+        (b'{"events": []}', "malformed"),
+        (b"[" + b" " * (3 * 2**20) + b"]", "failed"),
+    ],
+    ids=["no JSON", "no array", "too long"],
+)
+async def test_a_response_that_is_none_is_counted_and_costs_nothing_else(
+    here: Setting, monkeypatch: pytest.MonkeyPatch, body: bytes, outcome: str
+) -> None:
+    """What it may have held shows as a number that is missing."""
+    monkeypatch.setattr(here.feed._pollers, "_max_bytes", 2**20)
+    here.events.bodies = [body]
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    assert here.polls()[outcome] == 1
+
+
+async def test_an_event_that_cannot_be_read_is_lost_and_the_next_ones_are_not(
+    here: Setting,
+) -> None:
+    """The source is suspect from then on: it may have taken blocks away."""
+    here.follow()
+    await here.until(SourceState.LIVE, 0)
+    here.cache.emit(0, {"type": "removed", "block_hashes": "all of them"})
+    here.cache.store(PROMPT)
+    await here.until(SourceState.SUSPECT, 2)
+    assert here.hit() == 4 * BLOCK
+    assert here.feed.statistics()[A].stream.malformed == 1
+
+
+async def test_a_flood_waits_in_the_engine(here: Setting) -> None:
+    """The next request goes out when all of the last response was taken."""
+    here.cache.emit(0, {"type": "x"})
+    waiting = asyncio.Event()
+
+    async def count(exchange: Exchange) -> None:
+        connections = next(iter(here.feed._pollers._pollers.values()))._connections.values()
+        assert not any(each.waiting for each in connections)
+        for _ in range(500):
+            here.cache.emit(0, {"type": "x"})
+        if here.cache.next_id > 5000:
+            waiting.set()
+        await here.events(exchange)
+
+    here.stub.paths[PATH] = count
+    here.follow()
+    await waiting.wait()
+    here.stub.paths[PATH] = here.events
+    await here.until(SourceState.LIVE, here.cache.next_id - 1)
+    assert json.dumps(here.cache.events) == "[]"
+
+
+async def test_where_nothing_can_be_asked_it_says_so() -> None:
+    """A feed without a client, as tools have."""
+    index = PrefixIndex()
+    feed = Feed(lambda _: index, QUICK)
+    with pytest.raises(EndpointError, match="nobody asks here"):
+        feed.add(A, "http://localhost:1/kv_cache_events", None, None, "m")
+    await feed.close()
