@@ -55,7 +55,7 @@ def recorded_payloads() -> list[bytes]:
     """Short payloads that real engines of many versions sent."""
     payloads = {
         message.payload
-        for engine in ("vllm", "sglang")
+        for engine in ("vllm", "sglang", "tokenspeed")
         for version in wire_samples.versions(engine)
         for message in wire_samples.live(version, engine)
     }

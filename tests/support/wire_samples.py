@@ -6,7 +6,8 @@ length and the bytes, all big endian. A live message is `[topic, seq, payload]`;
 `["", seq, payload]`, or from vLLM 0.26 on `["", topic, seq, payload]`.
 
 vLLM's are of running engines. SGLang's were made by the event classes and the publisher of its
-packages, from a made-up history: requests of three tenants and one adapter, evictions, a clear.
+packages, from a made-up history: requests of three tenants and one adapter, evictions, a clear. So
+was TokenSpeed's, from a history without tenants, with the hashes that its scheduler computes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def live(version: str, engine: str = "vllm") -> list[Sequenced]:
 
     Args:
         version: Of the engine.
-        engine: `vllm` or `sglang`.
+        engine: `vllm`, `sglang` or `tokenspeed`.
     """
     return [_sequenced(frames) for frames in messages(FOLDER / f"{engine}-{version}.raw.gz")]
 
@@ -74,7 +75,7 @@ def replay_frames(version: str, engine: str = "vllm") -> list[list[bytes]]:
 
     Args:
         version: Of the engine.
-        engine: `vllm` or `sglang`.
+        engine: `vllm`, `sglang` or `tokenspeed`.
     """
     return list(messages(FOLDER / f"{engine}-{version}.replay.raw.gz"))
 
@@ -84,7 +85,7 @@ def replayed(version: str, engine: str = "vllm") -> list[Sequenced]:
 
     Args:
         version: Of the engine.
-        engine: `vllm` or `sglang`.
+        engine: `vllm`, `sglang` or `tokenspeed`.
     """
     frames_of_all = replay_frames(version, engine)
     return [_sequenced(frames) for frames in frames_of_all if frames[-2] != END_OF_REPLAY]
