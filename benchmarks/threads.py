@@ -1,12 +1,14 @@
 """How many more requests do two threads of the data plane serve than one?
 
 The router with one thread and with two, in turn and several times, between a load generator and
-replicas in C; prompts of 1 KB of token ids. `core`: the replicas publish events, so the threads
-decide by themselves; `python`: they publish none, so the one control loop decides and the threads
-only pass on. `router_cpu_us` is the router's CPU time per request, `others_cpu_us` that of the
-generator and the replicas. Where these leave two whole cores to the router, the requests per second
-tell; on a machine with few cores they do not, and then the CPU per request does: unchanged, it says
-that two cores serve twice as many.
+replicas in C; prompts of --kilobytes of token ids, to --path. `core`: the replicas publish events,
+so the threads decide by themselves; `python`: they publish none, so the one control loop decides
+and the threads only pass on. `router_cpu_us` is the router's CPU time per request, `others_cpu_us`
+that of the generator and the replicas. Where these leave two whole cores to the router, the
+requests per second tell; on a machine with few cores they do not, and then the CPU per request
+does: unchanged, it says that two cores serve twice as many. Two cores are nearly enough for long
+prompts to `/route`, which leave little to anyone but the router: `--path /route --kilobytes 640
+--by core`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import resource
 import statistics
 import tempfile
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +43,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--kilobytes", type=int, default=1)
+    parser.add_argument("--path", default="/v1/completions")
     parser.add_argument("--by", nargs="*", choices=_DECIDED_BY, default=_DECIDED_BY)
     options = parser.parse_args()
     found: dict[tuple[str, int], list[_Found]] = {}
@@ -66,14 +71,14 @@ def _measure(
     number: int, by: str, threads: int, options: argparse.Namespace, programs: Path
 ) -> _Found:
     """One router that is started for it."""
-    prompts = id_prompts(1)
+    prompts = replace(id_prompts(options.kilobytes), path=options.path)
     with ExitStack() as stack:
         replicas = stack.enter_context(Replicas(programs, options.replicas, 1, 0))
         publisher = stack.enter_context(closing(Publisher(options.replicas)))
         router = stack.enter_context(closing(Kvroute(replicas.urls, threads=threads)))
         router.follow(publisher.endpoints if by == "core" else ())
         if by == "core":
-            publish_prefixes(publisher, 1)
+            publish_prefixes(publisher, options.kilobytes)
         # Connections, and learned rates.
         load(programs, router.port, prompts, options.concurrency, 1.0)
         before, theirs = router.process.cpu_s(), replicas.cpu_s() + _ended_cpu_s()
@@ -89,6 +94,8 @@ def _measure(
         threads=threads,
         concurrency=options.concurrency,
         replicas=options.replicas,
+        kilobytes=options.kilobytes,
+        path=options.path,
         errors=done["errors"],
         **found._asdict(),
         others_cpu_us=round(others_s / requests * 1e6, 1),

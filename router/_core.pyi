@@ -352,6 +352,39 @@ class Networks:
     def add(self, address: str, bits: int) -> bool: ...
     def contains(self, host: str) -> bool: ...
 
+class RequestSums:
+    """Sums up requests that were served whole, as `Plane` does: its `summed`."""
+
+    def __init__(
+        self,
+        routing_s: Sequence[float],
+        first_byte_s: Sequence[float],
+        seconds: Sequence[float],
+        error_tokens: Sequence[float],
+    ) -> None: ...
+    def add(
+        self,
+        model: str,
+        replica: str,
+        tokens: tuple[int, int, int],
+        seconds: tuple[float, float, float],
+        usage: tuple[int | None, int | None] | None,
+    ) -> None:
+        """A request is over.
+
+        Args:
+            model: Its model.
+            replica: That served it.
+            tokens: Of the prompt, predicted to be cached, and for the moment of admission.
+            seconds: Of the decision, of the first byte, and in all.
+            usage: Tokens of the prompt and cached ones, as reported; None: not to be compared.
+        """
+    def take(self) -> list[tuple[Any, ...]]: ...
+
+def plain_usage(is_json: bool, last: bytes, first: bytes) -> tuple[int | None, int | None] | None:
+    """Tokens of the prompt and cached ones in what was kept of a response; None where it is not in
+    OpenAI's form of completions, or not quite plain."""
+
 def with_field(body: bytes, name: str, value: bytes) -> bytes | None:
     """The body with a field of its own at the top; None where a field's name has escapes in it."""
 
@@ -448,6 +481,13 @@ class Plane:
                     streams, is comparable, has a salt, an adapter, seconds of tokenisation or
                     None), whether it had the replica to itself among such, when it began, seconds
                     of the decision and of the first byte, then as in `ended`, with all events
+        summed      such requests that were served whole; of no exchange: model, replica, how many,
+                    tokens of their prompts and predicted to be cached; seconds of the decision, of
+                    the first byte and in all, each as counts by bucket and their sum; comparisons
+                    with the cached tokens that were reported, and with none where only those of the
+                    prompt were: how many, tokens of prompts, cached tokens, for the moment of the
+                    decision and for that of admission the tokens predicted and how many exact,
+                    over and under, and how far off (counts by bucket, and sum)
     """
 
     def __init__(
@@ -463,6 +503,21 @@ class Plane:
         """For new connections."""
     def fileno(self) -> int: ...
     def take(self) -> list[tuple[Any, ...]]: ...
+    def sum_up(
+        self,
+        routing_s: Sequence[float],
+        first_byte_s: Sequence[float],
+        seconds: Sequence[float],
+        error_tokens: Sequence[float],
+    ) -> None:
+        """Tell of the usual requests in sums, once 32 have ended since the last `take`.
+
+        Args:
+            routing_s: The bounds of a histogram's buckets, all but the last.
+            first_byte_s: The same.
+            seconds: The same.
+            error_tokens: The same.
+        """
     def ring(self) -> None:
         """Have the descriptor be readable once more."""
     def forward(
@@ -689,6 +744,8 @@ class Decider:
         """An empty name: a plug-in decides, by the columns of what is found."""
     def share_lots(self) -> None: ...
     def use_recent(self, recent: RecentPrefixes) -> None: ...
+    def decisions(self) -> int:
+        """Made so far, by whomever."""
     def give_lots(self, ties: Sequence[float], lots: Sequence[float]) -> None: ...
     def rank(
         self,

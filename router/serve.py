@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 import uvloop
+from async_timeout import timeout
 
 from router.app import RouterApp
 from router.config import RouterConfig
@@ -124,6 +125,7 @@ class _ControlServer(uvicorn.Server):
         super().__init__(_uvicorn_config(app))
         self._admission = service.admission
         self._grace_s = service.config.server.timeouts.shutdown_grace_s
+        self._has_signal = asyncio.Event()
         self._stop_by = math.inf
         self.plane = plane
         self._natives = natives
@@ -152,6 +154,7 @@ class _ControlServer(uvicorn.Server):
         """The first call lets requests finish, the second cuts them, the third exits at once."""
         self.stop_deciding()
         self.signals += 1
+        self._has_signal.set()
         if self.signals == 1:
             self._admission.shut_down()
             self._stop_by = asyncio.get_running_loop().time() + self._grace_s
@@ -172,8 +175,18 @@ class _ControlServer(uvicorn.Server):
         if self.started and self.on_listening is not None:
             await self.on_listening()
 
+    async def main_loop(self) -> None:
+        """Of uvicorn: once a second, and ten times once it stops."""
+        while not await self.on_tick(0):
+            if self.signals:
+                await asyncio.sleep(0.1)
+                continue
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with timeout(1.0):
+                    await self._has_signal.wait()
+
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
+        """Whether it is over."""
         now = asyncio.get_running_loop().time()
         if self.signals and now >= self._stop_by:
             self.plane.cut_all()
@@ -366,6 +379,8 @@ def _plane(
             on_refusal=functools.partial(_count_refusal, service),
             on_running=settling.running,
             on_settled=settling.settled,
+            on_summed=settling.summed,
+            sum_bounds=settling.sum_bounds,
             on_left=settling.left,
             on_handed_over=settling.handed_over,
             on_told=lambda model, seconds: service.metrics.decided(model, None, seconds),

@@ -135,6 +135,7 @@ class RouterService:
         self._make_overload()
         self._make_caches(new_index)
         planner = self._planner = self._make_routing()
+        self.registry.decisions = planner.ranker.decider.decisions
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
         self.exchange = None if self._board is None else self._make_exchange(self._board, planner)

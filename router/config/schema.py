@@ -539,6 +539,12 @@ class HealthConfig(Section, frozen=True):
 
     Change it when a recovered replica should return sooner (lower), or checks cost too much
     (raise)."""
+    no_traffic_factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False), PLAIN] = 4.0
+    """How many times longer the interval is for a healthy replica while no request has come for
+    five intervals and none is under way. The first one ends that.
+
+    Change it when a router that nobody asks should notice a lost replica sooner (lower), or cost
+    less (raise)."""
     timeout_s: Seconds = 2.0
     """May exceed `interval_s`: the next check of a replica waits for the one before.
 

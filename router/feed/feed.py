@@ -506,7 +506,12 @@ class _SourceFeed:
         if self._taps:
             for tap in self._taps.of(self._source):
                 tap.batch(batch.payload)
-        return self._note(self.index.apply(self._source, batch.payload))
+        index = self.index
+        slots, searched = index.slots, index.searches
+        effect = self._note(index.apply(self._source, batch.payload))
+        if index.slots is not slots or index.searches != searched:
+            self._on_change()
+        return effect
 
     def _note(self, result: ApplyResult) -> Effect:
         """Count what a batch did, and say what that means."""

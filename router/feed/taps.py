@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -121,6 +121,7 @@ class Taps:
 
     def __init__(self) -> None:
         self._taps: dict[SourceId, list[Tap]] = {}
+        self.on_change: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._taps)
@@ -143,6 +144,7 @@ class Taps:
         tap = Tap(source)
         tap.begin(state)
         self._taps.setdefault(source, []).append(tap)
+        self.on_change()
         return tap
 
     def close(self, tap: Tap) -> None:
@@ -152,6 +154,7 @@ class Taps:
             listening.remove(tap)
         if not listening:
             self._taps.pop(tap.source, None)
+            self.on_change()
 
     def end(self, source: SourceId, reason: str) -> None:
         """Give every listener of a cache the last line.

@@ -23,6 +23,7 @@ The files; each imports only what is listed above it:
     quiet_moments.py     which requests had a replica to themselves
     self_description.py  what a replica reports about itself
     replica.py           one replica's state
+    pace.py              how often replicas are asked about themselves
     watcher.py           two tasks a replica: its health; its models, streams and load
     registry.py          all replicas; reports changes to listeners
     discovery/           where replicas come from: lists that change

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.load_topic import LoadTopics
+from router.fleet.pace import Pace, Traffic
 from router.fleet.replica import Replica
 from router.fleet.types import (
     EventSource,
@@ -117,6 +118,11 @@ class ReplicaRegistry:
         """Rises with every change of what `serving` says."""
         self._closed = False
         self._load_topics = LoadTopics()
+        self.decisions: Callable[[], int] = lambda: 0
+        """How many were made, those included of which no request came here."""
+        self.pace = Pace(health, clock)
+        """How often healthy replicas are asked about themselves."""
+        self._pacing: asyncio.Task[None] | None = None
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """Report every change from now on to *listener*, after those that subscribed before it."""
@@ -150,10 +156,14 @@ class ReplicaRegistry:
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(
             *(replica, self, self._fetch, self._load),
-            *(self._health, self._random, self._clock, self._load_topics),
+            *(self._health, self._random, self._clock),
+            *(self._load_topics, self.pace),
         )
         for task in self._watchers[replica.id].tasks:
             task.add_done_callback(_report_crash)
+        if self._pacing is None:
+            self._pacing = asyncio.create_task(self._keep_pace(), name="replicas: pace")
+            self._pacing.add_done_callback(_report_crash)
         logger.info("replica %s added: %s", replica.id, replica.origin)
         self._announce_configured(replica)
         return replica
@@ -171,6 +181,8 @@ class ReplicaRegistry:
         replica = self.get(replica_id)
         self._end(self._watchers.pop(replica_id))
         del self._replicas[replica_id]
+        if not self._replicas:
+            self._end_pacing()
         replica.removed = True
         self._index_models()
         self._take_sources(replica, ())
@@ -182,6 +194,7 @@ class ReplicaRegistry:
     async def close(self) -> None:
         """Stop watching, and return when every task has ended. The replicas stay listed."""
         self._closed = True
+        self._end_pacing()
         for watcher in self._watchers.values():
             self._end(watcher)
         while self._ending:
@@ -437,8 +450,25 @@ class ReplicaRegistry:
         self.generation += 1
         self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
 
+    async def _keep_pace(self) -> None:
+        while True:
+            await asyncio.sleep(self._health.interval_s)
+            counts = self._load.statistics()
+            if self.pace.look(Traffic(counts.started + self.decisions(), counts.in_flight)):
+                for watcher in self._watchers.values():
+                    watcher.look_soon()
+
+    def _end_pacing(self) -> None:
+        if self._pacing is not None:
+            self._pacing.cancel()
+            self._await_end((self._pacing,))
+            self._pacing = None
+
     def _end(self, watcher: Watcher) -> None:
-        for task in watcher.cancel():
+        self._await_end(watcher.cancel())
+
+    def _await_end(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        for task in tasks:
             if not task.done():
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)

@@ -23,6 +23,7 @@ from router.fleet.client_errors import OutOfResources, UpstreamError
 from router.fleet.engine_load import EngineLoad, parse_engine_load
 from router.fleet.load import LoadTracker
 from router.fleet.load_topic import LoadFollower, LoadTopics
+from router.fleet.pace import Pace
 from router.fleet.replica import Replica
 from router.fleet.self_description import (
     MAX_RESPONSE_BYTES,
@@ -135,6 +136,7 @@ class Watcher:
         random: For jitter.
         clock: A monotonic clock, in seconds.
         load_topics: Makes the sockets of those that publish their load.
+        pace: How often a healthy replica is asked.
     """
 
     def __init__(
@@ -147,8 +149,10 @@ class Watcher:
         random: Random,
         clock: Callable[[], float],
         load_topics: LoadTopics,
+        pace: Pace,
     ) -> None:
         self._replica = replica
+        self._pace = pace
         self._published = LoadFollower(load_topics, clock, replica.origin.allows)
         self._listener = listener
         self._fetch = fetch
@@ -169,6 +173,11 @@ class Watcher:
     def check_soon(self) -> None:
         """A request failed there: check it before the next check is due."""
         self._check_now.set()
+
+    def look_soon(self) -> None:
+        """What it said last is old: ask it now."""
+        self._check_now.set()
+        self._look_now.set()
 
     def became_healthy(self) -> None:
         """Ask it about itself now: it is new, or may be another process than before."""
@@ -204,7 +213,9 @@ class Watcher:
                 error = await self._check()
                 self._replica.checked_at = self._clock()
                 self._listener.on_check(self._replica, error)
-            await self._pause(self._check_now, began, self._config.interval_s)
+            is_well = self._replica.is_healthy and not self._replica.checks_fail_since
+            interval_s = self._pace.interval_s if is_well else self._config.interval_s
+            await self._pause(self._check_now, began, interval_s)
 
     async def _check(self) -> str | None:
         """Why the check failed; None if it passed. Raises `OutOfResources` where the router
@@ -235,7 +246,9 @@ class Watcher:
 
     def _details_interval_s(self) -> float:
         until_discovery_s = max(self._discovery_due - self._clock(), self._config.interval_s)
-        return self._config.interval_s if self._config.scrape_metrics else until_discovery_s
+        if not self._config.scrape_metrics:
+            return until_discovery_s
+        return min(self._pace.interval_s, until_discovery_s)
 
     async def _discover(self) -> None:
         due = self._discovery_due
@@ -367,15 +380,15 @@ class Watcher:
                 raise asyncio.CancelledError
 
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
-        """Wait until one interval after *began*, or until *early* is set, but at least a tenth of
-        the interval."""
+        """Wait until *interval_s* after *began*, or until *early* is set, but at least a tenth of
+        the shortest interval."""
         wait_s = began + interval_s * (1 - JITTER * self._random.random()) - self._clock()
         timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), early.set)
         try:
             await early.wait()
         finally:
             timer.cancel()
-        await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
+        await asyncio.sleep(max(0.0, began + self._config.interval_s * EARLIEST - self._clock()))
 
 
 def _unknown_cache(path: str, status: int) -> str:

@@ -100,6 +100,10 @@ class PlaneListener(NamedTuple):
     at its first byte."""
     on_settled: Callable[..., None]
     """Told of such a request when it is over."""
+    on_summed: Callable[..., None]
+    """Told of usual ones at once, where many end in a moment."""
+    sum_bounds: tuple[Sequence[float], ...] | None
+    """As `Plane.sum_up` takes them; None: each is told of."""
     on_left: Callable[[int], object]
     """Told of a request that is over without a record of its end, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
@@ -177,6 +181,7 @@ class DataPlane:
             "told": _of_none(listener.on_told),
             "reserved": listener.on_reserved,
             "reported": listener.on_reported,
+            "summed": listener.on_summed,
             "long_prompt": _of_none(listener.on_long_prompt),
         }
 
@@ -195,6 +200,8 @@ class DataPlane:
         """
         options = asdict(self._options) | {"broken_events": broken_events()}
         self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
+        if self._listener.sum_bounds is not None:
+            self.plane.sum_up(*self._listener.sum_bounds)
         self._proxy.plane = self._plane
         asyncio.get_running_loop().add_reader(self.plane.fileno(), self._on_events)
 

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.05
+_QUIET_S = 0.25
+"""While no request is under way: what can change then is told at once, but for bounds that are
+reached by requests."""
 _LOOK_AGAIN_S = 0.25
 """After so long, whatever nobody tells of."""
 MAX_ADAPTERS = 256
@@ -161,7 +164,7 @@ class NativeDecisions(ReplicaListener):
         self._seen: Any = None
         self._seen_at = -math.inf
         service.registry.subscribe(self)
-        service.feed.on_change = self._has_changed.set
+        service.feed.on_change = service.feed.taps.on_change = self._has_changed.set
         self._room = None if service.entrance is None else service.entrance.room
         if self._room is not None:
             self._room.on_turned = self._has_changed.set
@@ -191,8 +194,12 @@ class NativeDecisions(ReplicaListener):
                 self._has_changed.clear()
             self._refresh_safely(plane)
             with contextlib.suppress(asyncio.TimeoutError):
-                async with timeout(REFRESH_S):
+                async with timeout(self._pause_s()):
                     await self._has_changed.wait()
+
+    def _pause_s(self) -> float:
+        is_quiet = self._is_on and not self._service.admission.under_way
+        return _QUIET_S if is_quiet else REFRESH_S
 
     @override
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:

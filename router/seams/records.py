@@ -15,6 +15,7 @@ from router.plane.attempts import Attempt
 from router.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers, Settled
+from router.telemetry.sums import RequestSum
 
 
 class Settling:
@@ -73,6 +74,24 @@ class Settling:
             _write_line(settled, path, routed)
         if begun is not None and begun.placed is not None:
             begun.placed.served(self._attempt(settled.replica), settled, routed)
+
+    @property
+    def sum_bounds(self) -> tuple[Sequence[float], ...] | None:
+        """The buckets into which usual requests may be summed up, as `Plane.sum_up` takes them;
+        None where each has to be told of."""
+        if self._logs_access or self._entrance is not None:
+            return None
+        metrics = self._observers.metrics
+        measured = metrics.routing, metrics.first_byte, metrics.total, metrics.prediction_error
+        return tuple(each.buckets for each in measured)
+
+    def summed(self, _number: int, *what: Any) -> None:
+        """Requests are over of which no more is told.
+
+        Args:
+            what: As `Plane` tells it.
+        """
+        self._observers.add(RequestSum.of_core(what), self._policy)
 
     def left(self, number: int) -> None:
         """There was no memory to tell of its end: nothing is kept of it."""

@@ -7,6 +7,7 @@ part at a scrape; a problem in `problems.py`.
 
 The files; each imports only what is listed above it:
 
+    sums.py               what the data plane counts of many requests at once
     request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
     history.py            the last hour of the router and of each replica

@@ -28,6 +28,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from router.telemetry.request_log import outcome
+from router.telemetry.sums import Comparisons, Distribution, RequestSum
 
 MAX_TIER_LABELS = 64
 """Names of tiers are the engines' own; the router must not keep every one that they make up."""
@@ -93,6 +94,16 @@ class HistogramSeries:
         self.total += value
         if trace_id is not None:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def add(self, values: Distribution) -> None:
+        """Count many at once.
+
+        Args:
+            values: In the same buckets.
+        """
+        for bucket, count in enumerate(values.counts):
+            self.counts[bucket] += count
+        self.total += values.total
 
 
 _Series = TypeVar("_Series", CounterSeries, HistogramSeries)
@@ -600,6 +611,38 @@ class ServedMetrics:
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.expected.labels(model, replica).inc(expected)
         metrics.expectations.labels(model, replica, outcome(expected, actual)).inc()
+
+    def add(self, sum_: RequestSum, policy: str) -> None:
+        """Count requests that were served whole.
+
+        Args:
+            sum_: Of this model and, unless it was removed, this replica.
+            policy: That chose the replica.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.routing.labels(model).add(sum_.routing_s)
+        metrics.total.labels(model).add(sum_.seconds)
+        metrics.requests.labels(model, replica, policy, "200").inc(sum_.requests)
+
+    def add_compared(self, found: Comparisons) -> None:
+        """Count predictions that could be compared.
+
+        Args:
+            found: With what the engine reported.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.compared.labels(model, replica).inc(found.prompt_tokens)
+        metrics.actual.labels(model, replica).inc(found.actual_tokens)
+        metrics.predicted.labels(model, replica).inc(found.at_decision.predicted_tokens)
+        metrics.expected.labels(model, replica).inc(found.at_admission.predicted_tokens)
+        metrics.prediction_error.labels(model).add(found.error_tokens)
+        for series, verdicts in (
+            (metrics.predictions, found.at_decision),
+            (metrics.expectations, found.at_admission),
+        ):
+            for name, count in zip(("exact", "over", "under"), verdicts[1:], strict=True):
+                if count:
+                    series.labels(model, replica, name).inc(count)
 
     def compare_approximate(self, estimated: int, actual: int) -> None:
         """Compare an estimate with what the engine reported.

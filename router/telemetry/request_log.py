@@ -8,7 +8,7 @@ requests went, not what they said.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -19,6 +19,7 @@ import msgspec
 from router.errors import RequestError
 from router.index.mirror_types import STEP
 from router.policies import Ranked
+from router.telemetry.sums import Comparisons, RequestSum
 
 MAX_REQUESTS = 512
 MAX_REASON_CHARS = 500
@@ -175,6 +176,24 @@ class Totals(msgspec.Struct):
                 self.over += request.verdict == "over"
                 self.under += request.verdict == "under"
 
+    def add_sum(self, sum_: RequestSum, compared: Iterable[Comparisons]) -> None:
+        """Count requests that were served whole.
+
+        Args:
+            sum_: All of them.
+            compared: Those whose responses reported their cached tokens.
+        """
+        self.requests += sum_.requests
+        self.routed_tokens += sum_.prompt_tokens
+        self.promised_tokens += sum_.promised_tokens
+        for each in compared:
+            self.compared += each.requests
+            self.compared_tokens += each.prompt_tokens
+            self.predicted_tokens += each.at_decision.predicted_tokens
+            self.actual_tokens += each.actual_tokens
+            self.over += each.at_decision.over
+            self.under += each.at_decision.under
+
 
 class RollingTotals:
     """The totals of the last 60 seconds, kept second by second.
@@ -294,6 +313,16 @@ class RequestLog:
         """Note that a request has ended, and count it."""
         self.update(request)
         self.totals.now().add_request(request)
+
+    def add_sum(self, sum_: RequestSum, compared: Iterable[Comparisons]) -> None:
+        """Count requests that are not shown: others ended in the same moment.
+
+        Args:
+            sum_: All of them; they were served whole.
+            compared: Those whose responses reported their cached tokens.
+        """
+        self._requests += sum_.requests
+        self.totals.now().add_sum(sum_, compared)
 
     def count_failure(self) -> None:
         """Count a request that the router itself ended with a 5xx."""

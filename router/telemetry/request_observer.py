@@ -40,6 +40,7 @@ from router.telemetry.metrics import RouterMetrics, ServedMetrics
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.shortages import Shortages
+from router.telemetry.sums import Comparisons, RequestSum
 
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
 # fleet. A kept connection may be closed for its age. The last two follow from checks that failed.
@@ -368,6 +369,30 @@ class RequestObservers:
             self._compare(settled, request, served)
         self.log.finish(request)
         return request
+
+    def add(self, sum_: RequestSum, policy: str) -> None:
+        """Count requests that were decided and served elsewhere, and that are not logged.
+
+        Args:
+            sum_: What became of them.
+            policy: The name of the policy that chose.
+        """
+        model, replica = sum_.model, sum_.replica
+        is_known = replica in self.replicas
+        served = self.metrics.served(model, replica if is_known else "removed")
+        served.add(sum_, policy)
+        self.metrics.ends.labels(End.COMPLETED.value).inc(sum_.requests)
+        compared: list[Comparisons] = []
+        if is_known:
+            self.replicas.report_served(replica)
+            self.metrics.first_byte.labels(model, replica).add(sum_.first_byte_s)
+            if sum_.reported.requests:
+                self.reporting.add(replica)
+            compared = [sum_.reported, *([sum_.silent] if replica in self.reporting else [])]
+        for each in compared:
+            if each.requests:
+                served.add_compared(each)
+        self.log.add_sum(sum_, compared)
 
     def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
         actual = self.cached_tokens(settled.usage_reader, settled.replica)

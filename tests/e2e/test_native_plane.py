@@ -125,6 +125,33 @@ async def test_token_ids_go_where_they_are_cached_without_python(router: RouterP
             assert request["predicted"]["cached_tokens"] == 640
 
 
+async def test_all_are_counted_where_many_end_together() -> None:
+    """Some of them are then told of in sums: a line in the log for each cost more than all the rest
+    of a request."""
+    count = 600
+    async with engines(2, has_events=True) as stubs:
+        with router_process(NATIVE) as router:
+            async with router.serving(*stubs):
+                found = await asyncio.gather(
+                    *(asked(router, stubs[0], prompt_ids(8, number)) for number in range(count))
+                )
+                assert len(found) == count
+                await router.until(
+                    lambda now: now.sum("kvroute_requests_total", status="200") == count,
+                    "all are counted",
+                )
+                now = await router.metrics()
+                assert now.sum("kvroute_compared_prompt_tokens_total") == 8 * count
+                for outcomes in (
+                    "kvroute_predictions_total",
+                    "kvroute_admission_predictions_total",
+                ):
+                    assert now.sum(outcomes, outcome="exact") == count
+                assert now.sum("kvroute_request_seconds_count") == count
+                assert now.sum("kvroute_time_to_first_byte_seconds_count") == count
+                assert now.sum("kvroute_request_ends_total", end="completed") == count
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

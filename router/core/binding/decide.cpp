@@ -327,6 +327,10 @@ public:
         Guarded guarded(deciding_->books->mutex);
         deciding_->decider.recent = recent.get();
     }
+    u64 decisions() {
+        Guarded guarded(deciding_->books->mutex);
+        return deciding_->decider.decisions();
+    }
     void give_lots(std::vector<double> ties, std::vector<double> lots) {
         Guarded guarded(deciding_->books->mutex);
         deciding_->decider.ties.give(std::move(ties));
@@ -446,6 +450,7 @@ void kvroute::binding::bind_decide(nb::module_& module) {
         .def("share_lots", &DeciderHandle::share_lots)
         .def("use_recent", &DeciderHandle::use_recent)
         .def("give_lots", &DeciderHandle::give_lots)
+        .def("decisions", &DeciderHandle::decisions)
         .def("rank", nb::overload_cast<const FleetHandle&, const std::string&, nb::bytes,
                                        const std::string&, i64, std::shared_ptr<SharedIndex>,
                                        const nb::list&,

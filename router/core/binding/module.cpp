@@ -5,12 +5,13 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 31;  // as CORE_VERSION of router/index/compiled.py
+    module.attr("core_version") = 32;  // as CORE_VERSION of router/index/compiled.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
     kvroute::binding::bind_http(module);
     kvroute::binding::bind_index(module);
     kvroute::binding::bind_plane(module);
+    kvroute::binding::bind_sums(module);
     kvroute::binding::bind_mirror(module);
     kvroute::binding::bind_load(module);
     kvroute::binding::bind_policy(module);

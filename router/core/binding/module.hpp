@@ -8,6 +8,7 @@ namespace kvroute::binding {
 void bind_http(nanobind::module_& module);
 void bind_index(nanobind::module_& module);
 void bind_plane(nanobind::module_& module);
+void bind_sums(nanobind::module_& module);
 void bind_mirror(nanobind::module_& module);
 void bind_load(nanobind::module_& module);
 void bind_policy(nanobind::module_& module);

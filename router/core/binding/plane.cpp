@@ -12,6 +12,7 @@
 #include "binding/index.hpp"
 #include "binding/mirror.hpp"
 #include "binding/module.hpp"
+#include "binding/sums.hpp"
 #include "binding/support.hpp"
 #include "plane/ask.hpp"
 #include "plane/errors.hpp"
@@ -245,6 +246,7 @@ nb::list events_of(Plane& plane) {
             }
         }
         if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
+        kvroute::binding::append_sums(plane.take_sums(), found);
     } catch (const std::exception&) {  // not even for that: they are told of later
         events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));
         plane.keep(std::move(events));
@@ -568,6 +570,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
              nb::arg("towards_clients").none(), nb::arg("towards_replicas").none())
         .def("fileno", &Plane::descriptor)
         .def("take", &events_of)
+        .def("sum_up", &kvroute::binding::sum_up)
         .def("forward", &forward, nb::arg("id"), nb::arg("origin"), nb::arg("hosts"),
              nb::arg("port"), nb::arg("secure_host"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
              nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),

@@ -65,6 +65,7 @@ const Ranking& Decider::decide(const Question& question, Books& books, Scratch& 
 }
 
 const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
+    ++decisions_;
     Ranking& ranking = scratch.ranking;
     ranking.fleet = question.fleet;
     ranking.first = kNobody;

@@ -137,6 +137,8 @@ public:
     std::shared_ptr<RecentPrefixes> recent;
 
     bool needs_outlook() const { return policy_.needs_outlook(); }
+    // Made so far.
+    u64 decisions() const { return decisions_; }
     const Weights& weights() const { return policy_.weights(); }
 
     void match(const Question& question, Scratch& scratch) const;
@@ -170,6 +172,7 @@ private:
 
     Settings settings_;
     Policy policy_;
+    u64 decisions_ = 0;
 };
 
 }  // namespace kvroute::decide

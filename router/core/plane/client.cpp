@@ -53,23 +53,29 @@ void Client::on_ready(u32 events) {
     if (is_open() && events & (EPOLLIN | EPOLLRDHUP)) read();
 }
 
+// What follows the response may need memory: the client has been told by then.
 void Client::on_no_memory() {
+    if (stage_ == Stage::refused) return;
     body_ = std::string();
     in_ = std::string();
-    const bool may_respond = !has_begun_ && (stage_ == Stage::deciding || stage_ == Stage::trying ||
-                                             stage_ == Stage::not_now);
+    const bool was_deciding = stage_ == Stage::deciding;
+    const bool may_respond =
+        stage_ == Stage::idle ||
+        (!has_begun_ && (was_deciding || stage_ == Stage::trying || stage_ == Stage::not_now));
     if (!may_respond) {
         thread_.post(0, Refused{"overloaded"});
         cut(End::abandoned);
         return;
     }
+    turn_away(kOutOfMemoryResponse);
     // Whoever was told of the request learns that it is over.
     if (was_forwarded_) {
         report(End::abandoned);
-    } else if (is_told_ || stage_ == Stage::deciding) {  // or it was prepared
+    } else if (is_told_ || was_deciding) {  // or it was prepared
         thread_.post(exchange_, Left{});
     }
-    refuse(503, "overloaded", kOutOfMemory);
+    exchange_ = 0;
+    thread_.post(0, Refused{"overloaded"});
 }
 
 void Client::close() {
@@ -200,26 +206,24 @@ void Client::refuse(const http::Problem& problem) {
     refuse(problem.status, problem.code, problem.text());
 }
 
+void Client::refuse(int status, const char* code, sv message) {
+    turn_away(whole_error_response(status, code, message));
+    exchange_ = 0;
+    thread_.post(0, Refused{code});
+}
+
 // Responds with an error and takes nothing more; what else comes is discarded for a moment: if the
 // connection were closed at once, the client would see a reset before it read the response.
-void Client::refuse(int status, const char* code, sv message) {
-    thread_.post(0, Refused{code});
+void Client::turn_away(sv response) {
     stage_ = Stage::refused;
-    exchange_ = 0;
     refused_at_ = thread_.now();
     in_.clear();
-    const Respond error = error_response(status, code, message);
-    std::string text;
-    http::append_status(text, status);
-    for (const auto& [name, value] : error.fields) http::append_field(text, name, value);
-    http::append_field(text, "connection", "close");
-    text += http::kLineEnd;
-    text += error.body;
-    send(text);
+    send(response);
     if (!is_open()) return;
     channel_.end(descriptor_);
     ::shutdown(descriptor_, SHUT_WR);
 }
+
 // --- writing --------------------------------------------------------------------------------------
 
 void Client::send(sv bytes) {

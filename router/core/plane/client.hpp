@@ -135,6 +135,7 @@ private:
     void refuse_handshake();
     void refuse(const http::Problem& problem);
     void refuse(int status, const char* code, std::string_view message);
+    void turn_away(std::string_view response);
     static bool is_not_now(int status) {
         return status == 429 || status == 502 || status == 503 || status == 504;
     }
@@ -161,6 +162,7 @@ private:
     void report(End end);
     Settled so_far() const;
     void show_running(double now);
+    bool is_summed(const Ended& ended, bool was_alone);
     void settle(Ended ended);
     void finish(End end);
     void end_exchange();
@@ -200,6 +202,7 @@ private:
     std::size_t told_ = 0;   // of it
     bool is_body_whole_ = false, is_piece_wanted_ = false, is_head_request_ = false;
     bool is_told_ = false;   // that it has come
+    bool was_prepared_ = false;  // by Python, which wants to know how it ends
     bool keeps_alive_ = true;
     bool was_forwarded_ = false;
     double started_at_ = 0;

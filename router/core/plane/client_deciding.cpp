@@ -167,6 +167,7 @@ bool Client::is_noted() {
 }
 
 void Client::prepare(bool by_fields) {
+    was_prepared_ = true;
     Prepare prepare{path_, {}, body_};
     if (by_fields) prepare.fields = fields();
     thread_.post(exchange_, std::move(prepare));

@@ -80,7 +80,6 @@ void Client::respond(const Respond& respond) {
     if (says_close || (!is_body_whole_ && head_.expects_continue)) keeps_alive_ = false;
     status_ = respond.status;
     append_framing(out, has_length || is_without_body(respond.status), respond.body.size(), says_close);
-    has_begun_ = true;
     if (framing_ == http::Framing::chunked) {
         append_body(respond.body, true, out);
     } else if (!is_head_request_ && !is_without_body(respond.status)) {
@@ -90,6 +89,7 @@ void Client::respond(const Respond& respond) {
     // Whoever responds knows that it is over.
     was_forwarded_ = is_awaited_ = false;
     stage_ = Stage::answered;
+    has_begun_ = true;
     send(out);
     end_exchange();
 }
@@ -405,10 +405,31 @@ void Client::show_running(double now) {
     thread_.post(exchange_, std::move(running));
 }
 
+// True where it is enough to count it: nobody follows it, and its prediction judges no cache.
+bool Client::is_summed(const Ended& ended, bool was_alone) {
+    const bool is_plain = ended.end == End::completed && ended.status == 200 && !ended.failure &&
+                          first_byte_s_ > 0 && !was_prepared_ && shown_ == Shown::not_yet &&
+                          !(was_alone && asked_.is_comparable);
+    if (!is_plain) return false;
+    std::optional<Usage> usage;
+    if (asked_.is_comparable && !(usage = plain_usage(ended))) return false;
+    return thread_.sum({.model = prediction_.model,
+                        .replica = prediction_.replica,
+                        .prompt_tokens = prediction_.prompt_tokens,
+                        .cached_tokens = prediction_.cached_tokens,
+                        .expected_tokens = prediction_.expected_tokens,
+                        .routing_s = routing_s_,
+                        .first_byte_s = first_byte_s_,
+                        .seconds = ended.seconds,
+                        .usage = usage});
+}
+
 void Client::settle(Ended ended) {
-    Settled settled = so_far();
-    settled.was_alone = booking_->ended(has_begun_, thread_.now());
+    const bool was_alone = booking_->ended(has_begun_, thread_.now());
     booking_.reset();
+    if (is_summed(ended, was_alone)) return;
+    Settled settled = so_far();
+    settled.was_alone = was_alone;
     ended.events += events_;
     settled.ended = std::move(ended);
     thread_.post(exchange_, std::move(settled));

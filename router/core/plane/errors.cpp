@@ -1,5 +1,6 @@
 #include "plane/errors.hpp"
 
+#include "http/write.hpp"
 #include "plane/answer.hpp"
 
 namespace kvroute::plane {
@@ -27,6 +28,19 @@ Respond error_response(int status, std::string_view code, std::string_view messa
     made.fields.emplace_back("content-length", std::to_string(made.body.size()));
     return made;
 }
+
+std::string whole_error_response(int status, std::string_view code, std::string_view message) {
+    const Respond error = error_response(status, code, message);
+    std::string text;
+    http::append_status(text, status);
+    for (const auto& [name, value] : error.fields) http::append_field(text, name, value);
+    http::append_field(text, "connection", "close");
+    text += http::kLineEnd;
+    text += error.body;
+    return text;
+}
+
+const std::string kOutOfMemoryResponse = whole_error_response(503, "overloaded", kOutOfMemory);
 
 Respond out_of_memory() { return error_response(503, "overloaded", kOutOfMemory); }
 

@@ -1,6 +1,7 @@
 // Responses of the plane's own that say what is wrong. No I/O.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 #include "plane/types.hpp"
@@ -13,7 +14,11 @@ inline constexpr std::string_view kOutOfMemory = "the router is out of memory; t
 // shown as `?`.
 Respond error_response(int status, std::string_view code, std::string_view message);
 
-// Where there is no memory for a request.
+// The same as it is sent, of a connection that closes with it.
+std::string whole_error_response(int status, std::string_view code, std::string_view message);
+
+// Where there is no memory for a request: made at the start, for there may be none to make it.
+extern const std::string kOutOfMemoryResponse;
 Respond out_of_memory();
 
 }  // namespace kvroute::plane

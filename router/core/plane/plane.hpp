@@ -21,6 +21,8 @@ public:
 
     int descriptor() const { return common_.outbox.descriptor(); }
     std::vector<Event> take() { return common_.outbox.take(); }
+    void sum_up(std::unique_ptr<Sums> sums) { common_.outbox.sum_up(std::move(sums)); }
+    Sums::Found take_sums() { return common_.outbox.take_sums(); }
     void keep(std::vector<Event> events) { common_.outbox.keep(std::move(events)); }
     void ring() { common_.outbox.ring(); }
     void send(Command command);

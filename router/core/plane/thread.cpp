@@ -71,12 +71,30 @@ void Outbox::post(Event event, bool is_awaited) {
     is_awaited |= !can_wait;
     {
         std::lock_guard locked(mutex_);
+        settled_ += std::holds_alternative<Settled>(event.what);
         events_.push_back(std::move(event));
         waiting_.store(events_.size(), std::memory_order_relaxed);
         if (is_signalled_ || (!is_awaited && events_.size() < kMostRecords)) return;
         is_signalled_ = true;
     }
     signal(signal_);
+}
+
+void Outbox::sum_up(std::unique_ptr<Sums> sums) {
+    std::lock_guard locked(mutex_);
+    sums_ = std::move(sums);
+}
+
+bool Outbox::sum(const Sums::Finished& finished) {
+    std::lock_guard locked(mutex_);
+    if (sums_ == nullptr || settled_ < kToldOneByOne) return false;
+    sums_->add(finished);
+    return true;
+}
+
+Sums::Found Outbox::take_sums() {
+    std::lock_guard locked(mutex_);
+    return sums_ == nullptr ? Sums::Found() : sums_->take();
 }
 
 void Outbox::nudge() {
@@ -96,6 +114,7 @@ std::vector<Event> Outbox::take() {
         return std::exchange(kept_, {});
     }
     is_signalled_ = false;
+    settled_ = 0;
     waiting_.store(0, std::memory_order_relaxed);
     return std::exchange(events_, {});
 }

@@ -11,6 +11,7 @@
 #include "plane/client.hpp"
 #include "plane/hosts.hpp"
 #include "plane/loop.hpp"
+#include "plane/sums.hpp"
 #include "plane/upstream.hpp"
 #include "plane/usual.hpp"
 
@@ -24,6 +25,11 @@ public:
     ~Outbox();
     // `is_awaited`: somebody waits for the ends of requests.
     void post(Event event, bool is_awaited);
+    // From now on, of requests that are over no more than some are told of one by one; null: all are.
+    void sum_up(std::unique_ptr<Sums> sums);
+    // Counts one; false where it has to be told of.
+    bool sum(const Sums::Finished& finished);
+    Sums::Found take_sums();
     void nudge();
     // Takes events back that there was no memory to tell of: they come first at the next `take`.
     void keep(std::vector<Event> events);
@@ -36,10 +42,13 @@ public:
 
 private:
     static constexpr std::size_t kMostWaiting = 65'536;
+    static constexpr std::size_t kToldOneByOne = 32;  // before the reader comes again
 
     std::mutex mutex_;
     std::vector<Event> events_;
     std::vector<Event> kept_;
+    std::unique_ptr<Sums> sums_;
+    std::size_t settled_ = 0;  // of the events
     std::atomic<std::size_t> waiting_{0};  // of these
     bool is_signalled_ = false;
     int signal_ = -1;
@@ -93,6 +102,7 @@ public:
         const bool is_awaited = decider_.load(std::memory_order_relaxed) == nullptr;
         common_.outbox.post({id, std::move(what)}, is_awaited);
     }
+    bool sum(const Sums::Finished& finished) { return common_.outbox.sum(finished); }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
     // Null: Python decides everything.

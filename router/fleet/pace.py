@@ -1,0 +1,66 @@
+"""How often replicas are asked about themselves: seldom while no request comes, as Envoy's
+`no_traffic_interval` has it. What they said last is enough until one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from router.config.schema import HealthConfig
+
+QUIET_AFTER = 5
+"""Intervals without a request."""
+
+
+class Traffic(NamedTuple):
+    """What clients have asked of the router."""
+
+    asked: int
+    """Decisions and requests since the start."""
+    in_flight: int
+
+
+class Pace:
+    """The time between two looks at a healthy replica.
+
+    Args:
+        config: The interval, and how many times longer it is without requests.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, config: HealthConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._asked = 0
+        self._quiet_from = clock() + QUIET_AFTER * config.interval_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no request has come for a while, and none is under way."""
+        return self._clock() >= self._quiet_from
+
+    @property
+    def interval_s(self) -> float:
+        """Between two looks at a replica of which nothing bad is known."""
+        config = self._config
+        if not self.is_quiet:
+            return config.interval_s
+        longest_s = config.interval_s * config.no_traffic_factor
+        if config.scrape_metrics:  # what is known of its load stays fresh enough to count
+            longest_s = min(longest_s, 0.8 * config.engine_load_stale_after_s)
+        return max(longest_s, config.interval_s)
+
+    def look(self, traffic: Traffic) -> bool:
+        """Learn whether requests have come since the last call.
+
+        Args:
+            traffic: Up to now.
+
+        Returns:
+            True where they come again after a while without: look at all replicas now.
+        """
+        was_quiet = self.is_quiet
+        if traffic.asked != self._asked or traffic.in_flight:
+            self._asked = traffic.asked
+            self._quiet_from = self._clock() + QUIET_AFTER * self._config.interval_s
+        return was_quiet and not self.is_quiet

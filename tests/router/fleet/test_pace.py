@@ -1,0 +1,105 @@
+"""How often replicas are asked about themselves while nobody asks the router."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from router.config import HealthConfig
+from router.config.origin import Header, Origin
+from router.config.schema import ReplicaConfig
+from router.fleet.load import LoadTracker
+from router.fleet.pace import QUIET_AFTER, Pace, Traffic
+from router.fleet.registry import ReplicaRegistry
+from tests.support.waiting import eventually
+
+NONE = Traffic(asked=0, in_flight=0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_interval_grows_once_no_request_has_come_for_some() -> None:
+    clock = Clock()
+    pace = Pace(HealthConfig(interval_s=2, no_traffic_factor=4), clock)
+    clock.now += 2 * QUIET_AFTER - 0.1
+    assert not pace.look(NONE)
+    assert pace.interval_s == 2
+    clock.now += 0.1
+    assert pace.interval_s == 8
+    assert pace.look(Traffic(asked=1, in_flight=0)), "they come again"
+    assert pace.interval_s == 2
+    assert not pace.look(Traffic(asked=2, in_flight=0))
+
+
+def test_a_request_under_way_is_traffic_however_long_it_runs() -> None:
+    """A replica that stalls with work has to be noticed."""
+    clock = Clock()
+    pace = Pace(HealthConfig(interval_s=2), clock)
+    for _ in range(100):
+        clock.now += 2
+        assert not pace.look(Traffic(asked=1, in_flight=1))
+        assert pace.interval_s == 2
+    clock.now += 2 * QUIET_AFTER
+    assert pace.interval_s == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "interval_s"),
+    [
+        ({"interval_s": 2, "engine_load_stale_after_s": 5}, 4),
+        ({"interval_s": 2, "engine_load_stale_after_s": 2.1}, 2),
+        ({"interval_s": 60, "engine_load_stale_after_s": 90}, 72),
+        ({"interval_s": 60, "scrape_metrics": False}, 240),
+        ({"interval_s": 2, "no_traffic_factor": 1}, 2),
+    ],
+)
+def test_what_is_known_of_loads_does_not_go_stale(
+    options: dict[str, float], interval_s: float
+) -> None:
+    clock = Clock()
+    pace = Pace(HealthConfig.model_validate(options), clock)
+    clock.now += 1000
+    assert pace.interval_s == pytest.approx(interval_s)
+
+
+async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> None:
+    """One that is unhealthy is asked as before: it returns within one interval."""
+    asked: Counter[str] = Counter()
+
+    async def fetch(
+        origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        asked[origin.host] += 1
+        return (200 if origin.host == "127.0.0.1" else 500), b'{"data": [{"id": "m"}]}'
+
+    load, decisions = LoadTracker(), 0
+    health = HealthConfig(
+        interval_s=0.01, no_traffic_factor=1000, scrape_metrics=False, discovery_interval_s=600
+    )
+    registry = ReplicaRegistry(fetch, health, load)
+    registry.decisions = lambda: decisions
+    registry.add(ReplicaConfig(url="http://127.0.0.1:1", models=("m",), kv_events=()))
+    registry.add(ReplicaConfig(url="http://127.0.0.2:1"))
+    try:
+        await eventually(lambda: registry.pace.is_quiet, "nobody asks")
+        ill = asked["127.0.0.2"]
+        await eventually(lambda: asked["127.0.0.2"] >= ill + 2, "what had begun is over")
+        well, ill = asked["127.0.0.1"], asked["127.0.0.2"]
+        await eventually(lambda: asked["127.0.0.2"] >= ill + 50, "it may have returned")
+        assert asked["127.0.0.1"] == well
+        decisions += 1
+        await eventually(lambda: asked["127.0.0.1"] > well, "a request came")
+        await eventually(lambda: registry.pace.is_quiet, "nobody asks again")
+        well = asked["127.0.0.1"]
+        with load.started("127.0.0.1:1", 10, 10):
+            await eventually(lambda: asked["127.0.0.1"] >= well + 10, "one is under way")
+    finally:
+        await registry.close()
