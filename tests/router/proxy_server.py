@@ -109,6 +109,8 @@ class Recorder:
 Rewrite = Callable[[ProxyRequest], ProxyRequest]
 
 NOBODY_LISTENS = PlaneListener(
+    on_summed=lambda *what: None,
+    sum_bounds=None,
     on_refusal=lambda reason: None,
     on_running=lambda *what: None,
     on_settled=lambda *what: None,

@@ -76,16 +76,13 @@ std::optional<Ask> read_ask(sv body, Form form) {
         } else if (is_among(kLookedAt, name) ||
                    (form == Form::reservation && is_among(kOfGateways, name))) {
             return std::nullopt;
-        } else {
-            const char* const start = walk.at();
-            if (!walk.value()) return std::nullopt;
-            if (name == "stream") {
-                const sv text(start, static_cast<std::size_t>(walk.at() - start));
-                const bool is_true = text.find("true") != sv::npos;
-                if (std::exchange(has_stream, true)) return std::nullopt;
-                if (!is_true && text.find("false") == sv::npos) return std::nullopt;
-                ask.is_stream = is_true;
-            }
+        } else if (name == "stream") {
+            const sv value = walk.plain_value();
+            if (std::exchange(has_stream, true)) return std::nullopt;
+            if (value != "true" && value != "false") return std::nullopt;
+            ask.is_stream = value == "true";
+        } else if (!walk.value()) {
+            return std::nullopt;
         }
         if (walk.take('}')) break;
         if (!walk.take(',')) return std::nullopt;

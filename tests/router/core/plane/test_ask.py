@@ -55,6 +55,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 @given(bodies())
 @example(b'{"model": "m", "prompt": [1], "stream": true}')
+@example(b'{"model": "m", "prompt": [1], "stream": [true]}')
 @example(b'{"model": "m", "prompt": [1], "stop": "\\ud800"}')
 @example(b'{"model": "m", "prompt": [1], "max_tokens": 01}')
 @example(b'{"model": "m", "prompt": [1], "prompt": [2]}')
