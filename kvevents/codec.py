@@ -123,11 +123,18 @@ class _ArrayBatch(msgspec.Struct, array_like=True):
 
 
 class _MapTag(msgspec.Struct):
-    type: str
+    type: str | None = None
+    event_type: str | None = None
+
+    @property
+    def kind(self) -> str | None:
+        if self.event_type is None:
+            return self.type
+        return _MOONCAKE.get(self.event_type, self.event_type)
 
 
 class _ArrayTag(msgspec.Struct, array_like=True):
-    type: str
+    kind: str
 
 
 class _WireBatch(msgspec.Struct, array_like=True):
@@ -308,7 +315,7 @@ def without_values(error: Exception) -> str:
 def _tag_of(raw: msgspec.Raw) -> str | None:
     """The type of an event that cannot be read as a whole, where that much can be read."""
     tags = (_try(decoder, raw) for decoder in _tag_decoders)
-    return next((tag.type for tag in tags if tag is not None), None)
+    return next((tag.kind for tag in tags if tag is not None), None)
 
 
 def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
@@ -318,7 +325,7 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
         kind = fields.get("type")
         if isinstance(fields.get("event_type"), str):
-            kind, fields = _from_mooncake(fields)
+            kind, fields = _from_mooncake(fields, place)
     elif isinstance(value, list) and value:
         kind = value[0]
         names: Sequence[str] = _STORED_POSITIONS
@@ -334,11 +341,12 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
     return kind, fields
 
 
-def _from_mooncake(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, Any]]:
     """Type and fields of an event of Mooncake's (RFC #1527), as vLLM calls them.
 
     A run that begins behind its prompt's first block, and does not name the block before, has its
-    hashes only: its tokens do not say where they stand.
+    hashes only: its tokens do not say where they stand. What Mooncake calls `additional_salt` in an
+    event, it calls `cache_salt` in a question.
     """
     event_type = fields["event_type"]
     kind = _MOONCAKE.get(event_type, event_type)
@@ -353,9 +361,14 @@ def _from_mooncake(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         parent = known["parent_block_hash"] = fields.get("parent_hash")
         is_placed = parent is not None or not fields.get("base_block_idx")
         known["token_ids"] = fields.get("token_ids") if is_placed else []
-        tenant = fields.get("tenant_id")
+        tenant, salt = fields.get("tenant_id"), fields.get("additional_salt") or None
         if tenant not in (None, "", _DEFAULT_TENANT):
-            known["cache_salt"] = tenant  # nobody else's prompts are meant
+            if salt is not None:
+                rule = "must be empty where tenant_id is not the default one: a prompt has one salt"
+                raise MalformedBatch(f"{place}.additional_salt: {rule}")
+            salt = tenant  # nobody else's prompts are meant
+        if salt is not None:
+            known["cache_salt"] = salt
     return kind, known
 
 

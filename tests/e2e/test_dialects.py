@@ -89,6 +89,23 @@ async def test_replicas_can_be_registered_and_taken_out(router: RouterProcess) -
         assert (await router.post("/dynamo/unregister", known)).status == 404
 
 
+@pytest.mark.parametrize(
+    ("dialect", "name"), [("mooncake", "additionalsalt"), ("dynamo", "additional_salt")]
+)
+async def test_a_registration_in_a_namespace_of_its_own_is_refused(
+    router: RouterProcess, dialect: str, name: str
+) -> None:
+    """Replicas of one model take each other's prompts; an empty one means nothing."""
+    async with engines(1, has_events=True) as (stub,):
+        new = {"instance_id": stub.name, "url": stub.url, "model_name": stub.model}
+        refused = await router.post(f"/{dialect}/register", {**new, name: "w8a8"})
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+        assert f"$.{name}" in refused.error["message"]
+        taken = await router.post(f"/{dialect}/register", {**new, name: ""})
+        assert taken.status in (200, 201)
+        await router.post(f"/{dialect}/unregister", new)
+
+
 @pytest.mark.parametrize("path", ["/mooncake/query", "/dynamo/query", "/mooncake/register"])
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model": 7}', b'{"token_ids": [-1]}', b"\xff"])
 async def test_bad_questions_are_refused(router: RouterProcess, path: str, body: bytes) -> None:

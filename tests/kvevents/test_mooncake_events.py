@@ -177,3 +177,23 @@ def test_hostile_events_are_counted_and_nothing_else_is_lost(events: list[dict[s
     assert index.core.contradictions() == []
     index.apply(SOURCE, payload(stored()))
     assert index.match([*PROMPT.tokens, 1])[SOURCE].gpu_cached_tokens >= 0
+
+
+def test_a_namespace_is_the_salt_of_those_who_ask() -> None:
+    """Mooncake's `additional_salt` of an event is its `cache_salt` of a question; beside a tenant
+    one of the two could not be told apart, and the event is left out."""
+    index = PrefixIndex()
+    index.add(SOURCE)
+    index.apply(SOURCE, payload(stored(additional_salt="w8a8")))
+    prompt = [*PROMPT.tokens, 1]
+    assert index.match(prompt)[SOURCE].cached_tokens == 0
+    assert index.match(prompt, cache_salt="w8a8")[SOURCE].cached_tokens == 64
+    index.apply(SOURCE, payload({"event_type": "removed", "seq_hashes": PROMPT.hashes}))
+    assert index.match(prompt, cache_salt="w8a8")[SOURCE].cached_tokens == 0
+    both = read(stored(additional_salt="w8a8", tenant_id="another"))
+    assert (both.events, both.unreadable, both.hides_removals) == ([], 1, False)
+    assert both.problem is not None
+    assert both.problem.startswith("events[0].additional_salt: must be empty where tenant_id")
+    plain = read(stored(additional_salt="", tenant_id="another"))
+    assert [getattr(event, "cache_salt", None) for event in plain.events] == ["another"]
+    assert read(stored(additional_salt=7)).unreadable == 1

@@ -121,6 +121,9 @@ class Registration(msgspec.Struct, frozen=True):
     modelname: _Text | None = None
     model_name: _Text | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    additionalsalt: _Text | None = None
+    additional_salt: _Text | None = None
+    """Its newer name."""
 
 
 _Asked = TypeVar("_Asked", bound=msgspec.Struct)
@@ -180,6 +183,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
     @app.post("/mooncake/register", **changing)
     async def register(request: Request) -> Response:
         asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
+        _check_namespace(asked)
         if dialects.known(asked.instance_id) is None:
             parts.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
@@ -288,6 +292,15 @@ def _read_hash(given: int | str, name: str, index: int) -> BlockHash:
         pass
     rule = f"must be a digest in hexadecimal digits, at most {_MOST_HASH_DIGITS} of them"
     raise BadRequest(f"$.{name}[{index}]", f"{len(given)} characters", rule)
+
+
+def _check_namespace(asked: Registration) -> None:
+    """Refuse a namespace of a replica's own: what serves a model here can take any of its prompts,
+    so that nothing would be told apart by it."""
+    for name in ("additionalsalt", "additional_salt"):
+        if getattr(asked, name):
+            rule = "must be empty: give the replicas of another namespace a model name of their own"
+            raise BadRequest(f"$.{name}", "a namespace", rule)
 
 
 def _replica_of(asked: Registration) -> dict[str, Any]:
