@@ -63,11 +63,17 @@ PICKED: dict[str, Any] = {
         "from": [{"namespaceSelector": {"matchLabels": {"gateway": "yes"}}}],
     },
 }
+LISTENING: dict[str, Any] = {
+    **BASIC,
+    "replicas": 1,
+    "engines": {"labels": {"app": "llm-d"}, "dataParallelSize": 2},
+    "listen": {"enabled": True},
+}
 SECRETS = {**KEYS, "BOARD_SECRET": "c", "BOARD_PASSWORD": "d"}
 ALL_VALUES = pytest.mark.parametrize(
     "values",
-    [BASIC, FULL, SHARING, PICKED],
-    ids=["basic", "full", "sharing", "picked"],
+    [BASIC, FULL, SHARING, PICKED, LISTENING],
+    ids=["basic", "full", "sharing", "picked", "listening"],
 )
 
 
@@ -264,6 +270,9 @@ def test_alerts_and_dashboard_are_those_of_the_repository(tmp_path: Path) -> Non
         ({**BASIC, "ingress": {"enabled": True}}, "ingress.host"),
         ({**BASIC, "state": {"peers": True}}, "board.secret or board.existingSecret"),
         ({**BASIC, "board": {"url": "valkey:6379"}}, "board.url"),
+        ({**BASIC, "listen": {"enabled": True}}, "replicas must be 1"),
+        ({**LISTENING, "autoscaling": {"enabled": True}}, "without autoscaling"),
+        ({**BASIC, "listen": {"port": 0}}, "listen.port"),
     ],
 )
 def test_wrong_values_are_refused_with_their_place(
@@ -331,3 +340,39 @@ def test_gateways_find_the_picker_and_the_pool_that_names_it(tmp_path: Path) -> 
     assert pool["targetPorts"] == [{"number": found["port"]}]
     policy = one(objects, "NetworkPolicy")["spec"]["ingress"]
     assert policy[1]["from"] == PICKED["picker"]["from"]
+
+
+def test_engines_find_where_to_connect_to_and_nobody_else_does(tmp_path: Path) -> None:
+    """A port for each rank, on a service that names a router before it is ready; and who reaches it
+    can publish in an engine's name."""
+    objects = rendered(tmp_path, LISTENING)
+    config = config_of(objects)
+    assert (config.events.listen, config.events.listen_ranks) == ("tcp://*:5557", 2)
+    (found_by,) = config.discovery.kubernetes
+    sources = found_by.replica.kv_events or ()
+    assert [(each.endpoint, each.dp_rank, each.replay_endpoint) for each in sources] == [
+        ("listen", 0, "tcp://*:6557"),
+        ("listen", 1, "tcp://*:6558"),
+    ]
+    (service,) = [each for each in objects if each["metadata"]["name"] == "r-kvroute-events"]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    pod = one(objects, "Deployment")["spec"]
+    assert service["spec"]["selector"] == pod["selector"]["matchLabels"]
+    ports = [port["port"] for port in service["spec"]["ports"]]
+    assert ports == [5557, 5558]
+    container = pod["template"]["spec"]["containers"][0]
+    assert [port["containerPort"] for port in container["ports"]] == [8000, *ports]
+    policy = one(objects, "NetworkPolicy")["spec"]
+    clients, engines = policy["ingress"]
+    assert "from" not in clients
+    assert engines["from"] == [{"podSelector": {"matchLabels": {"app": "llm-d"}}}]
+    assert [port["port"] for port in engines["ports"]] == ports
+    assert {6557, 6558} <= {port["port"] for port in policy["egress"][0]["ports"]}
+    own = {"enabled": True, "port": 7000, "replayPort": 0, "from": [{"namespaceSelector": {}}]}
+    objects = rendered(tmp_path, {**LISTENING, "listen": own})
+    config = config_of(objects)
+    assert config.events.listen == "tcp://*:7000"
+    (found_by,) = config.discovery.kubernetes
+    assert {each.replay_endpoint for each in found_by.replica.kv_events or ()} == {None}
+    policy = one(objects, "NetworkPolicy")["spec"]
+    assert policy["ingress"][1]["from"] == own["from"]

@@ -3,6 +3,7 @@ need."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -79,7 +80,7 @@ def rendered(name: str) -> str:
     return succeeds(tool("kubectl", "kubernetes-client"), "kustomize", str(KUBERNETES / name))
 
 
-@pytest.mark.parametrize("name", ["base", "vllm", "discovered"])
+@pytest.mark.parametrize("name", ["base", "vllm", "discovered", "connecting"])
 def test_the_manifests_are_what_kubernetes_takes(tmp_path: Path, name: str) -> None:
     """They are checked with the schemas of its release, where a misspelt key is an error."""
     validate = tool("kubernetes-validate", "none; make test-deploy")
@@ -173,6 +174,44 @@ def test_their_account_has_a_token_there() -> None:
     assert pod(ROUTER)["automountServiceAccountToken"] is False
     (made,) = [each for each in objects if each["kind"] == "ConfigMap"]
     assert yaml.safe_load(made["data"]["kvroute.yaml"]) == load(DISCOVERED / "kvroute.yaml")
+
+
+# --- engines that connect -------------------------------------------------------------------------
+
+
+def test_engines_connect_where_the_router_listens_under_their_pods_address() -> None:
+    """A port, a name or a topic that is another, and no cache is known."""
+    objects = list(yaml.safe_load_all(rendered("connecting")))
+
+    def made(kind: str, name: str) -> dict[str, Any]:
+        (only,) = [
+            each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)
+        ]
+        return only
+
+    config = RouterConfig.load(KUBERNETES / "connecting/kvroute.yaml", KEYS)
+    router, engine = made("Deployment", "router"), made("StatefulSet", "engine")
+    service = made("Service", "router-events")["spec"]
+    assert config.events.listen == f"tcp://*:{ports(router)['events']}"
+    assert (service["selector"], service["publishNotReadyAddresses"]) == (labels(router), True)
+    (port,) = service["ports"]
+    assert (port["targetPort"], port["port"]) == ("events", EVENT_PORT)
+    arguments = container(engine)["args"]
+    given = dict(itertools.pairwise(arguments))
+    assert given["--kv-events-endpoint"] == f"tcp://router-events:{EVENT_PORT}"
+    assert given["--kv-events-topic"].startswith("kv@$(POD_IP)@")
+    (address,) = container(engine)["env"]
+    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    (found_by,) = config.discovery.kubernetes
+    (source,) = found_by.replica.kv_events or ()
+    assert source.endpoint == "listen"
+    assert source.replay_endpoint == given["--kv-events-replay-endpoint"]
+    assert router["spec"]["replicas"] == 1, "an engine connects to one"
+    assert ports(router)["http"] == ports(ROUTER)["http"]
+    clients, engines = made("NetworkPolicy", "router")["spec"]["ingress"]
+    assert "from" not in clients
+    assert engines["from"] == [{"podSelector": {"matchLabels": labels(engine)}}]
+    assert [port["port"] for port in engines["ports"]] == [EVENT_PORT]
 
 
 # --- the router -----------------------------------------------------------------------------------

@@ -37,6 +37,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- /* Where engines connect to, one port for each data-parallel rank. */ -}}
+{{- define "kvroute.listenPorts" -}}
+{{- range $rank := until (.Values.engines.dataParallelSize | int) }}
+- {name: events-{{ $rank }}, protocol: TCP, port: {{ add $.Values.listen.port $rank }}}
+{{- end }}
+{{- end }}
+
 {{- define "kvroute.keys" -}}
 {{ .Values.keys.existingSecret | default (printf "%s-keys" (include "kvroute.name" .)) }}
 {{- end }}
@@ -62,7 +69,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.tls.clientCA }}{{ $_ := set $tls "client_ca" "/etc/kvroute-client-ca/ca.crt" }}{{ end }}
 {{- $_ := set $server "tls" $tls }}
 {{- end }}
+{{- $listening := dict }}
+{{- if .Values.listen.enabled }}
+{{- if or .Values.autoscaling.enabled (gt (.Values.replicas | int) 1) }}
+{{- fail "listen.enabled: an engine connects to one router: replicas must be 1, without autoscaling" }}
+{{- end }}
+{{- $ranks := .Values.engines.dataParallelSize | int }}
+{{- $listening = dict "listen" (printf "tcp://*:%v" .Values.listen.port) "listen_ranks" $ranks }}
+{{- $sources := list }}
+{{- range $rank := until $ranks }}
+{{- $source := dict "endpoint" "listen" "dp_rank" $rank }}
+{{- if $.Values.listen.replayPort }}
+{{- $_ := set $source "replay_endpoint" (printf "tcp://*:%d" (add $.Values.listen.replayPort $rank)) }}
+{{- end }}
+{{- $sources = append $sources $source }}
+{{- end }}
+{{- $_ := set $found "replica" (dict "kv_events" $sources) }}
+{{- end }}
 {{- $known := dict "server" $server "discovery" (dict "kubernetes" (list $found)) }}
+{{- if $listening }}{{ $_ := set $known "events" $listening }}{{ end }}
 {{- if .Values.picker.enabled }}
 {{- $_ := set $known "doors" (dict "ext_proc" (dict "listen" (printf "0.0.0.0:%v" .Values.picker.port))) }}
 {{- end }}
