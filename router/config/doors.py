@@ -32,10 +32,6 @@ class ExtProcConfig(Section, frozen=True):
     rank_ports: bool = False
     """Change it when each data-parallel rank has a port of its own, the replica's plus the rank, as
     llm-d's sidecar has: the picker then writes `x-data-parallel-host-port`."""
-    ttft_is_deadline: bool = False
-    """Change it when a first token after its objective (`x-llm-d-slo-ttft-ms`) is of no use: a
-    request that would wait longer for room is refused with 503 at once, as by
-    `overload.timeout_header`."""
     max_streams: Count = 16_384
     """Change it when gateways have more requests under way at a time; more are refused with 503."""
     tls: ListenerTlsConfig = ListenerTlsConfig()

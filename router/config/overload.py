@@ -48,6 +48,9 @@ class OverloadConfig(Section, frozen=True):
     timeout_header: HeaderName | None = "x-request-timeout"
     """Change it when a gateway says it in another header: the seconds after which its client wants
     no response any more. It can only shorten `max_wait_s`."""
+    ttft_is_deadline: bool = False
+    """Change it when a first token after its objective (`x-llm-d-slo-ttft-ms`) is of no use: a
+    request that would wait longer for room is refused with 503, as by `timeout_header`."""
     priorities: Annotated[Items[KeyName], Field(min_length=1, max_length=16)] = (
         "high",
         "normal",
@@ -60,13 +63,13 @@ class OverloadConfig(Section, frozen=True):
     Change it when requests without a priority of their own should be of another class."""
     priority_header: HeaderName | None = None
     """Names a request's priority, where clients are trusted with that; it cannot be above that of
-    the key.
+    the key. Then `x-llm-d-inference-objective` does, too.
 
     Change it when clients, or a gateway before the router, may say what is urgent. With a key that
     has a `priority`, not above that."""
     tenant_header: HeaderName | None = None
     """Names whose request it is, where all come through a gateway that says so; else it is the
-    holder of the key.
+    holder of the key. Then `x-llm-d-inference-fairness-id` does, too.
 
     Change it when all requests come with the key of a gateway that says whose they are."""
     breaker_failures: Annotated[int, Field(ge=1, le=100), PLAIN] | None = None

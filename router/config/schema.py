@@ -817,11 +817,8 @@ class RouterConfig(Section, frozen=True):
                     yield (*place, "kv_events", index, "server_key"), rule
 
     def _picking(self) -> Iterator[tuple[Location, str]]:
-        """Options of the endpoint picker that come to nothing, or to a wrong address."""
+        """Options of the endpoint picker that come to a wrong address."""
         picker = self.doors.ext_proc
-        if picker.ttft_is_deadline and self.overload.timeout_header is None:
-            rule = "true; overload.timeout_header must be set for that"
-            yield ("doors", "ext_proc", "ttft_is_deadline"), rule
         if picker.rank_ports and picker.fallbacks:
             rule = "true; a rank's port is that of one endpoint: fallbacks must be 0"
             yield ("doors", "ext_proc", "rank_ports"), rule

@@ -14,7 +14,7 @@ import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
-from router.config import ExtProcConfig, OverloadConfig, RouterConfig
+from router.config import ExtProcConfig, RouterConfig
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.http.access import KEY_HEADERS, Guard
@@ -60,8 +60,6 @@ _CODES = {
 }
 _MESSAGE_BYTES = 1024 * 1024
 """Of a message beside its body."""
-_FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
-_OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 _DOOR = "ext_proc"
 
 
@@ -89,33 +87,17 @@ def make_picker(
         find_path=paths.find,
         dialect_of=dialect_of,
         caller=_callers(guard) if needs_key else lambda _headers, _path: NOBODY,
-        aliases=_aliases(config.overload),
         dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
         session_header=config.policy.session_header.encode(),
         max_body_bytes=server.max_body_bytes,
         fallbacks=config.doors.ext_proc.fallbacks,
         reads_response=config.doors.ext_proc.read_response,
         rank_ports=config.doors.ext_proc.rank_ports,
-        deadline_header=_deadline_header(config),
     )
     limits = Limits(
         server.timeouts.client_body_s, config.doors.reservation_idle_s, server.max_body_bytes
     )
     return ExtProcServer(config.doors.ext_proc, parts, limits, why_not_ready)
-
-
-def _aliases(overload: OverloadConfig) -> Mapping[bytes, tuple[bytes, ...]]:
-    """What the gateways of the field call the headers that are configured here."""
-    found = {overload.tenant_header: _FAIRNESS, overload.priority_header: _OBJECTIVE}
-    return {name.encode(): others for name, others in found.items() if name is not None}
-
-
-def _deadline_header(config: RouterConfig) -> bytes | None:
-    """Where the queue reads how long a request may wait, if the objective of the field says it."""
-    name = config.overload.timeout_header
-    if name is None or not config.doors.ext_proc.ttft_is_deadline:
-        return None
-    return name.encode()
 
 
 def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:

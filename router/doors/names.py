@@ -1,11 +1,21 @@
-"""What gateways call a replica: by address, by URL, by number."""
+"""What gateways call a replica: by address, by URL, by number; and what tells sidecars of one."""
 
 from __future__ import annotations
 
 import xxhash
 
 from router.fleet.replica import Replica
+from router.routing.decision import SOURCE_HEADER
 
+RANK_ADDRESS_HEADER = b"x-data-parallel-host-port"
+SIDECAR_HEADERS = (
+    SOURCE_HEADER,
+    RANK_ADDRESS_HEADER,
+    b"x-prefiller-host-port",
+    b"x-encoder-hosts-ports",
+)
+"""By which llm-d's sidecar is told whom to connect to. A client's own would have it connect
+anywhere."""
 _WORKER_BITS = 53
 """Every JSON reader holds such a number exactly."""
 

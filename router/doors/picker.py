@@ -17,7 +17,6 @@ buffered mode, where that was given before there was a body, in the answer to th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from router.config.origin import Header
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
-from router.doors.names import address_of
+from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS, address_of
 from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import (
     BadRequest,
@@ -50,13 +49,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 _LB, _HINT, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _ATTRIBUTES, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 _DROPPED = b"x-llm-d-request-dropped-reason"
-_PULLED = b"x-kv-cache-source-host-port"
-_RANK_ADDRESS = b"x-data-parallel-host-port"
-_FOR_SIDECARS = (_PULLED, _RANK_ADDRESS, b"x-prefiller-host-port", b"x-encoder-hosts-ports")
-"""By which a sidecar is told whom to connect to. A client's own would have it connect anywhere."""
-_TTFT = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms")
 _MAX_PORT = 65_535
-_MAX_MS_DIGITS = 9
 
 MAX_CHUNK_BYTES = 62_000
 """Some gateways take no more than 64 KiB in a message."""
@@ -86,8 +79,6 @@ class PickerParts(NamedTuple):
     dialect_of: Callable[[str], Dialect]
     caller: Callable[[Mapping[bytes, bytes], str], Caller]
     """Who asks, by headers and path; raises `RequestError`."""
-    aliases: Mapping[bytes, tuple[bytes, ...]]
-    """By header that the router reads: what the field calls it."""
     dropped: Sequence[bytes]
     """Headers that are not for replicas."""
     session_header: bytes
@@ -97,8 +88,6 @@ class PickerParts(NamedTuple):
     reads_response: bool
     rank_ports: bool = False
     """Whether each data-parallel rank has a port of its own, the replica's plus the rank."""
-    deadline_header: bytes | None = None
-    """Takes the objective for the first token as a deadline, in seconds; None: nothing does."""
 
 
 class Stage(Enum):
@@ -204,12 +193,6 @@ class Pick:
         if self.stage is not Stage.HEAD:
             raise BadRequest("request_headers", "twice", "must come once, and first")
         headers = _headers(message.request_headers.headers)
-        for name, others in self._parts.aliases.items():
-            found = next((headers[other] for other in others if other in headers), None)
-            if found is not None:
-                headers.setdefault(name, found)
-        if self._parts.deadline_header is not None:
-            _set_deadline(headers, self._parts.deadline_header)
         path = headers.get(b":path", b"/").decode("latin-1").partition("?")[0]
         mode = message.protocol_config.request_body_mode
         if mode in (_STREAMED, _BUFFERED_PARTIAL):
@@ -295,15 +278,12 @@ class Pick:
         ]
         if length is not None:
             told.append((b"content-length", b"%d" % length))
-        source = decision.ranked(reservation.attempt.replica_id).candidate.pull_from
-        if source is not None and source in decision.replicas:
-            told.append((_PULLED, address_of(decision.replicas[source]).encode()))
         if parts.rank_ports:
             told += _rank_address(endpoints[0], reservation.attempt)
         _set_headers(common.header_mutation, told)
         names = {name for name, _ in told}
         common.header_mutation.remove_headers.extend(
-            name.decode() for name in (*parts.dropped, *_FOR_SIDECARS) if name not in names
+            name.decode() for name in (*parts.dropped, *SIDECAR_HEADERS) if name not in names
         )
         common.clear_route_cache = True
         answer.dynamic_metadata.update({_LB: {ENDPOINT: where}})
@@ -405,29 +385,13 @@ def _served(message: Any) -> str:
     return ""
 
 
-def _set_deadline(headers: dict[bytes, bytes], name: bytes) -> None:
-    """Take the objective for the first token as the time after which there need be none; a shorter
-    one that the client names itself stays."""
-    objective = next((each for each in _TTFT if each in headers), None)
-    if objective is None:
-        return
-    text = headers[objective].decode("latin-1").strip()
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_MS_DIGITS and int(text)):
-        raise BadRequest(objective.decode(), repr(text[:40]), "expected milliseconds above 0")
-    seconds = int(text) / 1000
-    with contextlib.suppress(ValueError):
-        if 0 < float(headers.get(name, b"nan")) <= seconds:
-            return
-    headers[name] = b"%.3f" % seconds
-
-
 def _rank_address(address: str, attempt: Attempt) -> list[Header]:
     """Where the rank listens that a request is for."""
     rank = dict(attempt.request_headers).get(RANK_HEADER)
     host, _, port = address.rpartition(":")
     if rank is None or int(port) + int(rank) > _MAX_PORT:
         return []
-    return [(_RANK_ADDRESS, f"{host}:{int(port) + int(rank)}".encode())]
+    return [(RANK_ADDRESS_HEADER, f"{host}:{int(port) + int(rank)}".encode())]
 
 
 def _headers(found: Any) -> dict[bytes, bytes]:

@@ -1,4 +1,8 @@
-"""From a request's key and headers to its place in a line: whose it is, how urgent, until when."""
+"""From a request's key and headers to its place in a line: whose it is, how urgent, until when.
+
+What the gateways of the field call a header counts wherever the header does that is configured
+here, at every door: llm-d's names, and the older ones of the Gateway API's inference extension.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,23 @@ from router.errors import BadRequest
 from router.fleet.line import LineLimits, Waiter
 from router.fleet.room import WaitingRoom
 
+_FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+_OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_TTFT = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms")
 _MAX_TENANT_BYTES = 256
 _MAX_NUMBER_CHARS = 32
+_MAX_MS_DIGITS = 9
+
+
+def headers_read(config: OverloadConfig) -> frozenset[bytes]:
+    """All headers that decide on a request's place; names in lower case."""
+    named = (
+        *_names(config.priority_header, _OBJECTIVE),
+        *_names(config.tenant_header, _FAIRNESS),
+        *_names(config.timeout_header, ()),
+        *(_TTFT if config.ttft_is_deadline else ()),
+    )
+    return frozenset(named)
 
 
 def line_limits(config: OverloadConfig) -> LineLimits:
@@ -34,7 +53,7 @@ class PriorityClasses:
         """
         self._classes = {name: number for number, name in enumerate(config.priorities)}
         self._default = config.default_priority
-        self._header = _name(config.priority_header)
+        self._headers = _names(config.priority_header, _OBJECTIVE)
 
     def of(self, headers: Mapping[bytes, bytes], of_key: str | None) -> int:
         """A request's class; 0 goes first.
@@ -46,15 +65,14 @@ class PriorityClasses:
             BadRequest: Its header names no class.
         """
         highest = self._classes[of_key or self._default]
-        asked = headers.get(self._header) if self._header else None
-        if not asked:
+        header = _first(headers, self._headers)
+        if header is None:
             return highest
-        name = asked.decode("latin-1").strip()
+        name = headers[header].decode("latin-1").strip()
         found = self._classes.get(name)
         if found is None:
-            assert self._header is not None
             rule = f"expected one of {', '.join(self._classes)}"
-            raise BadRequest(self._header.decode(), repr(name[:64]), rule)
+            raise BadRequest(header.decode(), repr(name[:64]), rule)
         return found if of_key is None else max(found, highest)
 
 
@@ -70,8 +88,9 @@ class Entrance:
         self.room = room
         self._max_wait_s = config.max_wait_s
         self._classes = PriorityClasses(config)
-        self._timeout_header = _name(config.timeout_header)
-        self._tenant_header = _name(config.tenant_header)
+        self._timeout_headers = _names(config.timeout_header, ())
+        self._tenant_headers = _names(config.tenant_header, _FAIRNESS)
+        self._objectives = _TTFT if config.ttft_is_deadline else ()
 
     def passed(
         self,
@@ -126,24 +145,42 @@ class Entrance:
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> str:
         """Whose request it is, as its headers say; empty where they do not."""
-        if self._tenant_header is None:
-            return ""
-        return headers.get(self._tenant_header, b"")[:_MAX_TENANT_BYTES].decode("latin-1")
+        header = _first(headers, self._tenant_headers)
+        return "" if header is None else headers[header][:_MAX_TENANT_BYTES].decode("latin-1")
 
     def _patience_s(self, headers: Mapping[bytes, bytes]) -> float:
-        given = headers.get(self._timeout_header) if self._timeout_header else None
-        if not given:
-            return self._max_wait_s
-        text = given.decode("latin-1").strip()[:_MAX_NUMBER_CHARS]
+        return min(self._given_s(headers), self._objective_s(headers), self._max_wait_s)
+
+    def _given_s(self, headers: Mapping[bytes, bytes]) -> float:
+        """After which the client wants no response any more."""
+        header = _first(headers, self._timeout_headers)
+        if header is None:
+            return math.inf
+        text = headers[header].decode("latin-1").strip()[:_MAX_NUMBER_CHARS]
         try:
             seconds = float(text)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds < math.inf:
-            assert self._timeout_header is not None
-            raise BadRequest(self._timeout_header.decode(), repr(text), "expected seconds above 0")
-        return min(seconds, self._max_wait_s)
+            raise BadRequest(header.decode(), repr(text), "expected seconds above 0")
+        return seconds
+
+    def _objective_s(self, headers: Mapping[bytes, bytes]) -> float:
+        """After which a first token is of no use."""
+        header = _first(headers, self._objectives)
+        if header is None:
+            return math.inf
+        text = headers[header].decode("latin-1").strip()
+        if not (text.isascii() and text.isdigit() and len(text) <= _MAX_MS_DIGITS and int(text)):
+            raise BadRequest(header.decode(), repr(text[:40]), "expected milliseconds above 0")
+        return int(text) / 1000
 
 
-def _name(header: str | None) -> bytes | None:
-    return None if header is None else header.encode()
+def _names(header: str | None, others: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """A header and what others call it; nothing where it is not read."""
+    return () if header is None else (header.encode(), *others)
+
+
+def _first(headers: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> bytes | None:
+    """The first of the headers that is there and not empty."""
+    return next((name for name in names if headers.get(name)), None)

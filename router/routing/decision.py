@@ -33,6 +33,8 @@ from router.routing.tenant import Said
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
 RANK_HEADER = b"x-data-parallel-rank"
+SOURCE_HEADER = b"x-kv-cache-source-host-port"
+"""Tells llm-d's sidecar from whose cache to pull."""
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
 every vLLM for embeddings."""
@@ -272,6 +274,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source = self.replicas.get(candidate.pull_from or "")
         if source is not None and source.peer_address is not None and not source.removed:
             body = with_source(body, *source.peer_address)
+            address = source.origin.key.partition("://")[2]
+            headers = (*headers, (SOURCE_HEADER, address.encode("ascii")))
         changed = None if body is self.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 

@@ -25,6 +25,7 @@ from router.config.origin import Header
 from router.doors import address_of, worker_number
 from router.errors import UnknownModel
 from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import headers_read
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
@@ -430,12 +431,10 @@ def prepared_with(config: RouterConfig) -> frozenset[bytes]:
 def told_with(config: RouterConfig) -> frozenset[bytes]:
     """A client's headers with which its request is looked at here; names in lower case. All others
     go to the replica as they are, or the core drops or writes them as `Gateway` does."""
-    overload = config.overload
-    named = (overload.priority_header, overload.timeout_header, overload.tenant_header)
     return frozenset(
         (
             PRIORITY_HEADER,
-            *(name.encode() for name in named if name is not None),
+            *headers_read(config.overload),
             *((RANK_HEADER,) if config.server.trust_client_rank else ()),
         )
     )

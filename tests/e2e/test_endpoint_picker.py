@@ -244,10 +244,9 @@ async def test_a_rank_is_named_by_its_own_port() -> None:
 
 async def test_an_objective_for_the_first_token_bounds_the_wait() -> None:
     """Where the operator says that a later one is of no use; a client's own shorter one stays."""
-    doors = {"ext_proc": {"listen": "127.0.0.1:0", "ttft_is_deadline": True}}
-    overload = {"max_in_flight": 1, "max_waiting": 8}
+    overload = {"max_in_flight": 1, "max_waiting": 8, "ttft_is_deadline": True}
     with (
-        router_process({**CONFIG, "doors": doors, "overload": overload}) as router,
+        router_process({**CONFIG, "overload": overload}) as router,
         envoy(picker_of(router)) as gateway,
     ):
         async with engines(1) as (stub,), router.serving(stub):

@@ -796,6 +796,12 @@ async def test_only_requests_that_pull_from_a_peer_are_pythons(router: RouterPro
         assert request["predicted"]["pull_from"] == holder.name
         told = other.requests[-1].json["kv_transfer_params"]["remote_kv_source"]
         assert told["remote_port"] == 7777
+        source = {"x-kv-cache-source-host-port": holder.url.removeprefix("http://")}
+        assert source.items() <= other.requests[-1].headers.items()
+        body = {"model": holder.model, "token_ids": [*ids, 9]}
+        selected = (await router.post("/select_and_reserve", body)).json
+        assert source.items() <= selected["headers"].items()
+        await router.delete(f"/reservations/{selected['selection_id']}")
 
 
 async def test_an_engine_learns_from_the_core_when_to_compute_a_request() -> None:

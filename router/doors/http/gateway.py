@@ -33,6 +33,7 @@ from router.doors.http.proxied_paths import (
     dialect_of,
     salt_names,
 )
+from router.doors.names import SIDECAR_HEADERS
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -665,6 +666,7 @@ def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) ->
             *(KEY_HEADERS if guard.needs_key("client") else ()),
             *(() if server.trust_client_rank else (RANK_HEADER,)),
             *((PRIORITY_HEADER,) if owns_priority else ()),
+            *SIDECAR_HEADERS,
         )
     )
 

@@ -698,13 +698,9 @@ def test_a_source_that_is_asked_has_a_path_and_nothing_of_a_stream() -> None:
         assert found == f"replicas[0].kv_events[0].{name}: {rule}"
 
 
-def test_options_of_the_picker_that_would_come_to_nothing_are_refused() -> None:
-    """Or to another endpoint's port: the gateway tries a fallback with the headers of the first."""
+def test_options_of_the_picker_that_would_come_to_another_endpoints_port_are_refused() -> None:
+    """The gateway tries a fallback with the headers of the first."""
     place = "doors.ext_proc."
-    (found,) = problems(
-        "doors: {ext_proc: {ttft_is_deadline: true}}\noverload: {timeout_header: null}"
-    )
-    assert found == f"{place}ttft_is_deadline: true; overload.timeout_header must be set for that"
     (found,) = problems("doors: {ext_proc: {rank_ports: true, fallbacks: 1}}")
     rule = "a rank's port is that of one endpoint: fallbacks must be 0"
     assert found == f"{place}rank_ports: true; {rule}"

@@ -21,7 +21,7 @@ from router.errors import (
     QueueTimeout,
     RequestError,
 )
-from router.fleet.entrance import Entrance
+from router.fleet.entrance import Entrance, headers_read
 from router.fleet.line import LineLimits, Waiter
 from router.fleet.room import NoTurn, RoomListener, WaitingRoom
 
@@ -246,3 +246,47 @@ def test_a_client_can_only_shorten_its_wait() -> None:
     assert here.waiter("m", {b"x-request-timeout": b"2.5"}).deadline == 102.5
     assert here.waiter("m", {b"x-request-timeout": b"600"}).deadline == 120
     assert here.waiter("m", {}).deadline == 120
+
+
+def test_what_the_field_calls_a_header_counts_where_that_header_does() -> None:
+    """llm-d's names and the older ones, after the one that is configured."""
+    named = entrance(tenant_header="x-tenant", priority_header="x-priority")
+    for prefix in (b"x-llm-d", b"x-gateway"):
+        headers = {
+            prefix + b"-inference-fairness-id": b"blue",
+            prefix + b"-inference-objective": b"low",
+        }
+        waiter = named.waiter("m", headers, "holder")
+        assert (waiter.tenant, waiter.priority) == ("blue", 2)
+        own = {**headers, b"x-tenant": b"red", b"x-priority": b"high"}
+        assert (named.waiter("m", own).tenant, named.waiter("m", own).priority) == ("red", 0)
+        waiter = entrance().waiter("m", headers, "holder")
+        assert (waiter.tenant, waiter.priority) == ("holder", 1), "they are not trusted"
+    with pytest.raises(BadRequest, match="x-gateway-inference-objective"):
+        named.waiter("m", {b"x-gateway-inference-objective": b"best"})
+
+
+def test_an_objective_for_the_first_token_is_a_deadline_where_it_is_said_to_be() -> None:
+    """The shorter of the two counts; one that is no time is an error."""
+    headers = {b"x-llm-d-slo-ttft-ms": b"2500", b"x-slo-ttft-ms": b"1"}
+    assert entrance(max_wait_s=20).waiter("m", headers).deadline == 120
+    here = entrance(max_wait_s=20, ttft_is_deadline=True)
+    assert here.waiter("m", headers).deadline == 102.5
+    assert here.waiter("m", {**headers, b"x-request-timeout": b"1"}).deadline == 101
+    assert here.waiter("m", {b"x-slo-ttft-ms": b"600000"}).deadline == 120
+    for value in (b"0", b"-1", b"soon", b"1e3", b"9" * 10):
+        with pytest.raises(BadRequest, match="x-slo-ttft-ms"):
+            here.waiter("m", {b"x-slo-ttft-ms": value})
+
+
+def test_all_headers_that_are_read_are_known() -> None:
+    """With these the core leaves a request to Python; with the others it decides."""
+    assert headers_read(OverloadConfig()) == {b"x-request-timeout"}
+    every = OverloadConfig(
+        tenant_header="x-t", priority_header="x-p", timeout_header=None, ttft_is_deadline=True
+    )
+    assert headers_read(every) == {
+        *(b"x-t", b"x-p", b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms"),
+        *(b"x-llm-d-inference-objective", b"x-gateway-inference-objective"),
+        *(b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id"),
+    }
