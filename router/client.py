@@ -44,10 +44,14 @@ class SelectionError(Exception):
     def __init__(
         self, status: int, code: str, message: str, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(message)
+        # All of them, so that it can be pickled: programs hand errors from process to process.
+        super().__init__(status, code, message, retry_after_s)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[2])
 
 
 @dataclass
@@ -75,28 +79,40 @@ class Selection:
     """What the engine reports: set it, and it is compared with the prediction."""
     status: int | None = None
     """Of the replica's response: set it where it is not 200."""
+    failure: str | None = None
+    """How the replica failed, where it is to blame: `connect`, `closed`, `first_byte_timeout` or
+    `unavailable`. It counts against its health."""
 
     def report(self, outcome: str) -> dict[str, Any]:
         """The body that ends the reservation."""
-        found = {"outcome": outcome, "usage": self.usage, "status": self.status}
+        found = {
+            "outcome": outcome,
+            "usage": self.usage,
+            "status": self.status,
+            "failure": self.failure,
+        }
         return {name: value for name, value in found.items() if value is not None}
 
 
 def _selection(response: httpx.Response) -> Selection:
     _check(response)
-    found = response.json()
-    return Selection(
-        id=found.get("selection_id", ""),
-        replica=found["replica"],
-        endpoint=found["endpoint"],
-        address=found["address"],
-        dp_rank=found["dp_rank"],
-        cached_tokens=found["overlap"]["longest_matched"],
-        reason=found["reason"],
-        headers=found.get("headers", {}),
-        body_fields=found.get("body_fields", {}),
-        answer=found,
-    )
+    try:
+        found = response.json()
+        return Selection(
+            id=found.get("selection_id", ""),
+            replica=found["replica"],
+            endpoint=found["endpoint"],
+            address=found["address"],
+            dp_rank=found["dp_rank"],
+            cached_tokens=found["overlap"]["longest_matched"],
+            reason=found["reason"],
+            headers=found.get("headers", {}),
+            body_fields=found.get("body_fields", {}),
+            answer=found,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message = "what answered is no router: it names no replica"
+        raise SelectionError(response.status_code, "unreadable", message) from None
 
 
 def _check(response: httpx.Response) -> None:
