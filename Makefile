@@ -18,6 +18,10 @@ E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 # Installed without the compiled core, and so for any Python 3: it is built in place, below.
 PURE := SKBUILD_WHEEL_CMAKE=false SKBUILD_WHEEL_PY_API=py3
 
+# A real Ray Serve, half a gigabyte: an environment of its own.
+RAY := .venv-ray
+RAY_INSTALLED := $(RAY)/.installed
+
 # The routers that ours is measured beside.
 BENCH_PEERS := .venv-peers
 BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
@@ -29,7 +33,7 @@ COMPILER := $(if $(filter-out default undefined,$(origin CXX)),$(CXX),$(shell co
 CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING $(if $(COMPILER),-DCMAKE_CXX_COMPILER=$(COMPILER)) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs reference lock sbom audit test test-deploy check format native tidy fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs reference lock sbom audit test test-deploy test-ray check format native tidy fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 # Two targets set up the same environment.
 .NOTPARALLEL:
@@ -136,6 +140,16 @@ $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 e2e-vllm: $(E2E_VLLM_INSTALLED)
 	$(E2E_VLLM)/bin/python -m pytest tests/vllm
 
+$(RAY_INSTALLED): pyproject.toml integrations/ray/pyproject.toml tests/ray/requirements.txt
+	$(PYTHON) -m venv $(RAY)
+	$(PURE) $(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[client,gateway]' \
+	    --editable integrations/ray --requirement tests/ray/requirements.txt
+	touch $@
+
+# Calls through a real Ray Serve, placed by a real router: some minutes.
+test-ray: $(RAY_INSTALLED) $(NATIVE)
+	$(RAY)/bin/python -m pytest tests/ray
+
 bench: $(INSTALLED) $(NATIVE)
 	$(BIN)/python -m benchmarks.run_all
 
@@ -171,4 +185,4 @@ mutants: $(INSTALLED)
 	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) $(BENCH_PEERS) build dist wheelhouse *.egg-info router/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) $(BENCH_PEERS) $(RAY) build dist wheelhouse *.egg-info router/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

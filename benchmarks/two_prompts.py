@@ -5,7 +5,8 @@
 Two prompts in turn, one request at a time, over two idle replicas that have room for one each; a
 play has twelve requests and fresh replicas. One line a way: `reused_pct` of each play, of which 83
 are possible, and how many of the predictions were exact. Ways that need a program which is not
-installed say so.
+installed say so. Ray has an environment of its own: `make test-ray`, then
+`.venv-ray/bin/python -m benchmarks.two_prompts --ways "Ray Serve"`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, NamedTuple
 
 from benchmarks.figures import report
 from tests.e2e.test_endpoint_picker import picker_of
-from tests.support.envoy import ENVOY, Envoy, envoy, scripted_envoy
-from tests.support.nginx import Nginx, has_nginx, scripted_nginx
+from tests.support.envoy import ENVOY, envoy, scripted_envoy
+from tests.support.nginx import has_nginx, scripted_nginx
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.two_prompts import (
     AskOne,
+    Played,
     Turn,
     by_gateway,
     by_proxy,
@@ -32,6 +36,7 @@ from tests.support.two_prompts import (
     by_selection,
     fresh_replicas,
     play,
+    room_for_one,
     share_reused,
 )
 
@@ -44,7 +49,25 @@ class _Way(NamedTuple):
     missing: str = ""
     """Of what it needs."""
     ask_one: AskOne | None = None
-    start: Callable[[RouterProcess], AbstractContextManager[Envoy | Nginx]] | None = None
+    start: Callable[[RouterProcess], AbstractContextManager[Any]] | None = None
+    """What it starts has the `port` to send to."""
+    replicas: Callable[[RouterProcess, Any], AbstractAsyncContextManager[Sequence[Played]]] = (
+        lambda router, _: fresh_replicas(router)
+    )
+    """Fresh ones for a play, given what *start* has started."""
+
+
+def _ray(_: RouterProcess) -> AbstractContextManager[Any]:
+    found: AbstractContextManager[Any] = importlib.import_module(
+        "tests.support.ray_serve"
+    ).ray_serve()
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _replicas_of_ray(router: RouterProcess, ray: Any) -> AsyncIterator[Sequence[Played]]:
+    async with ray.engines(router, *room_for_one()) as served:
+        yield await served.listed()
 
 
 def ways() -> dict[str, _Way]:
@@ -53,6 +76,7 @@ def ways() -> dict[str, _Way]:
     njs, lua = (
         "" if has_nginx(each) else f"nginx with its {each} module" for each in ("js", "lua")
     )
+    no_ray = "" if importlib.util.find_spec("ray") else "ray[serve]"
     return {
         "proxy": _Way(ask_one=by_proxy),
         "/select_and_reserve": _Way(ask_one=by_reservation),
@@ -64,6 +88,7 @@ def ways() -> dict[str, _Way]:
         "Envoy, Lua": _Way(no_envoy, start=lambda router: scripted_envoy(router.port)),
         "nginx, njs": _Way(njs, start=lambda router: scripted_nginx("nginx.conf", router.port)),
         "nginx, Lua": _Way(lua, start=lambda router: scripted_nginx("nginx-lua.conf", router.port)),
+        "Ray Serve": _Way(no_ray, start=_ray, replicas=_replicas_of_ray),
     }
 
 
@@ -85,12 +110,13 @@ def main() -> None:
 async def _plays(way: _Way, count: int) -> list[list[Turn]]:
     found = []
     with router_process(_CONFIG) as router, contextlib.ExitStack() as stack:
-        ask_one = way.ask_one
+        ask_one, started = way.ask_one, None
         if way.start is not None:
-            ask_one = by_gateway(stack.enter_context(way.start(router)).port)
+            started = stack.enter_context(way.start(router))
+            ask_one = by_gateway(started.port)
         assert ask_one is not None
         for seed in range(count):
-            async with fresh_replicas(router) as replicas:
+            async with way.replicas(router, started) as replicas:
                 found.append(await play(router, replicas, seed, ask_one))
     return found
 

@@ -54,6 +54,7 @@ RUN = {
 """Blocks by how they begin, and where they are run."""
 
 NOT_RUN = {
+    ("docs/ray.md", "kvroute serve --port 8080"): "a GPU; tests/ray runs the same, small engines",
     ("docs/gateways.md", ""): "a gateway's side; tests/e2e/test_selection.py asks the same",
     ("README.md", "make demo"): "minutes; the demo is run in tests/e2e/test_demo.py",
     ("README.md", "python3 -m venv"): "installs; make test begins with the same",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 from async_timeout import timeout
 
 from kvevents.messages import encode_start, read_reply
-from tests.support.engine_process import EngineProcess
 from tests.support.http_client import Answer
 from tests.support.router_process import RouterProcess
 from tests.support.waiting import DEADLINE_S
@@ -32,7 +32,14 @@ def hits(answer: Answer) -> tuple[int, int]:
     return int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)
 
 
-async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
+class Named(Protocol):
+    """A replica that the router lists."""
+
+    @property
+    def name(self) -> str: ...
+
+
+async def until_told(router: RouterProcess, engine: Named) -> None:
     """Wait until the router has applied everything that *engine* has published so far: its replay
     endpoint has nothing beyond."""
     loop = asyncio.get_running_loop()

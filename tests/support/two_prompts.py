@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from tests.support.actual_hits import cached_tokens, until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
@@ -28,6 +28,14 @@ class Turn:
     """Prompt tokens that were to be reused."""
     reused: int
     """Prompt tokens that were, as the engine reports."""
+
+
+class Played(Protocol):
+    """What a play needs of a replica."""
+
+    @property
+    def name(self) -> str: ...
+    async def get(self, path: str) -> Answer: ...
 
 
 AskOne = Callable[[RouterProcess, dict[str, Any]], Awaitable[tuple[str, int, Answer]]]
@@ -73,7 +81,7 @@ def by_gateway(port: int) -> AskOne:
 
 
 async def play(
-    router: RouterProcess, replicas: Sequence[EngineProcess], seed: int, ask_one: AskOne
+    router: RouterProcess, replicas: Sequence[Played], seed: int, ask_one: AskOne
 ) -> list[Turn]:
     """Send them, one request at a time.
 
@@ -102,18 +110,20 @@ def share_reused(turns: Sequence[Turn]) -> float:
     return sum(turn.reused for turn in turns) / (len(turns) * PROMPT_TOKENS)
 
 
-@contextlib.asynccontextmanager
-async def fresh_replicas(router: RouterProcess) -> AsyncIterator[list[EngineProcess]]:
-    """Two, each with room for one prompt and little more."""
+def room_for_one() -> tuple[str, ...]:
+    """Arguments of an engine with room for one prompt and little more."""
     options = {
         "served_model_name": unique("turns"),
         "num_blocks": PROMPT_TOKENS // 16 * 11 // 10,
         "max_model_len": PROMPT_TOKENS + 64,
     }
-    async with (
-        engine_processes(2, *simulated("full", **options)) as replicas,
-        router.serving(*replicas),
-    ):
+    return simulated("full", **options)
+
+
+@contextlib.asynccontextmanager
+async def fresh_replicas(router: RouterProcess) -> AsyncIterator[list[EngineProcess]]:
+    """Two of them."""
+    async with engine_processes(2, *room_for_one()) as replicas, router.serving(*replicas):
         yield replicas
 
 

@@ -1,0 +1,47 @@
+"""`GET /health` for a replica whose engine serves no HTTP: the router asks it whether it lives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from typing_extensions import override
+
+
+class HealthPort:
+    """Answers 200 as long as the replica is well, in a thread.
+
+    Args:
+        host: The address to listen at, and in `url`: one that the router reaches.
+        is_well: Asked for every answer, in that thread.
+        port: 0 for one that the system chooses.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", is_well: Callable[[], bool] = lambda: True, port: int = 0
+    ) -> None:
+        class Answer(BaseHTTPRequestHandler):
+            timeout = 5.0
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                status = 404 if self.path != "/health" else 200 if is_well() else 503
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            @override
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: it is asked every few seconds."""
+
+        self._server = ThreadingHTTPServer((host, port), Answer)
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        """What to register."""
+        threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
