@@ -332,6 +332,9 @@ class Booking:
     def generated(self, tokens: int) -> None: ...
     def ended(self, was_served: bool) -> bool:
         """Whether no other request that the core decided was there meanwhile, or shortly before."""
+    def reported(self, cached_tokens: int | None) -> None:
+        """What the engine said was cached of the prompt, behind the end; None: it did not say. An
+        estimate learns from it, where the hit was one."""
 
 class Place:
     """One of the reservations that there may be; it goes back with its last reference."""
@@ -407,12 +410,15 @@ class Placing:
         self,
         models: dict[str, ServedName],
         in_mirror: list[int],
+        lost: list[tuple[int, float]],
     ) -> None:
         """What is served, in place of what was.
 
         Args:
             models: By name.
             in_mirror: The mirror's number of each cache, by that of the books.
+            lost: Of caches whose events are not whole, since when, by the clock: always (minus
+                infinity), where there are none.
         """
     def under_way(self) -> int: ...
     def company(self, replica_id: str) -> tuple[int, int, float]: ...
@@ -468,17 +474,20 @@ class Plane:
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
         reserved    a gateway that sends a request itself was told where: the id of its
-                    reservation, its booking, its place, the reason, tokens by lower tier, and all
-                    of `settled`
+                    reservation, its booking, its place, the reason, tokens by lower tier, and the
+                    record of `settled`
         reported    what that gateway reports of it: its id, `first_token`, `output` or `end`, the
                     body, and when
         told        where such a request would go: model, seconds of the decision; of no exchange
         long_prompt such a request has much to compute, and was sent; of no exchange
-        running     such a request takes a while, or has its first byte since: as `settled`
-        settled     the same at its end: model, replica, request id, client's host and port, rank,
-                    tokens of the prompt, cached on the GPU, cached, and expected, whether the
-                    prediction was suspect, what was asked (the place of its path, whether it
-                    streams, is comparable, has a salt, an adapter, seconds of tokenisation or
+        running     such a request takes a while, or has its first byte since: the record of
+                    `settled`
+        settled     the same at its end: a record, and where the hit was an estimate, its booking,
+                    which waits for `reported`, or else None. The record is model, replica, request
+                    id, client's host and port, rank, tokens of the prompt, cached on the GPU,
+                    cached, and expected, whether the prediction was suspect, the share of an
+                    estimate that counted or None, what was asked (the place of its path, whether
+                    it streams, is comparable, has a salt, an adapter, seconds of tokenisation or
                     None), whether it had the replica to itself among such, when it began, seconds
                     of the decision and of the first byte, then as in `ended`, with all events
         summed      such requests that were served whole; of no exchange: model, replica, how many,

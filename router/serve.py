@@ -39,7 +39,7 @@ from router.config.origin import KEPT_S
 from router.doors import Adopted
 from router.doors.adopted import RESERVE_PATH
 from router.doors.http.proxied_paths import dialect_of
-from router.doors.http.selection import take_report
+from router.doors.http.selection import SELECT_PATH, take_report
 from router.errors import ConfigError, ConfigProblem
 from router.index import PrefixIndex
 from router.index.mirror_types import WORTH_TELLING
@@ -426,6 +426,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         dropped=app.gateway.dropped,
         prepares_all=needs_key or service.tracing is not None,
         route_path=Endpoint.ROUTE.value.encode() if tells_gateways else b"",
+        select_path=SELECT_PATH.encode() if tells_gateways else b"",
         reserve_path=RESERVE_PATH.encode() if tells_gateways else b"",
         prepared_with=prepared_with(service.config),
         told_with=told_with(service.config),

@@ -72,7 +72,7 @@ class Adopted:
             by_tier: Tokens that lower tiers have of its prompt.
             record: As `Plane` tells of a request that it served.
         """
-        settled = Settled.of_core(record[2:])
+        settled = Settled.of_core(record)
         settled = settled._replace(reason=f"{reason}{BY_CORE}", by_tier=by_tier)
         observer = _CoreObserver(self._observers, number, settled, booking, self._policy)
         replicas = self._observers.replicas
@@ -155,7 +155,10 @@ class _CoreObserver:
             usage=last,
             first_usage=first,
         )
-        self._observers.settle(self._number, self._settled, RESERVE_PATH, self._policy)
+        settle = self._observers.settle
+        routed = settle(self._number, self._settled, RESERVE_PATH, self._policy)
+        if routed.approximate:
+            self._booking.reported(routed.actual_tokens)
 
     def response_tokens(self) -> int | None:
         """Known at its end."""

@@ -60,18 +60,12 @@ class ApproximateCaches:
             max_keys: Bound on the keys of all caches together.
             clock: A monotonic clock, in seconds.
         """
-        self._lost_since = lost_since
-        self._after_s = after_s
+        self.lost_since = lost_since
         self._clock = clock
         self._mirror = mirror
         self._core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
         self.silent: set[SourceId] = set()
         """Caches of replicas that publish no events."""
-
-    def is_needed(self, source: SourceId) -> bool:
-        """Whether the events of a cache have been missing for long."""
-        lost_since = self._lost_since(source)
-        return lost_since is not None and self._clock() - lost_since >= self._after_s
 
     def stand_in(
         self, source: SourceId, cache_tokens: int | None, now: float
@@ -84,7 +78,7 @@ class ApproximateCaches:
             cache_tokens: Its size as the engine reports it; None: it does not.
             now: On the clock.
         """
-        number, lost_since = self._mirror.number_of(source), self._lost_since(source)
+        number, lost_since = self._mirror.number_of(source), self.lost_since(source)
         found = self._core.stand_in(number, lost_since, cache_tokens, now)
         return None if found is None else ApproximateCache(found)
 
@@ -109,7 +103,7 @@ class ApproximateCaches:
         now, found = self._clock(), {}
         for number in self._core.caches():
             source = self._mirror.source_of(number)
-            values: Any = self._core.statistics(number, self._lost_since(source), now)
+            values: Any = self._core.statistics(number, self.lost_since(source), now)
             if values is not None:
                 found[source] = ApproximateStatistics(*values)
         return found

@@ -57,6 +57,7 @@ class PlaneOptions:
     told_with: frozenset[bytes] = frozenset()
     long_prompt_tokens: int = 0
     route_path: bytes = b""
+    select_path: bytes = b""
     reserve_path: bytes = b""
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()

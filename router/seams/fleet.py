@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -263,6 +263,7 @@ class NativeDecisions(ReplicaListener):
     def _tell(self) -> None:
         models: dict[str, ServedName] = {}
         caches: dict[int, int] = {}
+        lost: dict[int, float] = {}
         forms: dict[str, HintForm | None] = {}
         told: list[Any] = []
         ways: dict[str, Way | None] = {}
@@ -273,16 +274,17 @@ class NativeDecisions(ReplicaListener):
             served, fleet, forms[name] = found
             models[name] = served
             caches.update(self._numbers(fleet))
+            lost.update(self._lost(fleet))
             told.append((name, fleet, served))
         self._forms = forms
-        if told == self._told:
+        if (told, lost) == self._told:
             return
-        self._told = told
+        self._told = told, lost
         none = 2**32 - 1
         in_mirror = [none] * (max(caches, default=-1) + 1)
         for number, other in caches.items():
             in_mirror[number] = other
-        self._placing.serve(models, in_mirror)
+        self._placing.serve(models, in_mirror, list(lost.items()))
 
     def _names(self) -> Iterator[tuple[str, Model, str | None]]:
         """What requests may name, with the model and the adapter that it stands for."""
@@ -303,13 +305,26 @@ class NativeDecisions(ReplicaListener):
         books, mirror = self._parts.load.books, self._parts.mirror
         return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
 
+    def _lost(self, fleet: KnownFleet) -> dict[int, float]:
+        """Since when the events of its caches have not been whole, of those where they are not: an
+        estimate may stand in. By the books' numbers."""
+        approximate, suspects = self._service.approximate, self._service.feed.suspects
+        if approximate is None:
+            return {}
+        books, lost = self._parts.load.books, {}
+        for source in fleet.numbers.keys() & (suspects | approximate.silent):
+            since = approximate.lost_since(source)
+            if since is not None:
+                lost[books.cache_id(*source)] = since
+        return lost
+
     def _served(
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """What the core is told of a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
-        if not replicas or index.searches or self._is_closely_watched(replicas):
+        if not replicas or index.searches:
             return None
         forms = {model.hint_form(replica) for replica in replicas}
         for replica in replicas:
@@ -340,23 +355,6 @@ class NativeDecisions(ReplicaListener):
             is_read_first=form is not None,
         )
         return served, fleet, form
-
-    def _is_closely_watched(self, replicas: Sequence[Replica]) -> bool:
-        """Whether something is estimated of their caches, which is done in Python."""
-        return any(not replica.sources or self._is_estimated(replica) for replica in replicas)
-
-    def _is_estimated(self, replica: Replica) -> bool:
-        """Whether events of a cache there are missing, for so long that an estimate stands in."""
-        approximate, suspects = self._service.approximate, self._service.feed.suspects
-        if approximate is None:
-            return False
-        if SourceId(replica.id) in approximate.silent:
-            return True
-        return any(
-            approximate.is_needed(source)
-            for each in replica.sources
-            if (source := SourceId(replica.id, each.dp_rank)) in suspects
-        )
 
     def _way(self, replica: Replica) -> Way | None:
         """The way to a replica; None where it is not known yet, or may not be gone."""

@@ -4,7 +4,7 @@ logged as those that are served here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from router.doors.http.access_log import AccessLine
 from router.doors.http.gateway import of_key
@@ -16,6 +16,9 @@ from router.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers, Settled
 from router.telemetry.sums import RequestSum
+
+if TYPE_CHECKING:
+    from router._core import Booking
 
 
 class Settling:
@@ -45,29 +48,32 @@ class Settling:
         self._policy = policy
         self._logs_access = logs_access
 
-    def running(self, number: int, *what: Any) -> None:
+    def running(self, number: int, record: Sequence[Any]) -> None:
         """One has been under way for a while, or has its first byte since.
 
         Args:
             number: Of the request.
-            what: As `Plane` tells it.
+            record: As `Plane` tells it.
         """
-        settled, path = self._of_core(number, what)
+        settled, path = self._of_core(number, record)
         self._observers.show(number, settled, path, self._policy)
         self._pass_by(number, settled)
 
-    def settled(self, number: int, *what: Any) -> None:
+    def settled(self, number: int, record: Sequence[Any], booking: Booking | None) -> None:
         """One is over.
 
         Args:
             number: Of the request.
-            what: As `Plane` tells it.
+            record: As `Plane` tells it.
+            booking: Waits for what its engine reported; None: nothing does.
         """
-        settled, path = self._of_core(number, what)
+        settled, path = self._of_core(number, record)
         begun = self._preparation.begun(number)
         self._leave_line(number, settled)
         self._preparation.settled(number, settled)
         routed = self._observers.settle(number, settled, path, self._policy)
+        if booking is not None:
+            booking.reported(routed.actual_tokens)
         if begun is not None and begun.version is not None:
             self._observers.metrics.versions.labels(*begun.version).inc()
         if self._logs_access:
@@ -140,9 +146,9 @@ class Settling:
             return None
         return Attempt(replica_id, replicas.get(replica_id).origin)
 
-    def _of_core(self, number: int, what: Sequence[Any]) -> tuple[Settled, str]:
+    def _of_core(self, number: int, record: Sequence[Any]) -> tuple[Settled, str]:
         """A record of the core, and the path that was asked."""
-        settled = Settled.of_core(what)
+        settled = Settled.of_core(record)
         begun = self._preparation.begun(number)
         if begun is not None:
             is_traced = begun.trace is not None and begun.trace.is_sampled

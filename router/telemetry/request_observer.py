@@ -76,6 +76,8 @@ class Settled(NamedTuple):
     tokens: tuple[int, int, int, int]
     """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
     suspect: bool
+    approximate_trust: float | None
+    """Of a hit that is an estimate, the share that counted; None: it is by events."""
     asked: AskedInCore
     was_alone: bool
     """Whether it had the replica to itself, among those that the data plane decided."""
@@ -96,6 +98,11 @@ class Settled(NamedTuple):
     first_usage: bytes
     trace_id: str | None = None
     is_traced: bool = False
+    """Whether that trace is recorded."""
+    reason: str = ""
+    """Why it went there, where that is known in full."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What lower tiers had of the prompt, likewise."""
 
     @classmethod
     def of_core(cls, record: Sequence[Any]) -> Settled:
@@ -108,12 +115,6 @@ class Settled(NamedTuple):
         """Tokens of the prompt that were to be computed."""
         prompt_tokens, _, cached_tokens, _ = self.tokens
         return prompt_tokens - cached_tokens
-
-    """Whether that trace is recorded."""
-    reason: str = ""
-    """Why it went there, where that is known in full."""
-    by_tier: tuple[tuple[str, int], ...] = ()
-    """What lower tiers had of the prompt, likewise."""
 
     @property
     def exemplar(self) -> str | None:
@@ -146,6 +147,7 @@ def _in_words(settled: Settled) -> str:
         gpu_cached_tokens=gpu_cached,
         cached_tokens=cached,
         suspect=settled.suspect,
+        approximate_trust=settled.approximate_trust,
     )
     return "; ".join(found.hit_in_words(prompt_tokens)) + BY_CORE
 
@@ -330,6 +332,7 @@ class RequestObservers:
         request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
         request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
         request.expected_tokens, request.suspect = expected, settled.suspect
+        request.approximate = settled.approximate_trust is not None
         request.by_tier = settled.by_tier
         request.why = partial(_in_words, settled)
         self.log.add(request)
@@ -396,11 +399,15 @@ class RequestObservers:
 
     def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
         actual = self.cached_tokens(settled.usage_reader, settled.replica)
-        if actual is not None:
-            request.actual_tokens = actual
-            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
-            served.compare_expected(request.expected_tokens or 0, actual)
-            self._judge(settled, request.cached_tokens, actual)
+        if actual is None:
+            return
+        request.actual_tokens = actual
+        if request.approximate:
+            served.compare_approximate(request.cached_tokens, actual)
+            return
+        served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
+        served.compare_expected(request.expected_tokens or 0, actual)
+        self._judge(settled, request.cached_tokens, actual)
 
     def _judge(self, settled: Settled, predicted: int, actual: int) -> None:
         was_quiet = settled.was_alone and self.repair.quiet.was_quiet(
@@ -525,6 +532,7 @@ class RequestObserver(ProxyObserver):
             self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
         else:
             self._in_flight.retried(replica_id, uncached, dp_rank, visit)
+        self._approximate = None
         if source is not None and candidate.is_approximate:
             visit_estimated = of_all.planner.approximate_visit
             self._approximate = visit_estimated(decision.prompts, source, candidate)

@@ -109,8 +109,8 @@ async def test_hits_without_events_are_estimated_and_marked_as_such(mixed: Mixed
     assert "its events have been missing for long: its hits are approximate" in texts
 
 
-async def test_what_the_data_plane_decided_is_estimated_once_its_events_are_lost() -> None:
-    """It knows no estimates, so that such requests must not stay its own."""
+async def test_what_the_data_plane_decides_is_estimated_once_its_events_are_lost() -> None:
+    """It goes on deciding, by what it sent there before."""
     with router_process(SETTINGS) as router:
         async with EngineStub(unique("model"), has_events=True) as stub, AsyncExitStack() as relays:
             source = await relayed(stub, relays)
@@ -127,3 +127,6 @@ async def test_what_the_data_plane_decided_is_estimated_once_its_events_are_lost
                     assert time.monotonic() < deadline, "the lost events are not replaced"
                     answer = await router.post("/v1/completions", body)
                 assert answer.headers["x-kv-hit-tokens"] == "384"
+                while request["predicted"]["approximate"] is False or not request["end"]:
+                    (request, *_) = (await router.get("/requests")).json["requests"]
+                assert request["reason"].endswith("decided by the data plane")

@@ -330,6 +330,8 @@ class EngineStub:
     name: str = field(default_factory=lambda: unique("stub"))
     adapters: tuple[str, ...] = ()
     has_events: bool = False
+    layout: KVCacheLayout = field(default_factory=lambda: KVCacheLayout.build([FULL]))
+    """That it announces. What it stores is of the first group."""
     health_status: str = "200 OK"
     tokenizing: Behaviour | None = None
     """What /tokenize does instead of responding."""
@@ -406,7 +408,7 @@ class EngineStub:
             config = PublisherConfig(
                 endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=0.2
             )
-            self._publisher = ZmqEventPublisher(config, KVCacheLayout.build([FULL]))
+            self._publisher = ZmqEventPublisher(config, self.layout)
             assert self._publisher.replay_endpoint is not None
             self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
 
@@ -432,12 +434,14 @@ class EngineStub:
     # --- its cache --------------------------------------------------------------------------------
 
     def store(self, ids: Sequence[int], salt: str | None = None) -> None:
-        """Cache the whole blocks of this prompt, for requests of this *salt*; and publish that."""
-        assert self._publisher is not None
+        """Cache the whole blocks of this prompt, for requests of this *salt*; and publish that, if
+        it publishes anything."""
         blocks = len(ids) // BLOCK
-        self._prompts.append(list(ids[: blocks * BLOCK]))
-        self._publisher.publish([Prefix(list(ids[: blocks * BLOCK]), salt=salt).stored(0, FULL)])
+        whole = list(ids[: blocks * BLOCK])
+        self._prompts.append(whole)
         self.stored_blocks += blocks
+        if self._publisher is not None:
+            self._publisher.publish([Prefix(whole, salt=salt).stored(0, FULL)])
 
     def evict(self, ids: Sequence[int]) -> None:
         """Evict the blocks of a stored prompt, and publish that. No other prompt may share them."""

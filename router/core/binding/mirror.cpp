@@ -365,8 +365,10 @@ public:
 
     std::pair<Tokens, double> hit(const nb::list& prompts, Tokens most_tokens) const {
         const AllKeys keys = asked_->of(prompts);
+        std::vector<std::span<const u64>> spans;
+        for (const Keys& each : *keys) spans.push_back(each.span);
         Guarded guarded(books_->mutex);
-        const mirror::ApproximateHit found = cache_->hit(*keys, most_tokens);
+        const mirror::ApproximateHit found = cache_->hit(spans, most_tokens);
         return {found.tokens, found.trust};
     }
 

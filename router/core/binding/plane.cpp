@@ -12,6 +12,7 @@
 #include "binding/index.hpp"
 #include "binding/mirror.hpp"
 #include "binding/module.hpp"
+#include "binding/plane.hpp"
 #include "binding/sums.hpp"
 #include "binding/support.hpp"
 #include "plane/ask.hpp"
@@ -24,6 +25,8 @@
 
 namespace nb = nanobind;
 using namespace kvroute::plane;
+using kvroute::binding::bytes_of;
+using kvroute::binding::events_of;
 
 namespace {
 
@@ -39,8 +42,6 @@ Value read(nb::handle object, const char* field) {
     return nb::cast<Value>(object.attr(field));
 }
 
-nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
-
 std::optional<std::string> optional_text(nb::handle from) {
     if (from.is_none()) return std::nullopt;
     return text_of(from);
@@ -52,214 +53,13 @@ Fields fields_of(nb::handle from) {
     return found;
 }
 
-nb::list list_of(const Fields& fields) {
-    nb::list made;
-    for (const auto& [name, value] : fields) {
-        made.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
-    }
-    return made;
-}
-
-nb::str latin(const std::string& text) {
-    return nb::steal<nb::str>(
-        PyUnicode_DecodeLatin1(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
-}
-
-constexpr const char* kEnds[] = {"completed", "client_left", "client_stalled", "replica_died",
-                                 "abandoned"};
-constexpr const char* kFailures[] = {
-    "connect", "connect_timeout", "closed",   "kept_closed", "first_byte_timeout", "malformed",
-    "given_up", "no_files",       "at_limit", "died",        "idle_timeout",       "lost",
-    "late"};
-
-nb::object name_of(const std::optional<Failure>& failure) {
-    if (!failure) return nb::none();
-    return nb::str(kFailures[static_cast<int>(*failure)]);
-}
-
-nb::tuple asked_of(const Asked& asked) {
-    return nb::make_tuple(static_cast<int>(asked.path), asked.is_stream, asked.is_comparable,
-                          asked.has_salt, asked.has_adapter,
-                          asked.tokenization_s ? nb::cast(*asked.tokenization_s) : nb::none());
-}
-
-// The last of it may end a booking, and takes mutexes: meanwhile the interpreter is others'.
-template <typename Held>
-void let_go_of(std::shared_ptr<Held>& held) {
-    if (held == nullptr) return;
-    nb::gil_scoped_release released;
-    held.reset();
-}
-
-// A booking of the core's. Its steps take mutexes, and leave the interpreter to others.
-struct BookingHandle {
-    std::shared_ptr<Booking> booking;
-
-    explicit BookingHandle(std::shared_ptr<Booking> held) : booking(std::move(held)) {}
-    BookingHandle(BookingHandle&&) = default;
-    BookingHandle& operator=(BookingHandle&&) = default;
-    ~BookingHandle() { let_go_of(booking); }
-
-    void first_byte() {
-        nb::gil_scoped_release released;
-        booking->first_byte(clock_now());
-    }
-    void generated(u64 events) {
-        nb::gil_scoped_release released;
-        booking->generated(events, clock_now());
-    }
-    bool ended(bool was_served) {
-        nb::gil_scoped_release released;
-        return booking->ended(was_served, clock_now());
-    }
-};
-
-// One of the reservations that there may be.
-struct PlaceHandle {
-    std::shared_ptr<Reservations::Place> place;
-
-    explicit PlaceHandle(std::shared_ptr<Reservations::Place> held) : place(std::move(held)) {}
-    PlaceHandle(PlaceHandle&&) = default;
-    PlaceHandle& operator=(PlaceHandle&&) = default;
-    ~PlaceHandle() { let_go_of(place); }
-};
-
-// The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
-struct AsTuple {
-    ExchangeId id;
-
-    nb::object operator()(const Opened& opened) const {
-        return nb::make_tuple("opened", id, latin(opened.method), bytes_of(opened.target),
-                              opened.minor, opened.keeps_alive, opened.is_of_reserve,
-                              list_of(opened.fields), opened.client, opened.client_port,
-                              bytes_of(opened.body), opened.is_whole);
-    }
-    nb::object operator()(const Prepare& prepare) const {
-        return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),
-                              bytes_of(prepare.body));
-    }
-    nb::object operator()(const BodyRead& read) const {
-        return nb::make_tuple("body", id, bytes_of(read.piece), read.is_whole);
-    }
-    nb::object operator()(const Left&) const { return nb::make_tuple("left", id); }
-    nb::object operator()(const Failed& failed) const {
-        return nb::make_tuple("failed", id, name_of(failed.failure), failed.why);
-    }
-    nb::object operator()(const NotNow& not_now) const {
-        return nb::make_tuple("not_now", id, not_now.status,
-                              not_now.retry_after_s ? nb::cast(*not_now.retry_after_s) : nb::none());
-    }
-    nb::object operator()(const FirstByte& first) const {
-        return nb::make_tuple("first_byte", id, first.status);
-    }
-    nb::object operator()(const Progress& progress) const {
-        return nb::make_tuple("progress", id, progress.events);
-    }
-    nb::object operator()(const Beginning& beginning) const {
-        return nb::make_tuple("beginning", id, bytes_of(beginning.bytes));
-    }
-    nb::object operator()(const Ended& ended) const {
-        return nb::make_tuple("ended", id, kEnds[static_cast<int>(ended.end)], ended.status,
-                              ended.seconds, ended.body_bytes, name_of(ended.failure), ended.events,
-                              ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
-    }
-    nb::object not_served(const char* kind, const HandedOver& by) const {
-        return nb::make_tuple(kind, id, by.replica, name_of(by.failure), by.status,
-                              by.retry_after_s ? nb::cast(*by.retry_after_s) : nb::none());
-    }
-    nb::object operator()(const HandedOver& over) const { return not_served("handed_over", over); }
-    nb::object operator()(const Overtaken& overtaken) const {
-        return not_served("overtaken", overtaken.first);
-    }
-    nb::object operator()(const Running& running) const { return record("running", running.so_far); }
-    nb::object operator()(const Settled& settled) const { return record("settled", settled); }
-
-    nb::object record(const char* kind, const Settled& settled) const {
-        const Ended& ended = settled.ended;
-        return nb::make_tuple(
-            kind, id, settled.model, settled.replica, latin(settled.request_id),
-            nb::make_tuple(settled.client, settled.client_port),
-            settled.dp_rank < 0 ? nb::none() : nb::cast(settled.dp_rank),
-            nb::make_tuple(settled.prompt_tokens, settled.gpu_cached_tokens, settled.cached_tokens,
-                           settled.expected_tokens),
-            settled.is_suspect, asked_of(settled.asked), settled.was_alone, settled.began_at,
-            settled.routing_s, settled.first_byte_s,
-            kEnds[static_cast<int>(ended.end)], ended.status, ended.seconds, ended.body_bytes,
-            name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
-            bytes_of(ended.first_usage));
-    }
-    nb::object operator()(const Told& told) const {
-        return nb::make_tuple("told", id, told.model, told.routing_s);
-    }
-    nb::object operator()(const Reserved& reserved) const {
-        nb::list by_tier;
-        for (const auto& [tier, tokens] : reserved.by_tier) {
-            by_tier.append(nb::make_tuple(tier, tokens));
-        }
-        return nb::make_tuple("reserved", id, reserved.id, BookingHandle{reserved.booking},
-                              PlaceHandle{reserved.place}, reserved.reason, nb::tuple(by_tier),
-                              record("settled", reserved.so_far));
-    }
-    nb::object operator()(const Reported& reported) const {
-        static constexpr const char* kKinds[] = {"first_token", "output", "end"};
-        return nb::make_tuple("reported", id, reported.id, kKinds[static_cast<int>(reported.kind)],
-                              bytes_of(reported.body), reported.at);
-    }
-    nb::object operator()(const SecondAttempt& second) const {
-        return nb::make_tuple("second_attempt", id, second.outcome);
-    }
-    nb::object operator()(const LongPromptSent&) const { return nb::make_tuple("long_prompt", id); }
-    nb::object operator()(const Refused& refused) const {
-        return nb::make_tuple("refused", id, refused.reason);
-    }
-};
-
-// There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off, and whoever
-// is told of its request hears that it is over.
-void let_go(Plane& plane, const Event& event, nb::list& found) {
-    if (event.id == 0) return;  // it is about no request
-    const bool is_body = std::holds_alternative<BodyRead>(event.what);
-    if (is_body || std::holds_alternative<Settled>(event.what)) {
-        found.append(nb::make_tuple("left", event.id));
-    }
-    const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
-                             std::holds_alternative<Prepare>(event.what);
-    plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
-}
-
-nb::list events_of(Plane& plane) {
-    nb::list found;  // before anything is taken that would be lost
-    std::vector<Event> events;
-    {
-        nb::gil_scoped_release released;
-        events = plane.take();
-    }
-    std::size_t at = 0;
-    bool has_memory = true;
-    try {
-        for (; at < events.size(); ++at) {
-            try {
-                found.append(std::visit(AsTuple{events[at].id}, events[at].what));
-            } catch (const std::exception&) {
-                has_memory = false;
-                let_go(plane, events[at], found);
-            }
-        }
-        if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
-        kvroute::binding::append_sums(plane.take_sums(), found);
-    } catch (const std::exception&) {  // not even for that: they are told of later
-        events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));
-        plane.keep(std::move(events));
-    }
-    return found;
-}
-
 // What is decided here, and what is read elsewhere first.
 void take_prepared(nb::dict from, Options& options) {
     options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
     options.prepares_all = nb::cast<bool>(from["prepares_all"]);
     options.route_path = text_of(from["route_path"]);
+    options.select_path = text_of(from["select_path"]);
     options.reserve_path = text_of(from["reserve_path"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.add(text_of(each));
     for (nb::handle each : from["told_with"]) options.told_with.add(text_of(each));
@@ -410,12 +210,13 @@ std::shared_ptr<Served> served_of(nb::handle from) {
     return made;
 }
 
-void serve(Placing& placing, nb::dict models, std::vector<u32> in_mirror) {
-    const auto numbers = std::make_shared<const CacheNumbers>(std::move(in_mirror));
+void serve(Placing& placing, nb::dict models, std::vector<u32> in_mirror,
+           const KnownCaches::Lost& lost) {
+    const auto caches = std::make_shared<const KnownCaches>(std::move(in_mirror), lost);
     Placing::Models made;
     for (const auto& [name, each] : models) {
         std::shared_ptr<Served> served = served_of(each);
-        served->numbers = numbers;
+        served->caches = caches;
         made.emplace(nb::cast<std::string>(name), std::move(served));
     }
     placing.serve(std::move(made));
@@ -506,22 +307,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("contains", &Networks::contains);
     module.def("read_ask", &read_ask_of);
     module.def("read_report", &read_report_of);
-    nb::class_<BookingHandle>(module, "Booking")
-        .def("first_byte", &BookingHandle::first_byte)
-        .def("generated", &BookingHandle::generated)
-        .def("ended", &BookingHandle::ended);
-    nb::class_<PlaceHandle>(module, "Place")
-        .def("give_back", [](PlaceHandle& self) { let_go_of(self.place); });
-    nb::class_<Reservations>(module, "Reservations")
-        .def(nb::new_([](u64 most) { return std::make_shared<Reservations>(most); }))
-        .def("take",
-             [](Reservations& self, const std::string& id) -> std::optional<PlaceHandle> {
-                 auto place = self.take(id);
-                 if (place == nullptr) return std::nullopt;
-                 return PlaceHandle{std::move(place)};
-             })
-        .def("has", &Reservations::has)
-        .def("held", &Reservations::held);
+    kvroute::binding::bind_bookings(module);
     nb::class_<kvroute::tls::Context>(module, "TlsContext")
         .def_static("for_clients", &context<&kvroute::tls::Context::for_clients>)
         .def_static("for_servers", &context<&kvroute::tls::Context::for_servers>);

@@ -9,9 +9,10 @@ std::size_t ApproximateCache::capacity_keys() const {
     return std::max(static_cast<std::size_t>(reached), kLeastKeys);
 }
 
-ApproximateHit ApproximateCache::hit(std::span<const Keys> prompts, Tokens most_tokens) const {
+ApproximateHit ApproximateCache::hit(std::span<const std::span<const u64>> prompts,
+                                     Tokens most_tokens) const {
     std::size_t keys = 0;
-    for (const Keys& each : prompts) keys += content_.leading(each.span);
+    for (const std::span<const u64> each : prompts) keys += content_.leading(each);
     const Tokens tokens = std::min(static_cast<Tokens>(keys) * kStep, most_tokens);
     return {std::max<Tokens>(tokens, 0), trust_.value()};
 }

@@ -65,7 +65,7 @@ public:
 
     // What it may hold of a request's prompts, of each the keys. `most_tokens`: of all prompts, those
     // that a hit may cover.
-    ApproximateHit hit(std::span<const Keys> prompts, Tokens most_tokens) const;
+    ApproximateHit hit(std::span<const std::span<const u64>> prompts, Tokens most_tokens) const;
     // For how long what it evicts next has been idle; nothing while it evicts nothing.
     std::optional<double> eviction_age_s(double now) const;
 
@@ -168,8 +168,9 @@ private:
     }
     std::shared_ptr<ApproximateCache> begin(CacheId cache, double lost_at,
                                             std::size_t limit_keys) const;
-    std::shared_ptr<ApproximateCache> find(CacheId cache) const {
-        return cache < by_id_.size() ? by_id_[cache] : nullptr;
+    const std::shared_ptr<ApproximateCache>& find(CacheId cache) const {
+        static const std::shared_ptr<ApproximateCache> unknown;
+        return cache < by_id_.size() ? by_id_[cache] : unknown;
     }
     void put(CacheId cache, std::shared_ptr<ApproximateCache> with);
 

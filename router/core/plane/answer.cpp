@@ -36,7 +36,8 @@ std::string for_people(double tokens) {
 std::string hit_in_words(const Answer& answer) {
     const Prediction& found = answer.prediction;
     std::string text = for_people(found.gpu_cached_tokens);
-    text.append(" of ").append(for_people(found.prompt_tokens)).append(" tokens cached");
+    text.append(" of ").append(for_people(found.prompt_tokens)).append(" tokens ");
+    text.append(found.is_estimate() ? "estimated to be cached" : "cached");
     const u64 lower = found.cached_tokens - found.gpu_cached_tokens;
     if (lower > 0) text.append(" and ").append(for_people(lower)).append(" offloaded");
     sv before = " (";
@@ -45,6 +46,10 @@ std::string hit_in_words(const Answer& answer) {
         before = ", ";
     }
     if (!answer.by_tier.empty()) text += ")";
+    if (found.is_estimate()) {
+        text.append("; counted by ").append(for_people(found.estimate_trust * 100));
+        text.append("%, since there are no events");
+    }
     if (found.is_suspect) text += "; discounted, since events were lost";
     return text;
 }
@@ -100,7 +105,27 @@ void append_hit(std::string& out, const Answer& answer) {
     }
     out += "},\"pull_from\":null,\"suspect\":";
     out += answer.prediction.is_suspect ? "true" : "false";
-    out += ",\"approximate\":false},";
+    out += ",\"approximate\":";
+    out += answer.prediction.is_estimate() ? "true},": "false},";
+}
+
+// Of the only prompt. Groups that cache nothing are left out.
+void append_groups(std::string& out, const std::vector<GroupHit>& groups) {
+    // As `GroupKind` of kvevents/layout.py.
+    static constexpr std::array kKinds = {sv("full_attention"), sv("sliding_window"),
+                                          sv("chunked_local_attention"), sv("mamba")};
+    out += "\"groups\":[[";
+    sv before;
+    for (const GroupHit& each : groups) {
+        if (each.kind == GroupKind::not_cached) continue;
+        out.append(before).append("{");
+        append_count(out, "group", each.group);
+        append_text(out, "kind", kKinds[static_cast<std::size_t>(each.kind)]);
+        append_count(out, "tokens", each.tokens);
+        out.back() = '}';
+        before = ",";
+    }
+    out += "]],";
 }
 
 }  // namespace
@@ -169,24 +194,25 @@ u64 AtGateway::block_tokens_of(int dp_rank) const {
     return kUsual;
 }
 
-std::string reservation_body(const Reservable& reserved, const std::string& reason) {
-    const Answer& answer = reserved.answer;
+std::string selection_body(const Selection& selection, const std::string& reason) {
+    const Answer& answer = selection.answer;
     const Prediction& found = answer.prediction;
     std::string out = "{";
-    append_text(out, "selection_id", reserved.id);
+    if (!selection.id.empty()) append_text(out, "selection_id", selection.id);
     append_text(out, "model_name", found.model);
     append_text(out, "replica", found.replica);
-    out.append("\"worker_id\":").append(reserved.replica.worker_id).append(",");
+    out.append("\"worker_id\":").append(selection.replica.worker_id).append(",");
     append_rank(out, found);
-    append_text(out, "endpoint", reserved.replica.endpoint);
-    append_text(out, "address", reserved.replica.address);
-    if (!reserved.headers.empty()) append_headers(out, reserved.headers);
-    append_count(out, "block_size", reserved.replica.block_tokens_of(found.dp_rank));
+    append_text(out, "endpoint", selection.replica.endpoint);
+    append_text(out, "address", selection.replica.address);
+    if (!selection.headers.empty()) append_headers(out, selection.headers);
+    append_count(out, "block_size", selection.replica.block_tokens_of(found.dp_rank));
     append_overlap(out, answer);
     append_count(out, "isl_tokens", found.prompt_tokens);
     append_count(out, "effective_prefill_tokens",
                  found.prompt_tokens - std::min(found.prompt_tokens, found.cached_tokens));
     append_count(out, "expected_tokens", found.expected_tokens);
+    if (selection.groups) append_groups(out, *selection.groups);
     append_hit(out, answer);
     append_text(out, "reason", reason);
     append_text(out, "policy", "least_delay");

@@ -6,12 +6,14 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "decide/least_delay.hpp"
+#include "index/layout.hpp"
 #include "plane/decider.hpp"
 
 namespace kvroute::plane {
@@ -25,6 +27,13 @@ struct Answer {
     std::vector<std::pair<std::string, u64>> by_tier;  // what each lower tier adds to the GPU's hit
 };
 
+// The longest prefix that one KV cache group would allow by itself.
+struct GroupHit {
+    u32 group = 0;
+    GroupKind kind = GroupKind::full;
+    u64 tokens = 0;
+};
+
 // What a gateway calls a replica: see router/doors/names.py.
 struct AtGateway {
     std::string worker_id, endpoint, address;
@@ -33,14 +42,21 @@ struct AtGateway {
     u64 block_tokens_of(int dp_rank) const;
 };
 
-// A request that is booked where a gateway will send it.
-struct Reservable {
+// Where a gateway is to send a request.
+struct Selection {
     Answer answer;
+    AtGateway replica;
+    std::string id;  // of its reservation; empty: there is none
+    Fields headers;  // for the engine, where it is booked
+    // Told where nothing is booked; nothing: the index does not know that cache.
+    std::optional<std::vector<GroupHit>> groups;
+};
+
+// One that is booked there.
+struct Reservable : Selection {
     std::shared_ptr<Booking> booking;
     std::shared_ptr<Reservations::Place> place;
-    std::string id, request_id;
-    Fields headers;  // for the engine
-    AtGateway replica;
+    std::string request_id;
 };
 
 // A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
@@ -51,6 +67,6 @@ std::string reason_of(const Answer& answer);
 // As `RouteView` of router/doors/http/views.py.
 std::string answer_body(const Answer& answer, double routing_s);
 // As its `SelectionView`. `reason`: of the answer.
-std::string reservation_body(const Reservable& reserved, const std::string& reason);
+std::string selection_body(const Selection& selection, const std::string& reason);
 
 }  // namespace kvroute::plane

@@ -72,7 +72,7 @@ private:
         refused,
     };
 
-    enum class Asks : u8 { to_be_sent, where, for_reservation, to_be_noted };
+    enum class Asks : u8 { to_be_sent, where, for_selection, for_reservation, to_be_noted };
 
     // Another attempt of a request that was decided here, beside one that is late.
     class Second final : public Recipient {
@@ -118,6 +118,7 @@ private:
     bool decide();
     static Asks asked_by(const http::RequestHead& head, const Options& options);
     bool is_told_where();
+    bool is_selected();
     bool is_reserved();
     bool is_noted();
     enum class Care : u8 { none, prepared, told };  // that its fields ask for

@@ -30,6 +30,7 @@ Client::Asks Client::asked_by(const http::RequestHead& head, const Options& opti
     if (!options.reserve_path.empty() && report_of(head.method, target)) return Asks::to_be_noted;
     if (head.method != "POST") return Asks::to_be_sent;
     if (target == options.route_path) return Asks::where;
+    if (target == options.select_path) return Asks::for_selection;
     return target == options.reserve_path ? Asks::for_reservation : Asks::to_be_sent;
 }
 
@@ -64,8 +65,12 @@ bool Client::decide() {
     if (care == Care::told) return false;
     if (asks_ != Asks::to_be_sent) {
         if (care != Care::none) return false;
-        if (asks_ == Asks::to_be_noted) return is_noted();
-        return asks_ == Asks::where ? is_told_where() : is_reserved();
+        switch (asks_) {
+            case Asks::where: return is_told_where();
+            case Asks::for_selection: return is_selected();
+            case Asks::for_reservation: return is_reserved();
+            default: return is_noted();
+        }
     }
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
@@ -110,6 +115,24 @@ bool Client::is_told_where() {
     return true;
 }
 
+// The same for one that sends the request itself. Python keeps what is to be booked later.
+bool Client::is_selected() {
+    Decider* const decider = thread_.decider();
+    if (decider == nullptr) return false;
+    const std::optional<Ask> ask = read_ask(body_, Form::reservation);
+    auto model = ask && ask->reservation.empty() ? decider->model(ask->model) : nullptr;
+    if (model == nullptr || model->is_read_first) return false;
+    const double began = clock_now();
+    const std::optional<Selection> selection =
+        decider->select({.ask = *ask, .model = std::move(model), .now = began});
+    if (!selection) return false;
+    const double routing_s = clock_now() - began;
+    const Respond respond = json_response(selection_body(*selection, reason_of(selection->answer)));
+    thread_.post(0, Told{selection->answer.prediction.model, routing_s});
+    this->respond(respond);
+    return true;
+}
+
 // The same, and it is booked there.
 bool Client::is_reserved() {
     Decider* const decider = thread_.decider();
@@ -125,7 +148,7 @@ bool Client::is_reserved() {
     if (!made) return false;
     Reserved told;
     told.reason = reason_of(made->answer);
-    const Respond respond = json_response(reservation_body(*made, told.reason));
+    const Respond respond = json_response(selection_body(*made, told.reason));
     prediction_ = std::move(made->answer.prediction);
     request_id_ = std::move(made->request_id);
     asked_ = {0, ask->is_stream, true, false, prediction_.has_adapter, std::nullopt};

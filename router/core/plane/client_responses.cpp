@@ -389,6 +389,7 @@ Settled Client::so_far() const {
     made.cached_tokens = prediction_.cached_tokens;
     made.expected_tokens = prediction_.expected_tokens;
     made.is_suspect = prediction_.is_suspect;
+    made.estimate_trust = prediction_.estimate_trust;
     made.asked = asked_;
     made.routing_s = routing_s_;
     made.first_byte_s = first_byte_s_;
@@ -426,9 +427,11 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 
 void Client::settle(Ended ended) {
     const bool was_alone = booking_->ended(has_begun_, thread_.now());
-    booking_.reset();
-    if (is_summed(ended, was_alone)) return;
+    std::shared_ptr<Booking> booking = std::move(booking_);
+    if (!prediction_.is_estimate()) booking.reset();  // else it waits for what the engine said
+    if (booking == nullptr && is_summed(ended, was_alone)) return;
     Settled settled = so_far();
+    settled.booking = std::move(booking);
     settled.was_alone = was_alone;
     ended.events += events_;
     settled.ended = std::move(ended);

@@ -22,6 +22,9 @@ public:
     // So many more events of a stream have passed.
     virtual void generated(u64 events, double now) = 0;
     virtual bool ended(bool was_served, double now) = 0;
+    // What its engine said was cached of its prompt, behind the end; nothing: it did not say. Where
+    // the hit was an estimate, it learns from that.
+    virtual void reported(std::optional<std::int64_t> cached_tokens, double now) = 0;
 };
 
 // What was predicted of a request that was decided here.
@@ -31,6 +34,9 @@ struct Prediction {
     u64 prompt_tokens = 0;
     u64 gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0, uncached_tokens = 0;
     bool is_suspect = false, has_adapter = false;
+    double estimate_trust = 0;  // of a hit that is an estimate, the share that counted; 0: it is none
+
+    bool is_estimate() const { return estimate_trust != 0; }
 };
 
 struct Placed {
@@ -60,6 +66,7 @@ struct Question {
 };
 
 struct Answer;
+struct Selection;
 struct Reservable;
 
 class Decider {
@@ -71,6 +78,8 @@ public:
     virtual std::optional<Placed> place(const Question& question) = 0;
     // Where a request would go. Nothing: as before.
     virtual std::optional<Answer> look(const Question& question) = 0;
+    // The same for a gateway that sends it itself.
+    virtual std::optional<Selection> select(const Question& question) = 0;
     // Books a request that a gateway sends. Nothing: as before.
     virtual std::optional<Reservable> reserve(const Question& question) = 0;
     // Gives the booking of a reservation to those who report on it by its name.

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <random>
 
 #include "plane/loop.hpp"
@@ -18,18 +19,18 @@ public:
            std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
            const decide::Replica& replica,
            i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
-           const mirror::Sent& sent, double now)
+           const mirror::Sent& sent, std::shared_ptr<mirror::ApproximateVisit> estimated, double now)
         : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
           under_way_(std::move(under_way)), quiet_(std::move(quiet)),
           flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
-          visit_(mirror_books_->mirror.begin(sent, now)),
+          visit_(mirror_books_->mirror.begin(sent, now)), estimated_(std::move(estimated)),
           moment_(quiet_->began(replica.id, now)) {
         if (under_way_) ++*under_way_;
     }
     ~Booked() override {
-        if (is_over_) return;
         try {
-            end(false, clock_now());
+            if (!is_over_) end(false, clock_now());
+            if (estimated_) report(std::nullopt, clock_now());
         } catch (const std::bad_alloc&) {  // the mirror takes it for one in prefill
         }
     }
@@ -38,13 +39,18 @@ public:
 
     void first_byte(double now) override {
         std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
-        if (flight_.first_token()) mirror_books_->mirror.first_token(visit_, now);
+        if (!flight_.first_token()) return;
+        mirror_books_->mirror.first_token(visit_, now);
+        if (estimated_) estimated_->first_token();
     }
     void generated(u64 events, double) override {
         std::lock_guard locked(books_->mutex);
         flight_.generated(static_cast<i64>(events));
     }
     bool ended(bool was_served, double now) override { return end(was_served, now); }
+    void reported(std::optional<i64> cached_tokens, double now) override {
+        report(cached_tokens, now);
+    }
 
 private:
     bool end(bool was_served, double now) {
@@ -55,6 +61,11 @@ private:
         mirror_books_->mirror.ended(visit_, was_served, now);
         return was_alone_ = quiet_->ended(moment_, now);
     }
+    void report(std::optional<i64> cached_tokens, double now) {
+        std::lock_guard locked(mirror_books_->mutex);
+        if (estimated_) estimated_->ended(cached_tokens, now);
+        estimated_.reset();
+    }
 
     std::shared_ptr<decide::Books> books_;
     std::shared_ptr<mirror::Books> mirror_books_;
@@ -62,6 +73,7 @@ private:
     std::shared_ptr<QuietMoments> quiet_;
     decide::InFlight flight_;
     std::shared_ptr<mirror::Visit> visit_;
+    std::shared_ptr<mirror::ApproximateVisit> estimated_;  // where the hit was one; until the report
     Moment moment_;
     bool was_alone_ = false;
     std::atomic<bool> is_over_ = false;
@@ -69,16 +81,17 @@ private:
 
 namespace {
 
-
 constexpr std::size_t kMostRequestId = 128;
+constexpr double kAlways = -std::numeric_limits<double>::infinity();
 
-// What the mirror says, to a decision. Whoever makes one holds the mutex of the mirror's books.
+// What the mirror and the estimates say, to a decision. Whoever makes one holds the mutex of their
+// books.
 class FromMirror final : public decide::Outlooks {
 public:
-    FromMirror(mirror::Mirror& mirror, mirror::ModelId model, const KeySpace& space,
-               const CacheNumbers& numbers)
-        : mirror_(mirror), model_(model), space_(space), in_mirror_(numbers.in_mirror),
-          in_books_(numbers.in_books) {}
+    FromMirror(mirror::Books& books, mirror::ModelId model, const KeySpace& space,
+               const KnownCaches& caches)
+        : mirror_(books.mirror), estimates_(books.estimates.get()), model_(model), space_(space),
+          caches_(caches), in_mirror_(caches.in_mirror), in_books_(caches.in_books) {}
 
     void outlooks(std::string_view, std::span<const Cache> caches, double now,
                   std::span<decide::Outlook> out) override {
@@ -115,10 +128,29 @@ public:
         return mirror_.prefill_tokens_per_s(model_);
     }
 
+    bool estimates_any() override { return estimates_ != nullptr && caches_.has_lost; }
+    bool is_silent(decide::CacheId cache) override { return caches_.lost_since[cache] == kAlways; }
+
+    std::optional<decide::Estimate> estimate(decide::CacheId cache,
+                                             std::optional<i64> capacity_tokens,
+                                             const EstimateOf& of) override {
+        const auto known = estimates_->stand_in(in_mirror_[cache], caches_.lost_since[cache],
+                                                capacity_tokens, of.now);
+        if (known == nullptr) return std::nullopt;
+        const mirror::ApproximateHit hit = known->hit(of.keys, of.most_tokens);
+        decide::Estimate found{hit.tokens, hit.trust, known->eviction_age_s(of.now), 0.0};
+        if (found.eviction_age_s) {
+            found.reuse_probability = mirror_.reuse_probability(model_, *found.eviction_age_s);
+        }
+        return found;
+    }
+
 private:
     mirror::Mirror& mirror_;
+    mirror::ApproximateCaches* estimates_;  // null: nothing is estimated
     mirror::ModelId model_;
     const KeySpace& space_;
+    const KnownCaches& caches_;
     const std::vector<mirror::CacheId>& in_mirror_;
     const std::vector<decide::CacheId>& in_books_;
 };
@@ -152,13 +184,14 @@ std::string given_or_new(std::string_view id) {
 
 // The fields that this request's engine and its client are told.
 void tell(Forward& forward, const Question& question, const std::string& request_id,
-          std::optional<int> dp_rank, i64 hit_tokens) {
+          std::optional<int> dp_rank, const Prediction& prediction) {
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
     forward.added.emplace_back("x-forwarded-for", question.forwarded_for);
     forward.added.emplace_back("x-forwarded-proto", question.forwarded_proto);
     forward.added.emplace_back("x-request-id", request_id);
     if (forward.shows_hit) {
-        forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(hit_tokens));
+        forward.reported.emplace_back("x-kv-hit-tokens", std::to_string(prediction.cached_tokens));
+        if (prediction.is_estimate()) forward.reported.emplace_back("x-kv-hit-approximate", "true");
     }
     forward.reported.emplace_back("x-request-id", request_id);
 }
@@ -175,6 +208,21 @@ u64 order_of(const Ordering& ordering, std::optional<u64> priority_class, u64 to
     return (priority_class.value_or(ordering.usual_class) << ordering.class_bits) + within;
 }
 
+// What each KV cache group of a cache would allow by itself; nothing where the index does not know it.
+std::optional<std::vector<GroupHit>> groups_at(SharedIndex& index, SourceNumber source,
+                                               Prompt& prompt) {
+    const auto guard = locked(index.mutex);
+    const u32 slot = index.slot_of(source);
+    if (slot == kNone) return std::nullopt;
+    const std::vector<u64> accepted = index.matcher.group_hits(prompt, slot, nullptr);
+    std::vector<GroupHit> found;
+    for (u32 group = 0; group < accepted.size(); ++group) {
+        const GroupKind kind = index.index.source(slot).layout.groups[group].kind;
+        found.push_back({group, kind, accepted[group]});
+    }
+    return found;
+}
+
 // The whole prompt's keys at every step that is asked for, with no mutex held.
 void hash(Prompt& prompt, SharedIndex& index) {
     std::vector<Prompt::Step> steps;
@@ -189,7 +237,9 @@ void hash(Prompt& prompt, SharedIndex& index) {
 
 }  // namespace
 
-CacheNumbers::CacheNumbers(std::vector<mirror::CacheId> by_books) : in_mirror(std::move(by_books)) {
+KnownCaches::KnownCaches(std::vector<mirror::CacheId> by_books, const Lost& lost)
+    : in_mirror(std::move(by_books)), lost_since(in_mirror.size()), has_lost(!lost.empty()) {
+    for (const auto& [id, since] : lost) lost_since.at(id) = since;
     for (decide::CacheId id = 0; id < in_mirror.size(); ++id) {
         const mirror::CacheId other = in_mirror[id];
         if (other == decide::kNobody) continue;
@@ -229,6 +279,7 @@ Prediction Placing::predicted(const Choice& choice, const Read& read) {
     made.uncached_tokens =
         static_cast<u64>(std::max<i64>(tokens - std::max(cached.all, cached.recent), 0));
     made.is_suspect = choice.state().is_suspect;
+    made.estimate_trust = choice.state().estimate_trust;
     made.has_adapter = read.served->adapter.has_value();
     return made;
 }
@@ -239,7 +290,7 @@ std::optional<Placed> Placing::place(const Question& question) {
     if (!choice) return std::nullopt;
     const Served& served = *read->served;
     const u32 replica = choice->state().replica;
-    const i64 ahead = std::max<i64>(choice->state().queued_tokens, 0), hit = choice->cached().all;
+    const i64 ahead = std::max<i64>(choice->state().queued_tokens, 0);
     Placed placed;
     placed.prediction = predicted(*choice, *read);
     auto booking = book(question, *read, *choice, placed.prediction, under_way_);
@@ -253,7 +304,7 @@ std::optional<Placed> Placing::place(const Question& question) {
     if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
     placed.forward.work_tokens = placed.prediction.uncached_tokens + static_cast<u64>(ahead);
     placed.request_id = given_or_new(question.request_id);
-    tell(placed.forward, question, placed.request_id, choice->dp_rank, hit);
+    tell(placed.forward, question, placed.request_id, choice->dp_rank, placed.prediction);
     return placed;
 }
 
@@ -261,13 +312,20 @@ std::optional<Answer> Placing::look(const Question& question) {
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice) return std::nullopt;
-    Answer answer = answer_of(*choice, *read);
-    const i64 hit = choice->cached().all;
-    const auto prompt_tokens = static_cast<i64>(answer.prediction.prompt_tokens);
-    answer.prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
-        read->served->numbers->in_mirror[choice->cache->id], *read->prompt, prompt_tokens,
-        {hit, hit}));
-    return answer;
+    return looked_up(*choice, *read);
+}
+
+std::optional<Selection> Placing::select(const Question& question) {
+    const std::optional<Read> read = this->read(question);
+    std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
+    if (!choice) return std::nullopt;
+    const Served& served = *read->served;
+    Selection made;
+    made.answer = looked_up(*choice, *read);
+    made.replica = served.at_gateways[choice->state().replica];
+    SharedIndex& index = *served.index;
+    made.groups = groups_at(index, choice->cache->source_in(&index), *read->prompt);
+    return made;
 }
 
 std::optional<Reservable> Placing::reserve(const Question& question) {
@@ -284,11 +342,12 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
         question.ask.is_completion ? served.ways[replica].ordered_by : OrderedBy::nothing;
     const bool is_changed = by == OrderedBy::field || by == OrderedBy::negated_field;
     if (!served.names[replica].empty() || is_changed) return std::nullopt;  // in its body
+    Prediction prediction = predicted(*choice, *read);
+    auto booking = book(question, *read, *choice, prediction, nullptr);
+    prediction.expected_tokens = booking->expected_tokens();
     Reservable made;
-    made.answer = answer_of(*choice, *read);
-    auto booking = book(question, *read, *choice, made.answer.prediction, nullptr);
-    made.answer.prediction.expected_tokens = booking->expected_tokens();
     made.booking = std::move(booking);
+    made.answer = answer_of(*choice, std::move(prediction));
     made.place = std::move(place);
     made.id = std::move(id);
     made.request_id = given_or_new(question.request_id);
@@ -311,9 +370,20 @@ std::shared_ptr<Booking> Placing::reserved(std::string_view id, bool is_over) {
     return reservations_->booking(std::string(id), is_over);
 }
 
-Answer Placing::answer_of(const Choice& choice, const Read& read) const {
+Answer Placing::looked_up(Choice& choice, const Read& read) const {
+    Prediction prediction = predicted(choice, read);
+    const i64 hit = choice.cached().all;
+    prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
+        read.served->caches->in_mirror[choice.cache->id], *read.prompt,
+        static_cast<i64>(prediction.prompt_tokens), {hit, hit}));
+    choice.books.unlock();
+    choice.mirror_books.unlock();
+    return answer_of(choice, std::move(prediction));
+}
+
+Answer Placing::answer_of(const Choice& choice, Prediction prediction) const {
     Answer answer;
-    answer.prediction = predicted(choice, read);
+    answer.prediction = std::move(prediction);
     const decide::CachedTokens& cached = choice.cached();
     const auto prompt_tokens = static_cast<i64>(answer.prediction.prompt_tokens);
     const decide::Ranking& ranking = *choice.ranking;
@@ -373,8 +443,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     choice.books = std::unique_lock(books_->mutex, std::defer_lock);
     choice.mirror_books = std::unique_lock(mirror_books_->mutex, std::defer_lock);
     std::lock(choice.books, choice.mirror_books);
-    FromMirror outlooks(mirror_books_->mirror, served.in_mirror, served.index->index.space(),
-                        *served.numbers);
+    FromMirror outlooks(*mirror_books_, served.in_mirror, served.index->index.space(), *served.caches);
     asked.outlooks = &outlooks;
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
     if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
@@ -382,8 +451,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     choice.ranking = &ranking;
     const decide::State& state = choice.state();
     const bool is_pulled = ranking.able.lower[ranking.first].pull_from != decide::kNobody;
-    // What an estimate or a peer promises is Python's to follow.
-    if (state.estimate_trust != 0.0 || is_pulled) return std::nullopt;
+    if (is_pulled) return std::nullopt;  // what a peer promises is Python's to follow
     choice.replica = &(*served.fleet)[state.replica];
     choice.cache = &choice.replica->caches.front();
     if (choice.replica->has_ranks()) {
@@ -406,7 +474,7 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
     sent.model = served.in_mirror;
     sent.index = served.index;
     sent.source = choice.cache->source_in(served.index.get());
-    sent.cache = served.numbers->in_mirror[choice.cache->id];
+    sent.cache = served.caches->in_mirror[choice.cache->id];
     sent.prompts = look_ups;
     sent.prompt_tokens = prompt_tokens;
     sent.uncached_tokens = uncached;
@@ -418,14 +486,19 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
     sent.junction_tokens = choice.cached().junction;
     const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
     sent.keep = keep;
-    if (decider_->recent) {
-        const KeySpace& space = served.index->index.space();
-        decider_->recent->remember(choice.cache->id,
-                                   read.prompt->prefix_keys(space, decide::kKeyStep), question.now);
+    const std::vector<u64>& keys =
+        read.prompt->prefix_keys(served.index->index.space(), decide::kKeyStep);
+    if (decider_->recent) decider_->recent->remember(choice.cache->id, keys, question.now);
+    std::shared_ptr<mirror::ApproximateVisit> estimated;
+    if (prediction.is_estimate()) {
+        // Keys of its own: an estimate must not hold whole prompts.
+        estimated = mirror_books_->estimates->visit(sent.cache, {mirror::Keys::of(keys)},
+                                                    sent.hit_tokens);
     }
     auto booking = std::make_unique<Booked>(books_, mirror_books_, std::move(under_way), quiet_,
                                             *choice.replica, uncached, prompt_tokens,
-                                            choice.dp_rank, sent, question.now);
+                                            choice.dp_rank, sent, std::move(estimated),
+                                            question.now);
     // Whatever fails from here on ends the booking, which takes the mutexes.
     choice.books.unlock();
     choice.mirror_books.unlock();

@@ -17,12 +17,17 @@
 
 namespace kvroute::plane {
 
-// The numbers that mirror and books have given to the same caches.
-struct CacheNumbers {
-    explicit CacheNumbers(std::vector<mirror::CacheId> by_books);
+// What is known of caches besides what is told of replicas: the numbers that mirror and books have given
+// to the same ones, and whose events are not there.
+struct KnownCaches {
+    // `since`: when events were lost, by the clock; always, where there are none.
+    using Lost = std::vector<std::pair<decide::CacheId, double>>;
+    KnownCaches(std::vector<mirror::CacheId> by_books, const Lost& lost);
 
     std::vector<mirror::CacheId> in_mirror;  // by that of the books; kNobody: none
     std::vector<decide::CacheId> in_books;   // the other way round
+    std::vector<std::optional<double>> lost_since;  // by that of the books; nothing: they are whole
+    bool has_lost = false;                          // some
 };
 
 // What is served by one name.
@@ -37,7 +42,7 @@ struct Served final : Model {
     std::vector<AtGateway> at_gateways;  // what gateways call each
     double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
-    std::shared_ptr<const CacheNumbers> numbers;
+    std::shared_ptr<const KnownCaches> caches;
 };
 
 // Where requests stand among those that wait in an engine: see router/fleet/engine_order.py.
@@ -67,6 +72,7 @@ public:
     std::shared_ptr<const Model> model(const std::string& name) override;
     std::optional<Placed> place(const Question& question) override;
     std::optional<Answer> look(const Question& question) override;
+    std::optional<Selection> select(const Question& question) override;
     std::optional<Reservable> reserve(const Question& question) override;
     void follow(const std::string& id, std::shared_ptr<Booking> booking) override;
     std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) override;
@@ -100,7 +106,10 @@ private:
     std::shared_ptr<const Served> served(const std::string& name) const;
     std::optional<Read> read(const Question& question) const;
     std::optional<Choice> choose(const Question& question, const Read& read) const;
-    Answer answer_of(const Choice& choice, const Read& read) const;
+    // Ends the choice: the mutexes are released.
+    Answer looked_up(Choice& choice, const Read& read) const;
+    // Without the mutexes. `prediction`: of the choice.
+    Answer answer_of(const Choice& choice, Prediction prediction) const;
     using Count = std::shared_ptr<std::atomic<u64>>;
     // Ends the choice: the mutexes are released. `under_way`: counts it; null: nobody.
     std::unique_ptr<Booked> book(const Question& question, const Read& read, Choice& choice,

@@ -215,6 +215,8 @@ struct Settled {
     Asked asked;
     u64 prompt_tokens = 0, gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
     bool is_suspect = false;
+    double estimate_trust = 0;
+    std::shared_ptr<Booking> booking;  // waits for what the engine said, which only Python reads
     bool was_alone = false;  // among those that were decided here; see quiet.hpp
     double began_at = 0;     // by the clock
     double routing_s = 0, first_byte_s = 0;  // 0: there was none
@@ -296,6 +298,7 @@ struct Options {
     http::Names prepared_with, told_with;
     // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
     std::string route_path;
+    std::string select_path;     // where they ask where to send one; likewise
     std::string reserve_path;    // where they have it booked, and report of that; likewise
     u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
     bool checks_hosts = false;  // a client has to call the router by one of `Hosts`

@@ -59,6 +59,7 @@ from router.routing.decision import Decision
 from router.routing.terms import IsEligible
 
 MAX_REPORT_BYTES = 65_536
+SELECT_PATH = "/select"
 _JSON = "application/json"
 _EVERY_REQUEST = (RESERVE_PATH, "/reservations/{")
 _NOTED = StatusView(status="ok")
@@ -128,7 +129,7 @@ def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
     )
 
     @app.post(
-        "/select",
+        SELECT_PATH,
         **described(
             "gateways",
             "Where should a gateway send this request? Nothing is booked",

@@ -43,6 +43,7 @@ def settled(
     routing_s, first_byte_s, whole_s = seconds
     return Settled(
         *("m", replica, "id", ("127.0.0.1", 1), None, (prompt, cached, cached, expected), False),
+        None,
         AskedInCore(0, False, is_comparable, False, False, None),
         *(False, 0.0, routing_s, first_byte_s, "completed", 200, whole_s, 10, None, 0),
         *(True, body, b""),

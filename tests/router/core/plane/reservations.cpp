@@ -26,6 +26,7 @@ public:
     void first_byte(double) override {}
     void generated(u64, double) override {}
     bool ended(bool, double) override { return ++::ended > 0; }
+    void reported(std::optional<std::int64_t>, double) override {}
 };
 
 void reserve_and_report(const std::shared_ptr<Reservations>& all, unsigned seed) {
