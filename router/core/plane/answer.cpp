@@ -5,12 +5,12 @@
 #include <charconv>
 #include <cmath>
 
+#include "plane/json_walk.hpp"
+
 namespace kvroute::plane {
 namespace {
 
 using sv = std::string_view;
-
-constexpr sv kHexDigits = "0123456789abcdef";
 
 void append_number(std::string& out, double value, int places) {
     std::array<char, 400> digits;  // enough for any number that is finite
@@ -129,21 +129,6 @@ void append_groups(std::string& out, const std::vector<GroupHit>& groups) {
 }
 
 }  // namespace
-
-std::string json_escaped(sv text) {
-    std::string made;
-    for (const char each : text) {
-        const auto byte = static_cast<unsigned char>(each);
-        if (byte < 0x20) {
-            made.append("\\u00").push_back(kHexDigits[byte >> 4]);
-            made.push_back(kHexDigits[byte & 15]);
-            continue;
-        }
-        if (each == '"' || each == '\\') made.push_back('\\');
-        made.push_back(each);
-    }
-    return made;
-}
 
 std::string reason_of(const Answer& answer) {
     std::string text = hit_in_words(answer);

@@ -59,9 +59,6 @@ struct Reservable : Selection {
     std::string request_id;
 };
 
-// A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
-std::string json_escaped(std::string_view text);
-
 // As router/policies/reasons.py says it of a delay.
 std::string reason_of(const Answer& answer);
 // As `RouteView` of router/doors/http/views.py.

@@ -1,8 +1,5 @@
 #include "plane/ask.hpp"
 
-#include <algorithm>
-#include <array>
-
 #include "index/json_tokens.hpp"
 #include "plane/json_walk.hpp"
 
@@ -32,11 +29,6 @@ constexpr std::array kOfGateways = {
     sv("replica"), sv("worker_id"),
 };
 
-template <std::size_t size>
-bool is_among(const std::array<sv, size>& names, sv name) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-}
-
 }  // namespace
 
 bool is_reservation_id(sv text) {
@@ -49,45 +41,38 @@ bool is_reservation_id(sv text) {
 std::optional<Ask> read_ask(sv body, Form form) {
     const bool is_question = form != Form::completion;
     Walk walk(body);
-    if (!walk.take('{')) return std::nullopt;
     Ask ask;
     bool has_model = false, has_prompt = false, has_stream = false;
-    for (;;) {
-        sv name;
-        if (!walk.text(name) || name.find('\\') != sv::npos || !walk.take(':')) return std::nullopt;
+    const auto take = [&](sv name) {
         if (name == "model" || (is_question && name == "model_name")) {
             sv text;
-            if (std::exchange(has_model, true) || !walk.text(text)) return std::nullopt;
-            if (text.empty() || text.find('\\') != sv::npos) return std::nullopt;
+            if (std::exchange(has_model, true) || !walk.text(text)) return false;
             ask.model.assign(text);
-        } else if (name == "prompt" || (is_question && name == "token_ids")) {
+            return !text.empty() && text.find('\\') == sv::npos;
+        }
+        if (name == "prompt" || (is_question && name == "token_ids")) {
             sv list;
-            if (std::exchange(has_prompt, true) || !walk.plain_list(list)) return std::nullopt;
+            if (std::exchange(has_prompt, true) || !walk.plain_list(list)) return false;
             auto ids = token_ids_of_json({reinterpret_cast<const u8*>(list.data()), list.size()});
-            if (!ids || ids->empty()) return std::nullopt;
+            if (!ids || ids->empty()) return false;
             ask.tokens = std::move(*ids);
             ask.is_completion = name == "prompt";
-        } else if (form == Form::reservation && name == "selection_id") {
-            sv id;
-            if (!ask.reservation.empty() || !walk.text(id) || !is_reservation_id(id)) {
-                return std::nullopt;
-            }
-            ask.reservation.assign(id);
-        } else if (is_among(kLookedAt, name) ||
-                   (form == Form::reservation && is_among(kOfGateways, name))) {
-            return std::nullopt;
-        } else if (name == "stream") {
-            const sv value = walk.plain_value();
-            if (std::exchange(has_stream, true)) return std::nullopt;
-            if (value != "true" && value != "false") return std::nullopt;
-            ask.is_stream = value == "true";
-        } else if (!walk.value()) {
-            return std::nullopt;
+            return true;
         }
-        if (walk.take('}')) break;
-        if (!walk.take(',')) return std::nullopt;
-    }
-    if (!walk.is_at_end() || !has_model || !has_prompt) return std::nullopt;
+        if (form == Form::reservation && name == "selection_id") {
+            sv id;
+            if (!ask.reservation.empty() || !walk.text(id)) return false;
+            ask.reservation.assign(id);
+            return is_reservation_id(id);
+        }
+        if (is_among(kLookedAt, name)) return false;
+        if (form == Form::reservation && is_among(kOfGateways, name)) return false;
+        if (name != "stream") return walk.value();
+        const sv text = walk.plain_value();
+        ask.is_stream = text == "true";
+        return !std::exchange(has_stream, true) && (ask.is_stream || text == "false");
+    };
+    if (!walk.plain_object(take) || !walk.is_at_end() || !has_model || !has_prompt) return std::nullopt;
     return ask;
 }
 

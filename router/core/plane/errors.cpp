@@ -1,7 +1,7 @@
 #include "plane/errors.hpp"
 
 #include "http/write.hpp"
-#include "plane/answer.hpp"
+#include "plane/json_walk.hpp"
 
 namespace kvroute::plane {
 namespace {

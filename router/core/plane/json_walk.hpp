@@ -1,17 +1,43 @@
-// Reads JSON one value after the other, where it is plain. No I/O.
+// JSON that is plain: read one value after the other, and text as it is written. No I/O.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdint>
 #include <cstring>
+#include <string>
 #include <string_view>
 
 namespace kvroute::plane {
+
+template <std::size_t size>
+bool is_among(const std::array<std::string_view, size>& texts, std::string_view text) {
+    return std::find(texts.begin(), texts.end(), text) != texts.end();
+}
+
+// A text as JSON has it between quotation marks. Bytes above ASCII are left as they are.
+inline std::string json_escaped(std::string_view text) {
+    constexpr std::string_view kHexDigits = "0123456789abcdef";
+    std::string made;
+    for (const char each : text) {
+        const auto byte = static_cast<unsigned char>(each);
+        if (byte < 0x20) {
+            made.append("\\u00").push_back(kHexDigits[byte >> 4]);
+            made.push_back(kHexDigits[byte & 15]);
+            continue;
+        }
+        if (each == '"' || each == '\\') made.push_back('\\');
+        made.push_back(each);
+    }
+    return made;
+}
 
 // Walks over JSON of plain ASCII; false wherever it is not well-formed (RFC 8259).
 class Walk {
 public:
     explicit Walk(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
 
-    const char* at() const { return at_; }
     bool is_at_end() {
         skip_space();
         return at_ == end_;
@@ -44,13 +70,39 @@ public:
         std::string_view ignored;
         switch (*at_) {
             case '"': return text(ignored);
-            case '{': return items('}', depth, true);
-            case '[': return items(']', depth, false);
+            case '{': return object([&](std::string_view) { return value(depth + 1); });
+            case '[': return list(depth);
             case 't': return word("true");
             case 'f': return word("false");
             case 'n': return word("null");
             default: return number();
         }
+    }
+    // Takes the fields of an object. `take_value(name)`: that of one; false ends it all.
+    template <class Take>
+    bool object(Take&& take_value) {
+        if (!take('{')) return false;
+        if (take('}')) return true;
+        for (;;) {
+            std::string_view name;
+            if (!text(name) || !take(':') || !take_value(name)) return false;
+            if (take('}')) return true;
+            if (!take(',')) return false;
+        }
+    }
+    // The same, of names that are written as they are.
+    template <class Take>
+    bool plain_object(Take&& take_value) {
+        return object([&](std::string_view name) {
+            return name.find('\\') == std::string_view::npos && take_value(name);
+        });
+    }
+    // A number without sign, fraction or exponent, of twelve digits at most.
+    bool count(std::uint64_t& found) {
+        const std::string_view text = plain_value();
+        if (text.empty() || text.size() > 12) return false;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), found);
+        return error == std::errc() && end == text.data() + text.size();
     }
     // A number or a word, as it is written; empty where none is there.
     std::string_view plain_value() {
@@ -109,14 +161,12 @@ private:
         }
         return true;
     }
-    bool items(char close, int depth, bool have_names) {
+    bool list(int depth) {
         ++at_;
-        if (take(close)) return true;
+        if (take(']')) return true;
         for (;;) {
-            std::string_view name;
-            if (have_names && (!text(name) || !take(':'))) return false;
             if (!value(depth + 1)) return false;
-            if (take(close)) return true;
+            if (take(']')) return true;
             if (!take(',')) return false;
         }
     }

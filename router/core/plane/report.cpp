@@ -1,9 +1,5 @@
 #include "plane/report.hpp"
 
-#include <algorithm>
-#include <array>
-#include <charconv>
-
 #include "plane/ask.hpp"
 #include "plane/json_walk.hpp"
 
@@ -13,44 +9,17 @@ namespace {
 using sv = std::string_view;
 
 constexpr sv kPrefix = "/reservations/";
-constexpr std::size_t kMostDigits = 12;  // of a count of tokens
 constexpr std::size_t kMostBytes = 65'536;  // as `MAX_REPORT_BYTES` of router/doors/http/selection.py
 
 bool is_space(sv text) { return text.find_first_not_of(" \t\r\n") == sv::npos; }
 
-// A number without sign, fraction or exponent.
-bool count(Walk& walk, u64& found) {
-    const sv text = walk.plain_value();
-    if (text.empty() || text.size() > kMostDigits) return false;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), found);
-    return error == std::errc() && end == text.data() + text.size();
-}
-
-// Takes the fields of an object; `take`: one, whose name is known.
-template <class Take>
-bool fields(Walk& walk, Take&& take) {
-    if (!walk.take('{')) return false;
-    if (walk.take('}')) return true;
-    for (;;) {
-        sv name;
-        if (!walk.text(name) || !walk.take(':') || !take(name)) return false;
-        if (walk.take('}')) return true;
-        if (!walk.take(',')) return false;
-    }
-}
-
 // An engine's: counts, and what some of them are made of.
 bool usage(Walk& walk) {
     u64 ignored = 0;
-    return fields(walk, [&](sv name) {
-        if (!name.ends_with("_details")) return count(walk, ignored);
-        return fields(walk, [&](sv) { return count(walk, ignored); });
+    return walk.plain_object([&](sv name) {
+        if (!name.ends_with("_details")) return walk.count(ignored);
+        return walk.plain_object([&](sv) { return walk.count(ignored); });
     });
-}
-
-template <std::size_t size>
-bool is_one_of(const std::array<sv, size>& texts, sv text) {
-    return std::find(texts.begin(), texts.end(), text) != texts.end();
 }
 
 // See `OutputReport` and `ReservationEnd` of router/doors/http/request_bodies.py.
@@ -81,18 +50,18 @@ std::optional<bool> has_begun(ReportKind kind, sv body) {
     const bool is_end = kind == ReportKind::end;
     const auto take = [&](sv name) {
         sv text;
-        if (name == "tokens") return count(walk, tokens);
-        if (name == "cached_tokens") return count(walk, ignored);
+        if (name == "tokens") return walk.count(tokens);
+        if (name == "cached_tokens") return walk.count(ignored);
         if (name == "usage") return usage(walk);
         if (is_end && name == "status") {
-            return count(walk, status) && status >= 100 && status <= 599;
+            return walk.count(status) && status >= 100 && status <= 599;
         }
-        if (is_end && name == "failure") return walk.text(text) && is_one_of(kReportedFailures, text);
+        if (is_end && name == "failure") return walk.text(text) && is_among(kReportedFailures, text);
         if (!is_end || name != "outcome" || !walk.text(text)) return false;
         is_completed = text == "completed";
-        return is_one_of(kOutcomes, text);
+        return is_among(kOutcomes, text);
     };
-    if (!is_space(body) && (!fields(walk, take) || !walk.is_at_end())) return std::nullopt;
+    if (!is_space(body) && (!walk.plain_object(take) || !walk.is_at_end())) return std::nullopt;
     return !is_end || is_completed || tokens > 0;
 }
 

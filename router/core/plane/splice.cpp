@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "plane/json_walk.hpp"
+
 namespace kvroute::plane {
 namespace {
 
@@ -40,22 +42,7 @@ std::size_t value_end(sv text, std::size_t at) {
     return at;
 }
 
-std::string quoted(sv name) {
-    static constexpr char kDigits[] = "0123456789abcdef";
-    std::string made = "\"";
-    for (const char each : name) {
-        const auto code = static_cast<unsigned char>(each);
-        if (each == '"' || each == '\\') made += '\\';
-        if (code < 0x20) {
-            made += "\\u00";
-            made += kDigits[code >> 4];
-            made += kDigits[code & 15];
-        } else {
-            made += each;
-        }
-    }
-    return made + '"';
-}
+std::string quoted(sv name) { return std::string("\"").append(json_escaped(name)).append("\""); }
 
 // `replaced`: how often.
 std::optional<std::string> with_value(sv body, sv name, sv value, std::size_t& replaced) {

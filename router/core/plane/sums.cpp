@@ -1,7 +1,6 @@
 #include "plane/sums.hpp"
 
 #include <algorithm>
-#include <charconv>
 
 #include "plane/json_walk.hpp"
 
@@ -10,35 +9,6 @@ namespace {
 
 using sv = std::string_view;
 
-constexpr std::size_t kMostDigits = 12;  // of a number of tokens
-
-// A number of tokens, or null. False: it is neither.
-bool read_count(Walk& walk, std::optional<u64>& found) {
-    const sv value = walk.plain_value();
-    found.reset();
-    if (value == "null") return true;
-    if (value.empty() || value.size() > kMostDigits) return false;
-    u64 count = 0;
-    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), count);
-    if (error != std::errc() || end != value.data() + value.size()) return false;
-    found = count;
-    return true;
-}
-
-// Calls `read` with each name of an object, at its value. False where that does, or it is no object.
-template <typename Read>
-bool each_field(Walk& walk, Read read) {
-    if (!walk.take('{')) return false;
-    if (walk.take('}')) return true;
-    for (;;) {
-        sv name;
-        if (!walk.text(name) || name.find('\\') != sv::npos || !walk.take(':')) return false;
-        if (!read(name)) return false;
-        if (walk.take('}')) return true;
-        if (!walk.take(',')) return false;
-    }
-}
-
 bool is_null(Walk& walk) {
     Walk ahead = walk;
     if (ahead.plain_value() != "null") return false;
@@ -46,10 +16,16 @@ bool is_null(Walk& walk) {
     return true;
 }
 
+// A number of tokens, or null. False: it is neither.
+bool read_count(Walk& walk, std::optional<u64>& found) {
+    found.reset();
+    return is_null(walk) || walk.count(found.emplace());
+}
+
 bool read_details(Walk& walk, Usage& usage) {
     usage.cached_tokens.reset();
     if (is_null(walk)) return true;
-    return each_field(walk, [&](sv name) {
+    return walk.plain_object([&](sv name) {
         return name == "cached_tokens" ? read_count(walk, usage.cached_tokens) : walk.value();
     });
 }
@@ -57,7 +33,7 @@ bool read_details(Walk& walk, Usage& usage) {
 bool read_usage(Walk& walk, Usage& usage) {
     usage = {};
     if (is_null(walk)) return true;
-    return each_field(walk, [&](sv name) {
+    return walk.plain_object([&](sv name) {
         if (name == "prompt_tokens") return read_count(walk, usage.prompt_tokens);
         if (name == "prompt_tokens_details") return read_details(walk, usage);
         std::optional<u64> ignored;
@@ -76,7 +52,7 @@ std::optional<Usage> plain_usage(const Ended& ended) {
     Usage usage;
     if (ended.usage.empty()) return usage;
     Walk walk(ended.usage);
-    const bool is_plain = each_field(walk, [&](sv name) {
+    const bool is_plain = walk.plain_object([&](sv name) {
         if (name == "usage") return read_usage(walk, usage);
         return name != "message" && name != "response" && walk.value();
     });
