@@ -421,6 +421,8 @@ class Placing:
                 infinity), where there are none.
         """
     def under_way(self) -> int: ...
+    def allow(self, most: int) -> None:
+        """From now on no more requests than so many may be under way here."""
     def company(self, replica_id: str) -> tuple[int, int, float]: ...
     def begun(self) -> dict[str, int]:
         """Requests that began at each replica."""

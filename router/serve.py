@@ -140,6 +140,7 @@ class _ControlServer(uvicorn.Server):
                 Elsewhere(
                     lambda: natives.under_way() + preparation.under_way,
                     self.plane.plane.held_bytes,
+                    natives.allow,
                 )
             )
             self._keeping = asyncio.create_task(natives.run(self.plane))

@@ -17,6 +17,8 @@ class Elsewhere(NamedTuple):
 
     under_way: Callable[[], int]
     buffered_bytes: Callable[[], int]
+    allow: Callable[[int], object]
+    """Told how many may be under way there from now on."""
 
 
 class Admission:
@@ -35,12 +37,16 @@ class Admission:
         self._max_buffered_bytes = max_buffered_bytes
         self._under_way = 0
         self._buffered_bytes = 0
-        self._elsewhere = Elsewhere(lambda: 0, lambda: 0)
+        self._elsewhere = Elsewhere(lambda: 0, lambda: 0, lambda _most: None)
         self._is_shutting_down = False
 
     def count_also(self, elsewhere: Elsewhere) -> None:
         """From now on *elsewhere* takes of the bounds as well."""
         self._elsewhere = elsewhere
+        self._allow()
+
+    def _allow(self) -> None:
+        self._elsewhere.allow(max(self._max_requests - self._under_way, 0))
 
     @property
     def is_full(self) -> bool:
@@ -102,10 +108,12 @@ class Admission:
         if self.under_way >= self._max_requests:
             raise Overloaded(f"has its limit of {self._max_requests} requests under way")
         self._under_way += 1
+        self._allow()
 
     def leave(self) -> None:
         """A request that was let in is over."""
         self._under_way -= 1
+        self._allow()
 
     def __enter__(self) -> None:
         self.admit()

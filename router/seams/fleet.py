@@ -187,6 +187,10 @@ class NativeDecisions(ReplicaListener):
         """Requests that the core has placed and that have not ended."""
         return self._placing.under_way()
 
+    def allow(self, most: int) -> None:
+        """From now on the core may have no more requests than so many under way."""
+        self._placing.allow(most)
+
     async def run(self, plane: DataPlane) -> None:
         """Keep it true until cancelled."""
         while True:

@@ -330,6 +330,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         }))
         .def("serve", &serve)
         .def("under_way", &Placing::under_way)
+        .def("allow", &Placing::allow)
         .def("company", [](Placing& self, const std::string& replica) {
             const OfReplica found = self.quiet().at(replica);
             return std::make_tuple(found.under_way, found.begun, found.ended_at);

@@ -287,7 +287,7 @@ Prediction Placing::predicted(const Choice& choice, const Read& read) {
 std::optional<Placed> Placing::place(const Question& question) {
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
-    if (!choice) return std::nullopt;
+    if (!choice || *under_way_ >= most_) return std::nullopt;
     const Served& served = *read->served;
     const u32 replica = choice->state().replica;
     const i64 ahead = std::max<i64>(choice->state().queued_tokens, 0);

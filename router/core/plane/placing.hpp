@@ -79,6 +79,8 @@ public:
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }
+    // From now on no more than so many may be under way; whoever asks beyond is left to Python.
+    void allow(u64 most) { most_ = most; }
     QuietMoments& quiet() { return *quiet_; }
 
 private:
@@ -123,6 +125,7 @@ private:
     Ordering ordering_;
     std::shared_ptr<Reservations> reservations_;
     std::shared_ptr<std::atomic<u64>> under_way_ = std::make_shared<std::atomic<u64>>(0);
+    std::atomic<u64> most_ = ~u64{0};
     mutable std::mutex mutex_;  // guards `models_`
     std::shared_ptr<const Models> models_ = std::make_shared<Models>();
 };

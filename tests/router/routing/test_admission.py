@@ -29,13 +29,16 @@ def test_requests_over_the_bound_are_refused_until_one_ends() -> None:
 def test_what_the_data_plane_lets_in_by_itself_takes_of_the_same_bounds() -> None:
     """The memory is one, whoever fills it."""
     admission, elsewhere = Admission(max_requests=3, max_buffered_bytes=100), [2, 60]
-    admission.count_also(Elsewhere(lambda: elsewhere[0], lambda: elsewhere[1]))
+    allowed: list[int] = []
+    admission.count_also(Elsewhere(lambda: elsewhere[0], lambda: elsewhere[1], allowed.append))
     with admission:
+        assert allowed == [3, 2], "it may not let in what is let in here"
         assert (admission.under_way, admission.buffered_bytes) == (3, 60)
         assert admission.is_full
         with pytest.raises(Overloaded, match="3 requests"), admission:
             pytest.fail("it was let in")
     assert not admission.is_full
+    assert allowed == [3, 2, 3]
     with pytest.raises(Overloaded, match="100 bytes"), admission.buffer() as held:
         held.add(41)
     with admission.buffer() as held:
