@@ -436,6 +436,26 @@ class KeyLimitReached(_NotNow):
         )
 
 
+class EnginesBusy(_NotNow):
+    """A replica has refused the request since there are too many, and no other can take it now.
+
+    Args:
+        model: The model's name.
+        retry_after_s: As the replica said, for the `Retry-After` header.
+    """
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, model: str, retry_after_s: int) -> None:
+        super().__init__(
+            f"the replicas of {_shown(model)} have too many requests; try again in "
+            f"{retry_after_s} s",
+            retry_after_s,
+        )
+
+
 class QueueFull(_NotNow):
     """As many requests wait for the model as may. Who has most waiting is refused first.
 

@@ -4,6 +4,7 @@ logged as those that are served here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from router.doors.http.access_log import AccessLine
@@ -111,10 +112,16 @@ class Settling:
             number: Of the request.
             failed: The replica, and how.
         """
-        found = self._observers.handed_over(
-            number, failed.replica, failed.failure, failed.retry_after_s
-        )
         begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
+        key = None if begun is None else begun.key
+        tenant = "" if key is None or key.owner is None else key.name
+        found = self._observers.handed_over(
+            number,
+            failed.replica,
+            failed.failure,
+            failed.retry_after_s,
+            tenant if failed.status == HTTPStatus.TOO_MANY_REQUESTS else "",
+        )
         if begun is not None and begun.placed is not None and attempt is not None:
             begun.placed.failed(attempt, found.value)
         self._end_passing(number)  # it may have to wait for its next attempt

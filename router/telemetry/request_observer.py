@@ -226,7 +226,12 @@ class RequestObservers:
         return RequestObserver(self, decision, request)
 
     def handed_over(
-        self, number: int, replica_id: str, failure: str | None, retry_after_s: int | None
+        self,
+        number: int,
+        replica_id: str,
+        failure: str | None,
+        retry_after_s: int | None,
+        tenant: str = "",
     ) -> Failure:
         """A replica did not serve a request that the data plane had decided. It is decided anew.
 
@@ -235,6 +240,7 @@ class RequestObservers:
             replica_id: The replica.
             failure: How it failed; None: it responded that it cannot now.
             retry_after_s: For how long, as it says.
+            tenant: Whom it told so, where it tells several apart.
         Returns:
             How it failed.
         """
@@ -244,7 +250,7 @@ class RequestObservers:
         if replica_id not in self.replicas:
             return found
         if failure is None and retry_after_s is not None:
-            self.replicas.report_busy(replica_id, retry_after_s, "")
+            self.replicas.report_busy(replica_id, retry_after_s, tenant)
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
             self.planner.forget(replica_id)

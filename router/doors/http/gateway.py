@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from http import HTTPStatus
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +38,8 @@ from router.doors.names import SIDECAR_HEADERS
 from router.errors import (
     BadRequest,
     BodyTooLarge,
+    EnginesBusy,
+    NoReplica,
     Overloaded,
     RequestError,
     is_out_of_memory,
@@ -530,7 +533,13 @@ class Passage:
                 self._usage.spend(decision.tokens)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return
-        observer = self._observer = self._observe(decision)
+        try:
+            observer = self._observer = self._observe(decision)
+        except NoReplica as error:
+            failed = self._exchange.failed_first
+            if failed is None or failed.status != HTTPStatus.TOO_MANY_REQUESTS:
+                raise
+            raise EnginesBusy(decision.model_name, failed.retry_after_s or 1) from error
         self._stage = _Stage.SENT
         known = trace or self._context
         trace_headers = () if known is None else known.headers()
