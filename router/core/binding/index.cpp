@@ -282,8 +282,7 @@ public:
     }
 
     std::vector<u64> prefix_keys(const PromptHandle& handle, u64 step) {
-        Prompt& prompt = *handle.prompt;
-        return prompt.prefix_keys(index_.space(), step);
+        return handle.prompt->prefix_keys(index_.space(), step);
     }
 
     // `slots`: see `HitMap`.
@@ -346,7 +345,6 @@ public:
     // Hashes as the core keeps them, for `match_hashes`.
     EngineHashes hash_numbers(const nb::list& hashes) {
         EngineHashes found;
-        found.numbers.reserve(hashes.size());
         for (nb::handle each : hashes) found.numbers.push_back(hash_of(index_.space(), each));
         return found;
     }
@@ -355,7 +353,9 @@ public:
         FoundByHashes found;
         NamedShares shares;
         {
-            Guarded guarded(mutex_);
+            const bool is_long = hashes.numbers.size() > kLongPrompt / 16;
+            ReleasedIf released(is_long);
+            Guarded guarded(mutex_, !is_long);
             check(slot);
             found = matcher_.match_hashes(slot, hashes.numbers);
             shares = named(slot, found.hit.by_tier);

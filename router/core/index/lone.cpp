@@ -23,7 +23,7 @@ LoneLookUp::LoneLookUp(const Index& index, const Source& of, Prompt& prompt,
 }
 
 LoneLookUp::LoneLookUp(const Index& index, const Source& of, const std::vector<u64>& hashes)
-    : index_(index), of_(of), blocks_(hashes.size()) {
+    : index_(index), of_(of), blocks_(hashes.size()), held_(hashes.size()) {
     look_up_hashes(hashes);
     if (!of.stores.empty()) look_up_shared();
 }
@@ -68,6 +68,7 @@ void LoneLookUp::look_up_hashes(const std::vector<u64>& hashes) {
     for (u64 i = 0; i < hashes.size() && i < blocks_; ++i) {
         const u32 id = index_.entry_of(of_, hashes[i]);
         if (id != kNone) see(of_, index_.nodes()[id], i, found_);
+        if (!held_.empty()) held_[i] = id != kNone;
         if (!of_.stores.empty()) looked_up_.emplace_back(i, hashes[i]);
     }
 }
@@ -81,7 +82,9 @@ void LoneLookUp::look_up_shared() {
         for (u32 number = 0; number < of_.stores.size(); ++number) {
             const Source& store = index_.store_of(of_, number);
             const u32 id = index_.entry_of(store, hash);
-            if (id != kNone) see(store, index_.nodes()[id], i, in_store_[number]);
+            if (id == kNone) continue;
+            see(store, index_.nodes()[id], i, in_store_[number]);
+            if (!held_.empty()) held_[i] = true;
         }
     }
 }

@@ -27,6 +27,8 @@ public:
 
     Bitmap at(u32 plane, u32 where) const override;
     u64 blocks() const override { return blocks_; }
+    // Of hashes that were looked up alone, those that the source or a store that it shares has.
+    u64 held() const { return static_cast<u64>(std::count(held_.begin(), held_.end(), true)); }
 
 private:
     using Planes = std::unordered_map<u32, std::vector<u64>>;
@@ -44,6 +46,7 @@ private:
     Planes found_, tier_found_;
     std::vector<Planes> in_store_;                // by number of the store
     std::vector<std::pair<u64, u64>> looked_up_;  // (block, hash), where there are stores
+    std::vector<bool> held_;                      // by block, where only hashes are looked up
 };
 
 }  // namespace kvroute

@@ -82,10 +82,7 @@ FoundByHashes Matcher::match_hashes(u32 slot, const std::vector<u64>& hashes) {
     const u64 length = hashes.size() * of.layout.hash_block_size + of.read_lookahead + 1;
     found.hit = hit_of(of, length, looked_up);
     found.by_group = accepted_by_groups(of, looked_up, length);
-    for (u64 hash : hashes) {
-        auto holds = [&](const Source& each) { return index_.entry_of(each, hash) != kNone; };
-        found.held += holds(of) || index_.any_store(of, holds);
-    }
+    found.held = looked_up.held();
     found.is_whole = !index_.has_own_blocks_below(of);
     return found;
 }

@@ -19,6 +19,7 @@
 #include "plane/channel.hpp"
 #include "plane/decider.hpp"
 #include "plane/loop.hpp"
+#include "plane/report.hpp"
 #include "plane/stream.hpp"
 #include "plane/upstream.hpp"
 #include "plane/usual.hpp"
@@ -116,7 +117,7 @@ private:
     bool may_decide();
     bool has_room();
     bool decide();
-    static Asks asked_by(const http::RequestHead& head, const Options& options);
+    Asks asked();
     bool is_told_where();
     bool is_selected();
     bool is_reserved();
@@ -161,6 +162,7 @@ private:
     void break_off(Failure failure);
     void hold_if_slow();
     void report(End end);
+    Settled record_of(const Prediction& prediction, const Asked& asked) const;
     Settled so_far() const;
     void show_running(double now);
     bool is_summed(const Ended& ended, bool was_alone);
@@ -214,6 +216,7 @@ private:
     bool is_awaited_ = false;  // its body, before anybody is told
     bool is_proceeding_ = false;  // with what has come
     Asks asks_ = Asks::to_be_sent;
+    Report report_;            // that it is, where it is to be noted
     u8 path_ = 0;              // of `Options::prepared`
     Budget::Share share_;      // of the memory for such
     std::unique_ptr<Booking> booking_;

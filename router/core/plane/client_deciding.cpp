@@ -3,7 +3,6 @@
 #include "plane/answer.hpp"
 #include "plane/ask.hpp"
 #include "plane/client.hpp"
-#include "plane/report.hpp"
 #include "plane/splice.hpp"
 #include "plane/thread.hpp"
 
@@ -24,11 +23,18 @@ Respond json_response(std::string body) {
 
 // --- without Python -------------------------------------------------------------------------------
 
-Client::Asks Client::asked_by(const http::RequestHead& head, const Options& options) {
-    const sv target = head.origin_form;
+// What it is by its head, before its body has come.
+Client::Asks Client::asked() {
+    const Options& options = thread_.options();
+    const sv target = head_.origin_form;
     if (target.empty()) return Asks::to_be_sent;
-    if (!options.reserve_path.empty() && report_of(head.method, target)) return Asks::to_be_noted;
-    if (head.method != "POST") return Asks::to_be_sent;
+    if (!options.reserve_path.empty()) {
+        if (const std::optional<Report> report = report_of(head_.method, target)) {
+            report_ = *report;
+            return Asks::to_be_noted;
+        }
+    }
+    if (head_.method != "POST") return Asks::to_be_sent;
     if (target == options.route_path) return Asks::where;
     if (target == options.select_path) return Asks::for_selection;
     return target == options.reserve_path ? Asks::for_reservation : Asks::to_be_sent;
@@ -41,7 +47,7 @@ bool Client::may_decide() {
     const bool may = thread_.decider() != nullptr && !head_.expects_continue && !is_of_reserve_ &&
                      head_.framing != http::Framing::chunked && head_.length <= most;
     if (!may) return false;
-    asks_ = asked_by(head_, options);
+    asks_ = asked();
     if (asks_ != Asks::to_be_sent) return true;
     if (head_.method != "POST" || head_.framing != http::Framing::length) return false;
     for (path_ = 0; path_ < options.prepared.size(); ++path_) {
@@ -149,13 +155,12 @@ bool Client::is_reserved() {
     Reserved told;
     told.reason = reason_of(made->answer);
     const Respond respond = json_response(selection_body(*made, told.reason));
-    prediction_ = std::move(made->answer.prediction);
-    request_id_ = std::move(made->request_id);
-    asked_ = {0, ask->is_stream, true, false, prediction_.has_adapter, std::nullopt};
-    started_at_ = began;
-    routing_s_ = clock_now() - began;
-    first_byte_s_ = 0;
-    told.so_far = so_far();
+    const Prediction& prediction = made->answer.prediction;
+    told.so_far = record_of(prediction,
+                            {0, ask->is_stream, true, false, prediction.has_adapter, std::nullopt});
+    told.so_far.request_id = std::move(made->request_id);
+    told.so_far.began_at = began;
+    told.so_far.routing_s = clock_now() - began;
     told.id = std::move(made->id);
     told.by_tier = std::move(made->answer.by_tier);
     const std::string id = told.id;
@@ -163,7 +168,7 @@ bool Client::is_reserved() {
     told.booking = std::move(made->booking);
     told.place = std::move(made->place);
     const u64 long_tokens = thread_.options().long_prompt_tokens;
-    if (long_tokens && prediction_.uncached_tokens >= long_tokens) {
+    if (long_tokens && prediction.uncached_tokens >= long_tokens) {
         thread_.post(0, LongPromptSent{});
     }
     thread_.post(exchange_, std::move(told));
@@ -175,16 +180,15 @@ bool Client::is_reserved() {
 // Whether a gateway's report was noted: the books know it at once, and Python a moment later.
 bool Client::is_noted() {
     Decider* const decider = thread_.decider();
-    const std::optional<Report> report = report_of(head_.method, head_.origin_form);
-    const std::optional<bool> begun = report ? has_begun(report->kind, body_) : std::nullopt;
+    const std::optional<bool> begun = has_begun(report_.kind, body_);
     if (decider == nullptr || !begun) return false;
-    const bool is_over = report->kind == ReportKind::end;
-    const std::shared_ptr<Booking> booking = decider->reserved(report->id, is_over);
+    const bool is_over = report_.kind == ReportKind::end;
+    const std::shared_ptr<Booking> booking = decider->reserved(report_.id, is_over);
     if (booking == nullptr) return false;
     const double now = clock_now();
     if (*begun) booking->first_byte(now);
     if (is_over) booking->ended(true, now);
-    thread_.post(exchange_, Reported{std::string(report->id), report->kind, body_, now});
+    thread_.post(exchange_, Reported{std::string(report_.id), report_.kind, body_, now});
     respond(json_response("{\"status\":\"ok\"}"));
     return true;
 }

@@ -375,22 +375,28 @@ void Client::report(End end) {
     }
 }
 
-Settled Client::so_far() const {
+// What is known of a request of this client's when it is decided.
+Settled Client::record_of(const Prediction& prediction, const Asked& asked) const {
     Settled made;
-    made.began_at = started_at_;
-    made.model = prediction_.model;
-    made.replica = prediction_.replica;
-    made.request_id = request_id_;
+    made.model = prediction.model;
+    made.replica = prediction.replica;
     made.client = host_;
     made.client_port = port_;
-    made.dp_rank = prediction_.dp_rank;
-    made.prompt_tokens = prediction_.prompt_tokens;
-    made.gpu_cached_tokens = prediction_.gpu_cached_tokens;
-    made.cached_tokens = prediction_.cached_tokens;
-    made.expected_tokens = prediction_.expected_tokens;
-    made.is_suspect = prediction_.is_suspect;
-    made.estimate_trust = prediction_.estimate_trust;
-    made.asked = asked_;
+    made.dp_rank = prediction.dp_rank;
+    made.prompt_tokens = prediction.prompt_tokens;
+    made.gpu_cached_tokens = prediction.gpu_cached_tokens;
+    made.cached_tokens = prediction.cached_tokens;
+    made.expected_tokens = prediction.expected_tokens;
+    made.is_suspect = prediction.is_suspect;
+    made.estimate_trust = prediction.estimate_trust;
+    made.asked = asked;
+    return made;
+}
+
+Settled Client::so_far() const {
+    Settled made = record_of(prediction_, asked_);
+    made.request_id = request_id_;
+    made.began_at = started_at_;
     made.routing_s = routing_s_;
     made.first_byte_s = first_byte_s_;
     return made;

@@ -1,6 +1,8 @@
 #include "plane/placing.hpp"
 
-#include <atomic>
+#include <sys/random.h>
+
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -155,27 +157,28 @@ private:
     const std::vector<decide::CacheId>& in_books_;
 };
 
-std::string new_request_id() {
-    thread_local std::mt19937_64 random{std::random_device()()};
+using Bits = std::array<u64, 2>;
+
+// From the system, without a descriptor, of which there may be none left. Nothing: it has none.
+std::optional<Bits> random_bits() {
+    Bits bits;
+    if (::getrandom(bits.data(), sizeof bits, 0) != sizeof bits) return std::nullopt;
+    return bits;
+}
+
+std::string hex_of(Bits bits) {
     static constexpr char kDigits[] = "0123456789abcdef";
-    std::string made(32, '0');
-    for (std::size_t half = 0; half < 2; ++half) {
-        u64 bits = random();
-        for (std::size_t at = 0; at < 16; ++at, bits >>= 4) made[half * 16 + at] = kDigits[bits & 15];
+    std::string made;
+    for (u64 part : bits) {
+        for (std::size_t at = 0; at < 16; ++at, part >>= 4) made.push_back(kDigits[part & 15]);
     }
     return made;
 }
 
-// That nobody guesses: who knows it may end the reservation.
-std::string new_reservation_id() {
-    thread_local std::random_device random;
-    static constexpr char kDigits[] = "0123456789abcdef";
-    std::string made(32, '0');
-    for (std::size_t part = 0; part < 4; ++part) {
-        auto bits = random();
-        for (std::size_t at = 0; at < 8; ++at, bits >>= 4) made[part * 8 + at] = kDigits[bits & 15];
-    }
-    return made;
+std::string new_request_id() {
+    thread_local std::mt19937_64 random{
+        random_bits().value_or(Bits{static_cast<u64>(clock_now() * 1e9)})[0]};
+    return hex_of({random(), random()});
 }
 
 std::string given_or_new(std::string_view id) {
@@ -329,8 +332,13 @@ std::optional<Selection> Placing::select(const Question& question) {
 }
 
 std::optional<Reservable> Placing::reserve(const Question& question) {
-    const std::string& named = question.ask.reservation;
-    std::string id = named.empty() ? new_reservation_id() : named;
+    std::string id = question.ask.reservation;
+    if (id.empty()) {
+        // Nobody may guess it: who knows it may end the reservation.
+        const std::optional<Bits> bits = random_bits();
+        if (!bits) return std::nullopt;
+        id = hex_of(*bits);
+    }
     std::shared_ptr<Reservations::Place> place = reservations_->take(id);
     if (place == nullptr) return std::nullopt;
     const std::optional<Read> read = this->read(question);
