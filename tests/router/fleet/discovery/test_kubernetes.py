@@ -177,6 +177,22 @@ async def test_a_pods_engine_may_connect_to_the_router() -> None:
             assert (list(found.replicas), list(found.broken)) == (["connects"], [])
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+async def test_a_pods_engine_may_be_asked_for_its_events_and_nothing_on_this_machine(
+    host: str,
+) -> None:
+    """An annotation must not have the router ask its own machine, where it may be trusted."""
+    async with api_server() as (server, url):
+        for name, asked in (("asked", "*"), ("misled", host)):
+            sources = [{"endpoint": f"http://{asked}:8000/kv_cache_events"}]
+            said = {"kvroute.io/replica": json.dumps({"kv_events": sources})}
+            await server.put(PATH, pod(name, annotations=said))
+        async with following(provider(url, replica=ReplicaOptions())) as found:
+            await eventually(lambda: found.broken, "a list")
+            assert list(found.replicas) == ["asked"]
+            assert "is on the router's own machine" in found.broken[0]
+
+
 @pytest.mark.parametrize("options", [{}, {"pool": "llama"}], ids=["selector", "pool"])
 async def test_an_annotation_made_to_break_the_reader_leaves_out_only_its_pod(
     options: dict[str, object],
