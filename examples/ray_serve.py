@@ -48,9 +48,16 @@ class Engine:
         router: The router's URL.
         command: The engine's, with `$host`, `$port`, `$events` and `$replay` where it is to listen.
         host: The address to listen at, as the router reaches it; None: the node's.
+        api_key_env: The environment variable with the client's key, where the router wants one.
     """
 
-    def __init__(self, router: str, command: Sequence[str], host: str | None = None) -> None:
+    def __init__(
+        self,
+        router: str,
+        command: Sequence[str],
+        host: str | None = None,
+        api_key_env: str | None = None,
+    ) -> None:
         port, events, replay = free_ports(3)
         host = host or ray.util.get_node_ip_address()
         places = {"host": host, "port": port, "events": events, "replay": replay}
@@ -59,7 +66,7 @@ class Engine:
         url = f"http://{host}:{port}"
         self._wait(url)
         self._http = httpx.AsyncClient(base_url=url, timeout=None)
-        self._reporter = Reporter(router)
+        self._reporter = Reporter(router, api_key_env)
         self._registration = register(router, url)
 
     def _wait(self, url: str) -> None:
@@ -173,7 +180,8 @@ def application(
             request_router_class=KVRouteRequestRouter, request_router_kwargs=kwargs
         ),
     )
-    return Ingress.bind(engines.bind(router, [*command], host))
+    bound = engines.bind(router, [*command], host, options.get("api_key_env"))
+    return Ingress.bind(bound)
 
 
 def free_ports(count: int) -> list[int]:

@@ -67,6 +67,23 @@ async def test_a_replica_takes_the_place_of_one_that_did_not_leave(router: Route
         await router.delete("/replicas/anothers")
 
 
+async def test_what_is_gone_for_long_is_removed_by_the_others(router: RouterProcess) -> None:
+    """A killed replica cannot leave, and there may be none that comes in its place."""
+    prefix = f"{unique('app')}:Engine:"
+    async with engines(1) as (stub,):
+        for name in (f"{prefix}killed", "anothers"):
+            url = f"http://127.0.0.1:{free_port()}"
+            assert (await router.post("/replicas", {"url": url, "id": name})).status == 201
+        for name in (f"{prefix}killed", "anothers"):
+            while (await router.replica(name))["health"] != "unhealthy":
+                await asyncio.sleep(0.01)
+        listed = await registered(router, stub, prefix, "lives", gone_after_s=0.1)
+        while await ids(router) != {f"{prefix}lives", "anothers"}:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(listed.close)
+        await router.delete("/replicas/anothers")
+
+
 async def test_a_replica_serves_though_its_router_refuses_or_is_gone(
     router: RouterProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

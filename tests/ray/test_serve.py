@@ -9,11 +9,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from tests.support.actual_hits import cached_tokens
+from tests.support.actual_hits import cached_tokens, until_told
 from tests.support.engine_process import simulated
 from tests.support.engine_stub import engines, unique
 from tests.support.http_client import Answer, ask, connect
@@ -24,6 +25,7 @@ from tests.support.vllm_publisher import free_port
 ray = pytest.importorskip("ray", reason="ray[serve] is not installed; make test-ray")
 support: Any = pytest.importorskip("tests.support.ray_serve")
 request_router_of = support.request_router_of
+RequestCancelledError: Any = pytest.importorskip("ray.serve.exceptions").RequestCancelledError
 
 JSON = {"content-type": "application/json"}
 
@@ -209,6 +211,37 @@ async def test_a_replica_that_is_killed_gives_back_what_is_booked(
         assert (await last_request(router))["end"] == "replica_died"
 
 
+async def test_many_calls_at_once_leave_nothing_booked(router: RouterProcess, quick: Any) -> None:
+    """Some are cancelled: before a replica is chosen, before it has answered, within the stream."""
+    served, model = quick
+    handle = served.handle().options(stream=True)
+    random, room = Random(1), asyncio.Semaphore(48)
+    whole = 0
+
+    async def call(reads: int | None) -> None:
+        nonlocal whole
+        body = {"model": model, "prompt": [random.randrange(256)] * 320, "max_tokens": 40}
+        async with room:
+            pieces = handle.forward.remote("/v1/completions", {**body, "stream": True})
+            await asyncio.sleep(0)
+            seen = 0
+            with contextlib.suppress(RequestCancelledError, asyncio.CancelledError):
+                if reads != 0:
+                    async for _ in pieces:
+                        seen += 1
+                        if seen == reads:
+                            break
+                    else:
+                        whole += 1
+            pieces.cancel()
+
+    plans = [random.choice((None, None, 0, 1, 5)) for _ in range(400)]
+    await asyncio.gather(*map(call, plans))
+    assert whole == plans.count(None)
+    await until_unbooked(router)
+    assert request_router_of(handle).statistics().lost_reports == 0
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -227,6 +260,35 @@ async def test_bad_input_is_refused_and_nothing_is_booked(
         assert answer.status == 400, answer.body
     assert (await router.metrics()).sum("kvroute_reservations") == 0
     assert (await router.get("/requests?limit=1")).json["requests"] == before
+
+
+async def test_a_key_and_what_comes_with_it_hold_for_calls(serving: Any) -> None:
+    """The engine salts as the router does, or predictions are wrong; a limit is the caller's to
+    hear of."""
+    key = {"name": "alice", "key": support.KEY, "cache_salt": "of-alice", "max_in_flight": 1}
+    server = {"clients_see_hits": True, "client_api_keys": [key]}
+    model = unique("locked")
+    slow = simulated("full", served_model_name=model, decode_tokens_per_s=100)
+    with router_process({"health": QUICK_HEALTH, "server": server}) as locked:
+        async with serving.engines(locked, *slow, api_key_env=support.KEY_VARIABLE) as served:
+            body = {"model": model, "prompt": [1] * 640, "max_tokens": 2}
+            for cached in (0, 624):
+                assert cached_tokens(await complete(served, body)) == cached
+                await until_unbooked(locked)
+                logged = await last_request(locked)
+                assert logged["predicted"]["cached_tokens"] == logged["actual"] == cached
+                (replica,) = (e for e in await served.listed() if e.name == logged["replica"])
+                await until_told(locked, replica)
+            async with connect(served.port) as client:
+                long = {**body, "max_tokens": 1200, "stream": True}
+                await client.send("POST", "/v1/completions", long, JSON)
+                await client.read_head()
+                refused = await complete(served, body)
+                assert refused.status == 429
+                assert refused.json["error"]["code"] == "rate_limit_exceeded"
+                assert int(refused.headers["retry-after"]) > 0
+                client.leave()
+            await until_unbooked(locked)
 
 
 async def test_a_client_cannot_choose_the_replica_or_name_the_booking(

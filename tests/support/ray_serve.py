@@ -32,6 +32,9 @@ ENGINE = (
     *("--kv-events-endpoint", "tcp://$host:$events"),
     *("--kv-events-replay-endpoint", "tcp://$host:$replay"),
 )
+KEY = "key-of-alice"
+KEY_VARIABLE = "KVROUTE_KEY_OF_RAY"
+"""In the environment of all of Ray's processes."""
 _HOST = "127.0.0.1"
 
 
@@ -62,6 +65,7 @@ class RayServe:
         # The processes of Ray take it over from this one.
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
+        os.environ[KEY_VARIABLE] = KEY
         sys.path += [path for path in paths if path not in sys.path]
         self.example: Any = importlib.import_module("ray_serve")
         # A path to a socket must be short.

@@ -29,10 +29,8 @@ logger = logging.getLogger("ray.serve")
 
 EVERY_S = 5.0
 """How often a replica looks whether it is listed: a router that was started anew knows none."""
-SWEEP_EVERY_S = 60.0
-"""How often it looks for replicas of its deployment that are gone."""
 GONE_AFTER_S = 60.0
-"""An unhealthy one for so long is removed."""
+"""A replica of its deployment that has been unhealthy for so long is removed."""
 TIMEOUT_S = 5.0
 
 
@@ -70,8 +68,8 @@ class Registration:
         routers: Their URLs.
         config: The body of `POST /replicas`, with `id` and `url`.
         prefix: Of the names of all replicas of the deployment. One that bears it is removed where
-            it has this replica's URL, or has been unhealthy for a minute: if it lives, it lists
-            itself anew.
+            it has this replica's URL, or has been unhealthy for *gone_after_s*: if it lives, it
+            lists itself anew.
         operator_key: Of the routers.
         every_s: How often it looks.
     """
@@ -83,6 +81,7 @@ class Registration:
         prefix: str,
         operator_key: str | None = None,
         every_s: float = EVERY_S,
+        gone_after_s: float = GONE_AFTER_S,
     ) -> None:
         for router in routers:
             check_url("routers", router)
@@ -94,6 +93,7 @@ class Registration:
         """How often it has looked since."""
         self._config = dict(config)
         self._every_s = every_s
+        self._gone_after_s = gone_after_s
         self._ended = threading.Event()
         self._lists = [_ListAt(router, self._config, prefix, headers) for router in routers]
         for each in self._lists:
@@ -119,12 +119,13 @@ class Registration:
             each.leave()
 
     def _keep(self) -> None:
+        looks_a_sweep = max(1, round(self._gone_after_s / self._every_s))
         while not self._ended.wait(self._every_s):
             self.looks += 1
             for each in self._lists:
                 each.look()
-                if self.looks % max(1, round(SWEEP_EVERY_S / self._every_s)) == 0:
-                    each.sweep()
+                if self.looks % looks_a_sweep == 0:
+                    each.sweep(self._gone_after_s)
 
 
 class _ListAt:
@@ -159,12 +160,12 @@ class _ListAt:
             found = self._http.post("/replicas", json=self._config)
         return found
 
-    def sweep(self) -> None:
+    def sweep(self, gone_after_s: float) -> None:
         """Remove what has been unhealthy for long."""
         with contextlib.suppress(httpx.HTTPError):
             for each in self._of_the_deployment():
                 is_gone = each.get("health") == "unhealthy"
-                if is_gone and float(each.get("seconds_in_health", 0)) >= GONE_AFTER_S:
+                if is_gone and float(each.get("seconds_in_health", 0)) >= gone_after_s:
                     self._http.delete(f"/replicas/{each['id']}")
 
     def leave(self) -> None:
