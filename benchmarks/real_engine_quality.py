@@ -20,15 +20,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.figures import report
-from router.demo.comparison import (
+from kvroute_engine.demo.comparison import (
     Play,
     mean_ttft_s,
     of_way,
     reused_tokens,
 )
-from router.demo.phase import PlayPhase
-from router.demo.play import DemoSettings, Scene, play
-from router.demo.workload import WorkloadSizes, questions_about_documents
+from kvroute_engine.demo.phase import PlayPhase
+from kvroute_engine.demo.play import DemoSettings, Scene, play
+from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents
 
 _T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26, 12: 2.20, 16: 2.13}
 """Student's t for the mean of so many values, two-sided."""

@@ -25,12 +25,12 @@ from typing import Any
 from benchmarks.figures import report
 from benchmarks.simulation.outcome import percentile
 from kvevents.publisher import EventPublisher
-from offload.engine.core.build import EngineConfig, build_engine
-from offload.engine.core.engine import Engine
-from offload.engine.core.requests import EngineRequest, SamplingParams
-from offload.engine.core.time_model import VirtualClock
-from router.demo.client import Client
-from router.demo.processes import router
+from kvroute_engine.core.build import EngineConfig, build_engine
+from kvroute_engine.core.engine import Engine
+from kvroute_engine.core.requests import EngineRequest, SamplingParams
+from kvroute_engine.core.time_model import VirtualClock
+from kvroute_engine.demo.client import Client
+from kvroute_engine.demo.processes import router
 
 MODEL = "simulated"
 _HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 0\r\n\r\n"

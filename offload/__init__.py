@@ -37,8 +37,7 @@ The files; each imports only what is listed above it:
     fs/                the tier on disk
     peer/              prefixes pulled from the memory of other engines
     connector/         loads and stores, from plan to completion
-    tiers/            tiers by name: specifications with their options, plug-ins
-    engine/            a small real engine, or the same without tensors
+    tiers/             tiers by name: specifications with their options, plug-ins
 """
 
 from offload.base import OffloadingManager, OffloadingWorker

@@ -21,7 +21,6 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     app.py           the ASGI application
     seams/           what joins the data plane to Python
     serve.py         the data plane, the application behind it, signals
-    demo/            small engines behind a real router, and what it gains
     client.py        asks a router where to send, and reports; knows nothing of the others
     cli/             kvroute
 """

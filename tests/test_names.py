@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("kvevents", "offload", "router")
+PACKAGES = ("kvevents", "offload", "router", "engine/kvroute_engine")
 
 
 def test_every_class_name_stands_for_one_thing() -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kvevents.codec import decode
 from kvevents.events import BlockRemoved, BlockStored, EventBatch
-from router.demo.blind import GroupBlindIndex
+from kvroute_engine.demo.blind import GroupBlindIndex
 from router.index import ApplyResult, PrefixIndex, SourceId
 
 

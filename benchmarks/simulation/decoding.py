@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from offload.cache_manager import AllocatedBlocks, CacheManager
 from offload.coordinator import ComputedBlocks
-from offload.engine.core.engine import Engine
-from offload.engine.core.requests import StepOutput
-from offload.engine.core.sequence import SequenceInProgress
-from offload.engine.core.simulated import SimulatedRunner
+from kvroute_engine.core.engine import Engine
+from kvroute_engine.core.requests import StepOutput
+from kvroute_engine.core.sequence import SequenceInProgress
+from kvroute_engine.core.simulated import SimulatedRunner
 from offload.request import CacheRequest
 
 _NOTHING = AllocatedBlocks(())

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.simulation.time_model import AcceleratorTime
-from offload.engine.core.build import EngineConfig
-from offload.engine.core.model_config import TransformerConfig
+from kvroute_engine.core.build import EngineConfig
+from kvroute_engine.core.model_config import TransformerConfig
 from offload.tiers import TierConfig
 
 

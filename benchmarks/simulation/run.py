@@ -18,7 +18,7 @@ from benchmarks.simulation.seen import SeenPrefixes
 from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
-from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
+from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.config import OverloadConfig
 from router.fleet.line import place_of
 from router.policies import Weights

@@ -26,7 +26,7 @@ from benchmarks.simulation.run import Setting
 from benchmarks.simulation.sessions import Plan, Sessions, profile
 from benchmarks.simulation.trace import RecordedTrace, TraceOptions, read_trace
 from benchmarks.simulation.workload import Workload
-from offload.engine.core.serving_order import SchedulingPolicy
+from kvroute_engine.core.serving_order import SchedulingPolicy
 
 WARM_UP = 0.25
 """Share of the time whose requests are not counted."""

@@ -9,7 +9,7 @@ from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.opponents import OPPONENTS
 from benchmarks.simulation.results import Line
 from benchmarks.simulation.situations import SITUATIONS, TRAFFIC, Situation
-from offload.engine.core.serving_order import SchedulingPolicy
+from kvroute_engine.core.serving_order import SchedulingPolicy
 
 OURS, BEFORE = "least_delay", "prefix"
 BLIND = ("group_blind", "group_blind_any_copy", "group_0")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.engine.core.batch import SequenceChunk
-from offload.engine.core.time_model import TimeModel
+from kvroute_engine.core.batch import SequenceChunk
+from kvroute_engine.core.time_model import TimeModel
 
 
 @dataclass(frozen=True, slots=True)

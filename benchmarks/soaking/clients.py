@@ -15,10 +15,10 @@ from typing import Any
 from async_timeout import timeout
 
 from benchmarks.soaking.links import Balancer
-from offload.engine.core.simulated import SimulatedRunner
-from offload.engine.core.time_model import RealClock, TimeModel
-from offload.engine.http.chat import Chat
-from offload.engine.http.tokenizer import ByteTokenizer
+from kvroute_engine.core.simulated import SimulatedRunner
+from kvroute_engine.core.time_model import RealClock, TimeModel
+from kvroute_engine.http.chat import Chat
+from kvroute_engine.http.tokenizer import ByteTokenizer
 from tests.support.http_client import HttpClient, connect
 
 PATIENCE_S = 60.0

@@ -11,6 +11,5 @@ The files; each imports only what is listed above it:
     capture_command.py    record a live event stream
     replay_command.py     compare recordings with the index's predictions
     keys_command.py       make keys for encrypted event streams
-    demo_command.py       play the demo and show its tables
     main.py               the entry point; imports only the command that is to run
 """

@@ -1,9 +1,10 @@
 """`kvroute`: the entry point. It imports only the command that is to run.
 
 A command is a module with an `add_to(commands)` that adds its parser and sets `run`: a function
-from the parsed arguments to the exit code. Ours are in the table below. Other packages name theirs
-by an entry point of the group `kvroute.commands`. A command must not wait for the imports of
-another one, nor break with it; `kvroute --help` waits for none of them.
+from the parsed arguments to the exit code. The router's are in the first table below. Other
+distributions name theirs by an entry point of the group `kvroute.commands`; the second table has
+those of `engine/`, so that one that is missing says where to get it. A command must not wait for
+the imports of another one, nor break with it; `kvroute --help` waits for none of them.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ _BUILT_IN = {
     "capture": ("router.cli.capture_command", "record a live event stream"),
     "replay": ("router.cli.replay_command", "feed recordings to the index and compare"),
     "keys": ("router.cli.keys_command", "make keys for encrypted event streams"),
-    "demo": ("router.cli.demo_command", "hybrid engines behind a real router, and what it gained"),
 }
 """Module and help by name."""
 
+_ADD_ONS = {
+    "engine": "one replica of a small engine: a real KV cache, random weights or none",
+    "demo": "hybrid engines behind a real router, and what it gained",
+}
+"""Help by name of the commands of `engine/`, a distribution of its own."""
+_ADD_ON_RULE = "it belongs to kvroute-engine: pip install ./engine in kvroute's checkout"
+
 
 class CommandUnavailable(RouterError):
-    """A command of another package cannot be imported, usually because something it needs is not
-    installed."""
+    """A command of another distribution is not installed, or lacks something that it needs."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(
-            f"{name}: this command cannot be loaded: {why}; install what it needs, as in "
-            "pip install '.[offload]'"
-        )
+        super().__init__(f"{name}: this command cannot be loaded: {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,11 +77,11 @@ def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
         else:
             commands.add_parser(name, help=text)
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    for name in sorted(found.keys() - _BUILT_IN):
+    for name in sorted((found.keys() | _ADD_ONS.keys()) - _BUILT_IN.keys()):
         if name in typed[:1]:
-            _imported(found[name]).add_to(commands)
+            _imported(name, found.get(name)).add_to(commands)
         else:
-            commands.add_parser(name, help=f"see kvroute {name} --help")
+            commands.add_parser(name, help=_ADD_ONS.get(name, f"see kvroute {name} --help"))
     return parser
 
 
@@ -91,11 +94,13 @@ def _own(name: str) -> ModuleType:
         raise
 
 
-def _imported(entry: EntryPoint) -> ModuleType:
+def _imported(name: str, entry: EntryPoint | None) -> ModuleType:
+    if entry is None:
+        raise CommandUnavailable(name, f"it is not installed; {_ADD_ON_RULE}")
     try:
         module: ModuleType = entry.load()
     except ImportError as error:
-        raise CommandUnavailable(entry.name, str(error)) from error
+        raise CommandUnavailable(name, f"{error}; install what its distribution needs") from error
     return module
 
 

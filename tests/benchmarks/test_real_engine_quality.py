@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks.real_engine_quality import EngineTime
-from router.demo.comparison import Play
-from router.demo.play import DemoSettings, Scene
+from kvroute_engine.demo.comparison import Play
+from kvroute_engine.demo.play import DemoSettings, Scene
 
 BUSY = """
 import sys, time

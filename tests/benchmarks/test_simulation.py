@@ -40,8 +40,8 @@ from kvevents.events import BlockRemoved, BlockStored, CacheLayout, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.demo.blind import GroupBlindIndex
+from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
+from kvroute_engine.demo.blind import GroupBlindIndex
 from router.index import Hit, SourceId
 
 SMALL = partial(

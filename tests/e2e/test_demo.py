@@ -20,19 +20,19 @@ from kvevents.events import GPU, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.cli.demo_command import _verdict
-from router.demo.blind import GroupBlindIndex
-from router.demo.client import TimedCompletion
-from router.demo.comparison import (
+from kvroute_engine.demo.command import _verdict
+from kvroute_engine.demo.blind import GroupBlindIndex
+from kvroute_engine.demo.client import TimedCompletion
+from kvroute_engine.demo.comparison import (
     Play,
     chance,
     mean,
     reused_tokens,
 )
-from router.demo.phase import PhaseResult
-from router.demo.play import DemoSettings, Scene
-from router.demo.processes import DemoFailed, engines
-from router.demo.workload import WorkloadSizes, questions_about_documents
+from kvroute_engine.demo.phase import PhaseResult
+from kvroute_engine.demo.play import DemoSettings, Scene
+from kvroute_engine.demo.processes import DemoFailed, engines
+from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents
 from router.index import DumpError, PrefixIndex, SourceId
 from router.index.dump import dump, load
 from tests.support.router_process import ROOT

@@ -18,6 +18,7 @@ HEAVY = {
     "jinja2",
     "numpy",
     "offload",
+    "kvroute_engine",
     "prometheus_client",
     "rich",
     "router",

@@ -26,8 +26,8 @@ from offload.cache_manager import CacheManager
 from offload.connector import OffloadingConnector, Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
-from offload.engine.core.simulated import SimulatedTransferWorker
-from offload.engine.core.time_model import TimeModel, VirtualClock
+from kvroute_engine.core.simulated import SimulatedTransferWorker
+from kvroute_engine.core.time_model import TimeModel, VirtualClock
 from offload.errors import CacheConfigError, TransferError
 from offload.request import CacheRequest, RequestHasher
 from offload.tensor_parallel import ShardedWorker, ShardEvents

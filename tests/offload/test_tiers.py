@@ -12,11 +12,11 @@ import pytest
 from kvevents.events import CPU, STORAGE
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.policies.arc import ARCPolicy
-from offload.engine.core.build import EngineConfig, build_engine
-from offload.engine.core.engine import Engine
-from offload.engine.core.requests import EngineRequest, SamplingParams
-from offload.engine.core.simulated import SimulatedBackend
-from offload.engine.core.time_model import TimeModel, VirtualClock
+from kvroute_engine.core.build import EngineConfig, build_engine
+from kvroute_engine.core.engine import Engine
+from kvroute_engine.core.requests import EngineRequest, SamplingParams
+from kvroute_engine.core.simulated import SimulatedBackend
+from kvroute_engine.core.time_model import TimeModel, VirtualClock
 from offload.errors import CacheConfigError
 from offload.fs.manager import FileOffloadingManager
 from offload.reuse_filter import ReuseFilter

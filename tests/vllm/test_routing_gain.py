@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from router.demo.client import Client, TimedCompletion
-from router.demo.fleet import until_live, until_read
-from router.demo.phase import PhaseResult, PlayPhase, run_phase
-from router.demo.play import MODES, RoutingMode
-from router.demo.processes import router
-from router.demo.workload import Workload, WorkloadSizes, questions_about_documents
+from kvroute_engine.demo.client import Client, TimedCompletion
+from kvroute_engine.demo.fleet import until_live, until_read
+from kvroute_engine.demo.phase import PhaseResult, PlayPhase, run_phase
+from kvroute_engine.demo.play import MODES, RoutingMode
+from kvroute_engine.demo.processes import router
+from kvroute_engine.demo.workload import Workload, WorkloadSizes, questions_about_documents
 from tests.support.http_client import ask
 from tests.vllm.checking import JSON
 from tests.vllm.conftest import Figures
@@ -77,7 +77,7 @@ async def played(
         }
     )
     blind = mode.blind_index
-    command = ("router.demo.blind", blind) if blind else ("router.cli.main",)
+    command = ("kvroute_engine.demo.blind", blind) if blind else ("router.cli.main",)
     result = PhaseResult(mode.name, {})
     async with router(directory / f"{mode.policy}-{blind}.yaml", configuration, *command) as found:
         client = Client(found.url)

@@ -11,7 +11,7 @@ from random import Random
 from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.layouts import ReplicaConfig
 from kvevents.events import EventBatch
-from router.demo.blind import GroupBlindIndex
+from kvroute_engine.demo.blind import GroupBlindIndex
 from router.index import SourceId
 
 

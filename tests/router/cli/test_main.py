@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from router.cli.main import _BUILT_IN, main
+from router.cli.main import _ADD_ON_RULE, _ADD_ONS, _BUILT_IN, main
 from tests.support.router_process import ROOT
 
 IMPORTS = """
@@ -42,7 +42,9 @@ def test_what_needs_no_command_imports_none(argument: str) -> None:
     others with it."""
     imported = imported_by(argument)
     assert imported.isdisjoint({"fastapi", "starlette", "uvicorn", "tokenizers", "jinja2", "rich"})
-    assert imported.isdisjoint({"torch", "offload", "pydantic", "prometheus_client"})
+    assert imported.isdisjoint(
+        {"torch", "offload", "kvroute_engine", "pydantic", "prometheus_client"}
+    )
     assert imported.isdisjoint(module for module, _ in _BUILT_IN.values())
 
 
@@ -66,7 +68,8 @@ def test_every_command_is_listed_with_what_it_does(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["--help"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert {f"{name} {text}" for name, (_, text) in _BUILT_IN.items()} <= set(lines)
+    own = {f"{name} {text}" for name, (_, text) in _BUILT_IN.items()}
+    assert own | {f"{name} {text}" for name, text in _ADD_ONS.items()} <= set(lines)
 
 
 @pytest.mark.parametrize("name", _BUILT_IN)
@@ -77,3 +80,14 @@ def test_every_command_of_the_table_exists(name: str, capsys: pytest.CaptureFixt
         main([name, "--help"])
     assert done.value.code == 0
     assert f"usage: kvroute {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", _ADD_ONS)
+def test_a_command_of_the_engine_says_what_to_install_where_it_is_missing(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router is installed without the engine, and the documents name both commands."""
+    monkeypatch.setattr("router.cli.main.entry_points", lambda **_group: ())
+    assert main([name, "--help"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"kvroute: {name}: this command cannot be loaded: it is not installed; {_ADD_ON_RULE}\n"

@@ -13,7 +13,7 @@ import pytest
 
 from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
-from router.demo.blind import GroupBlindIndex
+from kvroute_engine.demo.blind import GroupBlindIndex
 from router.errors import RouterError
 from router.feed import snapshot_file, snapshot_records
 from router.feed.feed import Feed

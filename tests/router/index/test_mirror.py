@@ -18,8 +18,8 @@ from kvevents.events import BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from offload.engine.core.build import EngineConfig
-from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
+from kvroute_engine.core.build import EngineConfig
+from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router._core import Visit
 from router.index import (
     NO_HIT,

@@ -1,0 +1,9 @@
+"""The transformer and its pages, in torch.
+
+The files; each imports only what is listed above it:
+
+    kv_pages.py       pages seen as keys and values, as states, as bytes
+    model.py          the transformer
+    torch_runner.py   computes batches with it
+    torch_backend.py  what `kvroute_engine.core.build` loads where a model is wanted
+"""
