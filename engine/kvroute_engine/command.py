@@ -416,18 +416,13 @@ def _curve(arguments: argparse.Namespace) -> CurveServer | None:
     return CurveServer(read_keys(keys), None if clients is None else read_clients(clients))
 
 
-def _event_endpoints(config: EngineConfig, engine: Engine) -> tuple[KVEventEndpoint, ...]:
+def _event_endpoints(config: EngineConfig, engine: Engine) -> dict[int, KVEventEndpoint]:
     publisher = engine.publisher
     if not isinstance(publisher, ZmqEventPublisher):
-        return ()
-    return (
-        KVEventEndpoint(
-            config.data_parallel_rank,
-            publisher.endpoint,
-            publisher.replay_endpoint,
-            config.kv_events_topic,
-        ),
-    )
+        return {}
+    topic = config.kv_events_topic
+    endpoint = KVEventEndpoint(publisher.endpoint, publisher.replay_endpoint, topic)
+    return {config.data_parallel_rank: endpoint}
 
 
 def _server_config(arguments: argparse.Namespace) -> EngineServerConfig:

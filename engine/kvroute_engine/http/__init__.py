@@ -12,7 +12,7 @@ The files; each imports only what is listed above it:
     schemas.py          request bodies, checked
     engine_thread.py    the engine on its own thread
     service.py          requests to it, for an event loop
-    responses.py        OpenAI's response shapes, as plain data
+    responses.py        response bodies in OpenAI's shapes, as types
     completion.py       one response while it grows
     clients.py          a client's body, and whether the client is still there
     sse.py              a response as server-sent events

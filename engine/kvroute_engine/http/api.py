@@ -6,11 +6,10 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -24,13 +23,15 @@ from kvroute_engine.http.faults import crash, restart
 from kvroute_engine.http.responses import (
     ChatFormat,
     CompletionFormat,
+    DetokenizeResponse,
     KVEventEndpoint,
+    ServedModelList,
+    ResetResponse,
     ResponseFormat,
     ServedModel,
-    event_sources_response,
-    models_response,
-    server_info_response,
-    tokenize_response,
+    EngineInfo,
+    TokenizeResponse,
+    VersionResponse,
 )
 from kvroute_engine.http.schemas import (
     DEFAULT_MAX_TOKENS,
@@ -73,7 +74,8 @@ class ApiConfig:
 
     model: ServedModel
     version: str
-    event_endpoints: tuple[KVEventEndpoint, ...] = ()
+    event_endpoints: Mapping[int, KVEventEndpoint] = field(default_factory=dict)
+    """By data-parallel rank."""
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     enable_faults: bool = False
@@ -302,38 +304,37 @@ class _Api:
             text, special = body.prompt, body.add_special_tokens
             ids = await _maybe_in_thread(len(text), lambda: self._tokenizer.encode(text, special))
         texts = self._tokenizer.token_texts(ids) if body.return_token_strs else None
-        return json_response(tokenize_response(ids, texts, self._model.max_model_len))
+        return json_response(TokenizeResponse(len(ids), self._model.max_model_len, ids, texts))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
         self._check_model(body.model)
         check_token_ids(body.tokens, self._model.vocab_size, "tokens")
-        return json_response(
-            {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
-        )
+        text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return json_response(DetokenizeResponse(text))
 
     # --- for routers and operators ----------------------------------------------------------------
 
     async def models(self, _request: Request) -> Response:
-        return json_response(models_response(self._model))
+        return json_response(ServedModelList.of(self._model))
 
     async def event_sources(self, _request: Request) -> Response:
-        return json_response(event_sources_response(self._config.event_endpoints))
+        return json_response(self._config.event_endpoints)
 
     async def server_info(self, _request: Request) -> Response:
-        return json_response(server_info_response(self._model))
+        return json_response(EngineInfo(self._model.scheduling_policy))
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=503 if self._service.is_dead else 200)
 
     async def version(self, _request: Request) -> Response:
-        return json_response({"version": self._config.version})
+        return json_response(VersionResponse(self._config.version))
 
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=METRICS_TYPE)
 
     async def reset_prefix_cache(self, _request: Request) -> Response:
-        return json_response({"success": await self._service.reset_prefix_cache()})
+        return json_response(ResetResponse(await self._service.reset_prefix_cache()))
 
     async def fault(self, request: Request) -> Response:
         fault = decode_fault(await self._raw_body(request))
@@ -347,7 +348,7 @@ class _Api:
             self._service.faults.slow(fault.factor)
         else:
             await self._drop_events(fault.batches)
-        return json_response(msgspec.to_builtins(fault))
+        return json_response(fault)
 
     async def _drop_events(self, batches: int) -> None:
         drop = self._config.drop_events

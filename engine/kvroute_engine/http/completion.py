@@ -24,7 +24,7 @@ class _ChoiceInProgress:
     def take(self, output: StepOutput) -> Choice:
         """Return the next piece; the last one has a finish reason."""
         count = self.usage.completion_tokens + len(output.new_token_ids)
-        self.usage = CompletionUsage(output.num_prompt_tokens, count, output.num_cached_tokens)
+        self.usage = CompletionUsage.of(output.num_prompt_tokens, count, output.num_cached_tokens)
         ids, reason = output.new_token_ids, output.finish_reason
         # The token that ended it is counted but has no text, like a stop string.
         text = self.text.feed(ids[:-1] if reason is FinishReason.STOP else ids)

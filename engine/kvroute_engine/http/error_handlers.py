@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -15,15 +13,16 @@ from kvroute_engine.http.errors import (
     EndpointNotFound,
     EngineBusyError,
     EngineDeadError,
+    EngineErrorBody,
+    EngineErrorDetails,
     WrongMethod,
-    error_body,
 )
 from offload.errors import EngineRequestError
 
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def json_response(value: Any, status: int = 200) -> Response:
+def json_response(value: object, status: int = 200) -> Response:
     """Build a JSON response.
 
     Args:
@@ -31,6 +30,10 @@ def json_response(value: Any, status: int = 200) -> Response:
         status: HTTP status.
     """
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def _error_response(message: str, kind: str, status: int, param: str | None = None) -> Response:
+    return json_response(EngineErrorBody(EngineErrorDetails(message, kind, status, param)), status)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -47,23 +50,21 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(
-        error_body(str(error), error.kind, error.status, error.param), error.status
-    )
+    return _error_response(str(error), error.kind, error.status, error.param)
 
 
 async def _on_refused(_request: Request, error: Exception) -> Response:
-    return json_response(error_body(str(error), "BadRequestError", 400), 400)
+    return _error_response(str(error), "BadRequestError", 400)
 
 
 async def _on_busy(_request: Request, error: Exception) -> Response:
-    response = json_response(error_body(str(error), "ServiceUnavailableError", 503), 503)
+    response = _error_response(str(error), "ServiceUnavailableError", 503)
     response.headers["retry-after"] = "1"
     return response
 
 
 async def _on_dead(_request: Request, error: Exception) -> Response:
-    return json_response(error_body(str(error), "InternalServerError", 500), 500)
+    return _error_response(str(error), "InternalServerError", 500)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -79,6 +80,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_unexpected_error(_request: Request, _error: Exception) -> Response:
     """A bug of this server; uvicorn logs it, and the client gets no details."""
-    return json_response(
-        error_body("the server has made a mistake", "InternalServerError", 500), 500
-    )
+    return _error_response("the server has made a mistake", "InternalServerError", 500)

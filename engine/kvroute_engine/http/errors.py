@@ -20,7 +20,7 @@ Messages of `EngineRequestError`, `ConversationError`, `EngineBusyError`, `Engin
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
 from offload.errors import OffloadError
 
@@ -113,13 +113,19 @@ class RequestTooLarge(ApiError):
         )
 
 
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """Build the body of an error response.
+class EngineErrorDetails(msgspec.Struct, frozen=True):
+    """An error as vLLM reports it."""
 
-    Args:
-        message: Field, value and rule.
-        kind: The error's type, as vLLM names it.
-        status: HTTP status, repeated in the body as `code`.
-        param: Path of the field at fault.
-    """
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    message: str
+    """Field, value and rule."""
+    type: str
+    code: int
+    """The HTTP status."""
+    param: str | None = None
+    """Path of the field at fault."""
+
+
+class EngineErrorBody(msgspec.Struct, frozen=True):
+    """Body of an error response, and the event by which a stream that has begun reports one."""
+
+    error: EngineErrorDetails

@@ -1,14 +1,15 @@
-"""Response bodies in OpenAI's shapes, with vLLM's additions, as plain data."""
+"""Response bodies in OpenAI's shapes, with vLLM's additions, as types."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from offload.request import RETENTION_HINTS
-
-_OWNER = "kvroute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,47 +35,38 @@ class ServedModel:
     """By what requests are ordered; `priority` where their own priorities count."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVEventEndpoint:
-    """Where the engine publishes its KV cache events."""
-
-    data_parallel_rank: int
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
+# --- completions and chats ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionUsage:
+class CachedTokens(msgspec.Struct, frozen=True):
+    """How much of the prompts was not computed; reported even if it is 0, so that a router can
+    compare it with its prediction."""
+
+    cached_tokens: int = 0
+
+
+class CompletionUsage(msgspec.Struct, frozen=True):
     """Tokens of one response, over all its prompts."""
 
     prompt_tokens: int = 0
+    total_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens_details: CachedTokens = CachedTokens()
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> CompletionUsage:
+        """Count the tokens of a prompt, of its output, and those of the prompt that were cached."""
+        return cls(prompt, prompt + completion, completion, CachedTokens(cached))
 
     def __add__(self, other: CompletionUsage) -> CompletionUsage:
-        return CompletionUsage(
+        return CompletionUsage.of(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
-            self.cached_tokens + other.cached_tokens,
+            self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`.
 
-        Cached tokens are reported even if there are 0, so that a router can compare them with its
-        prediction.
-        """
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens": self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One response to one prompt, or the next piece of it."""
 
     index: int
@@ -82,26 +74,52 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it."""
+    logprobs: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """What the assistant says; the role stands at its beginning only."""
+
+    content: str
+    role: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Choice` in a chat: a whole message, or in a stream what is new of it."""
+
+    index: int
+    message: ChatMessage | UnsetType = UNSET
+    delta: ChatMessage | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+
+
+class CompletionResponse(msgspec.Struct, frozen=True):
+    """A response of /v1/completions or /v1/chat/completions, or one event of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[Choice | ChatChoice] = ()
+    usage: CompletionUsage | None | UnsetType = UNSET
+    """Events have it only where the client asked for it."""
 
 
 class ResponseFormat(Protocol):
     """Builds the bodies of one response of one endpoint."""
 
-    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
-        """Build a response that is not streamed.
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> CompletionResponse:
+        """Build a response that is not streamed, of one complete choice per prompt."""
 
-        Args:
-            choices: One per prompt, each complete.
-            usage: Tokens of all of them.
-        """
-
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> CompletionResponse | None:
         """Build the event that opens choice *index* of a stream; None if there is no such event."""
 
-    def chunk(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> CompletionResponse:
         """Build an event with the next piece of a choice."""
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> CompletionResponse:
         """Build the event that ends a stream with its usage."""
 
 
@@ -115,159 +133,140 @@ class CompletionFormat:
             model: Name that the client used.
             created: When, in seconds since 1970.
         """
-        self._head = {
-            "id": response_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-        }
+        self._head = CompletionResponse(response_id, "text_completion", created, model)
 
-    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
-        """Build a response that is not streamed.
-
-        Args:
-            choices: One per prompt, each complete.
-            usage: Tokens of all of them.
-        """
-        return {
-            **self._head,
-            "choices": [self._choice(choice) for choice in choices],
-            "usage": usage.to_dict(),
-        }
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> CompletionResponse:
+        """See `ResponseFormat.full`."""
+        return msgspec.structs.replace(self._head, choices=choices, usage=usage)
 
     def first_chunk(self, index: int) -> None:
         """See `ResponseFormat.first_chunk`: text completions have no such event."""
 
-    def chunk(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> CompletionResponse:
         """See `ResponseFormat.chunk`."""
-        return {**self._head, "choices": [self._choice(choice)]}
+        return msgspec.structs.replace(self._head, choices=(choice,))
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> CompletionResponse:
         """See `ResponseFormat.usage_chunk`."""
-        return {**self._head, "choices": [], "usage": usage.to_dict()}
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": choice.text,
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        return msgspec.structs.replace(self._head, usage=usage)
 
 
 class ChatFormat:
     """Bodies of /v1/chat/completions; see `ResponseFormat`."""
 
     def __init__(self, response_id: str, model: str, created: int) -> None:
-        """
-        Args:
-            response_id: Repeated in every event of a stream.
-            model: Name that the client used.
-            created: When, in seconds since 1970.
-        """
-        self._head = {
-            "id": response_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-        }
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        """See `CompletionFormat`."""
+        self._head = CompletionResponse(response_id, "chat.completion", created, model)
+        self._chunk_head = msgspec.structs.replace(self._head, object="chat.completion.chunk")
 
-    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
-        """Build a response that is not streamed.
-
-        Args:
-            choices: One per prompt, each complete.
-            usage: Tokens of all of them.
-        """
-        entries = [
-            self._entry(choice, "message", {"role": "assistant", "content": choice.text})
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> CompletionResponse:
+        """See `ResponseFormat.full`."""
+        messages = [
+            ChatChoice(
+                index=choice.index,
+                message=ChatMessage(choice.text, role="assistant"),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
             for choice in choices
         ]
-        return {**self._head, "choices": entries, "usage": usage.to_dict()}
+        return msgspec.structs.replace(self._head, choices=messages, usage=usage)
 
-    def first_chunk(self, index: int) -> dict[str, Any]:
+    def first_chunk(self, index: int) -> CompletionResponse:
         """See `ResponseFormat.first_chunk`: the role, with an empty content."""
-        choice = Choice(index, "")
-        return {
-            **self._chunk_head,
-            "choices": [self._entry(choice, "delta", {"role": "assistant", "content": ""})],
-        }
+        opening = ChatChoice(index=index, delta=ChatMessage("", role="assistant"))
+        return msgspec.structs.replace(self._chunk_head, choices=(opening,))
 
-    def chunk(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> CompletionResponse:
         """See `ResponseFormat.chunk`."""
-        return {
-            **self._chunk_head,
-            "choices": [self._entry(choice, "delta", {"content": choice.text})],
-        }
+        piece = ChatChoice(
+            index=choice.index,
+            delta=ChatMessage(choice.text),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        return msgspec.structs.replace(self._chunk_head, choices=(piece,))
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> CompletionResponse:
         """See `ResponseFormat.usage_chunk`."""
-        return {**self._chunk_head, "choices": [], "usage": usage.to_dict()}
-
-    def _entry(self, choice: Choice, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            name: content,
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        return msgspec.structs.replace(self._chunk_head, usage=usage)
 
 
-def models_response(model: ServedModel) -> dict[str, Any]:
-    """Build the response of /v1/models: the model, and its adapters with it as their parent."""
-    entries = [_model_entry(model, model.name, None)]
-    entries += [_model_entry(model, adapter, model.name) for adapter in model.adapters]
-    return {"object": "list", "data": entries}
+# --- what routers and operators ask for -----------------------------------------------------------
 
 
-def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": _OWNER,
-        "root": name,
-        "parent": parent,
-        "max_model_len": model.max_model_len if parent is None else None,
-        "permission": [],
-    }
+class ServedModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, or a LoRA adapter with the model as its parent."""
+
+    id: str
+    created: int
+    root: str
+    parent: str | None = None
+    max_model_len: int | None = None
+    object: str = "model"
+    owned_by: str = "kvroute"
+    permission: tuple[str, ...] = ()
 
 
-def server_info_response(model: ServedModel) -> dict[str, Any]:
-    """Build the response of /server_info: what a router can make use of."""
-    return {"scheduling_policy": model.scheduling_policy, "retention_hints": RETENTION_HINTS}
+class ServedModelList(msgspec.Struct, frozen=True):
+    """Response of /v1/models: the model, then its adapters."""
+
+    data: Sequence[ServedModelEntry]
+    object: str = "list"
+
+    @classmethod
+    def of(cls, model: ServedModel) -> ServedModelList:
+        """List the model and its adapters."""
+        name, created = model.name, model.created
+        own = ServedModelEntry(id=name, created=created, root=name, max_model_len=model.max_model_len)
+        adapters = [
+            ServedModelEntry(id=adapter, created=created, root=adapter, parent=name)
+            for adapter in model.adapters
+        ]
+        return cls([own, *adapters])
 
 
-def event_sources_response(endpoints: Sequence[KVEventEndpoint]) -> dict[str, Any]:
-    """Build the response of /kv_event_sources: rank -> publisher, as vLLM 0.32 reports it."""
-    return {
-        str(endpoint.data_parallel_rank): {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": endpoint.endpoint,
-            "replay_endpoint": endpoint.replay_endpoint,
-            "topic": endpoint.topic,
-        }
-        for endpoint in endpoints
-    }
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Response of /server_info: what a router can make use of."""
+
+    scheduling_policy: str
+    retention_hints: int = RETENTION_HINTS
 
 
-def tokenize_response(
-    token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int
-) -> dict[str, Any]:
-    """Build the response of /tokenize.
+class KVEventEndpoint(msgspec.Struct, frozen=True):
+    """Where one data-parallel rank publishes its KV cache events, as vLLM 0.32 reports it in the
+    response of /kv_event_sources, by rank."""
 
-    Args:
-        token_ids: The ids.
-        texts: Text of each id, if the client asked for it.
-        max_model_len: Longest sequence of the model in tokens.
-    """
-    return {
-        "count": len(token_ids),
-        "max_model_len": max_model_len,
-        "tokens": list(token_ids),
-        "token_strs": texts,
-    }
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    publisher: str = "zmq"
+    enable_kv_cache_events: bool = True
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """Response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: Sequence[str] | None
+    """The text of each id, if the client asked for it."""
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """Response of /detokenize."""
+
+    prompt: str
+
+
+class VersionResponse(msgspec.Struct, frozen=True):
+    """Response of /version."""
+
+    version: str
+
+
+class ResetResponse(msgspec.Struct, frozen=True):
+    """Response of /reset_prefix_cache; False if requests hold blocks."""
+
+    success: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute_engine.http.clients import RequestAbandoned, unless_client_leaves
 from kvroute_engine.http.completion import CompletionBuilder
-from kvroute_engine.http.errors import EngineDeadError, error_body
-from kvroute_engine.http.responses import ResponseFormat
+from kvroute_engine.http.errors import EngineDeadError, EngineErrorBody, EngineErrorDetails
+from kvroute_engine.http.responses import CompletionResponse, ResponseFormat
 from kvroute_engine.http.schemas import GenerateBody
 from kvroute_engine.http.service import Generation
 
@@ -52,20 +51,21 @@ async def events(
         if body.wants_usage:
             yield _event(response.usage_chunk(completion.usage))
     except EngineDeadError as error:
-        yield _event(error_body(str(error), "InternalServerError", 500))
+        yield _event(EngineErrorBody(EngineErrorDetails(str(error), "InternalServerError", 500)))
     yield DONE
 
 
 def _with_usage(
-    event: dict[str, Any], completion: CompletionBuilder, body: GenerateBody
-) -> dict[str, Any]:
+    event: CompletionResponse, completion: CompletionBuilder, body: GenerateBody
+) -> CompletionResponse:
     """Add `usage` if the client asked for it; null unless it asked for it in every event."""
     if not body.wants_usage:
         return event
-    return {**event, "usage": completion.usage.to_dict() if body.wants_running_usage else None}
+    usage = completion.usage if body.wants_running_usage else None
+    return msgspec.structs.replace(event, usage=usage)
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _event(value: CompletionResponse | EngineErrorBody) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 

@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 
 MODEL = "a-model"
 ADAPTER = "an-adapter"
-SOURCE = KVEventEndpoint(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events")
+SOURCE = KVEventEndpoint("tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events")
 
 
 class ScriptedRunner:
@@ -99,7 +99,7 @@ async def serving(
     model = served_model(engine)
     service = EngineService(engine, RequestMetrics(registry, model.name, "0"))
     registry.register(EngineCollector(model, "0", service.engine_statistics))
-    config = replace(ApiConfig(model, "1.2.3", (SOURCE,)), **api)
+    config = replace(ApiConfig(model, "1.2.3", {0: SOURCE}), **api)
     app = create_app(service, tokenizer or ByteTokenizer(), config, registry)
     async with _listening(app) as port:
         try:
