@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from kvevents.codec import decode
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.events import AllBlocksCleared, CacheLayout, TierBlocksCleared
+from kvevents.field_docs import counter
 from kvevents.messages import PUBLISHER_BYTES, Batch
 from kvevents.sequence import SequenceTracker, StreamPosition, fingerprint
 from kvevents.stream_state import Input, SourceState
@@ -79,26 +80,32 @@ ENOUGH_UNANSWERED = 2
 class StreamCounters:
     """What happened on a stream so far."""
 
-    batches: int = 0
-    """Handed on."""
-    duplicates: int = 0
+    batches: Annotated[int, counter("kvroute_event_batches")] = 0
+    """Batches applied."""
+    duplicates: Annotated[int, counter("kvroute_events_duplicate")] = 0
+    """Batches received again, as happens around a replay."""
     discarded: int = 0
     """Batches that the publisher, asked for them, turned out never to have sent."""
-    malformed: int = 0
-    gaps: int = 0
+    malformed: Annotated[int, counter("kvroute_events_malformed")] = 0
+    """Messages refused: not a batch, or over a limit."""
+    gaps: Annotated[int, counter("kvroute_events_gaps")] = 0
+    """Gaps seen in the sequence numbers."""
     questions: int = 0
     """To the replay endpoint, most of them to make sure that nothing is missing."""
-    unanswered: int = 0
-    """Questions without an answer, or with one that was cut short."""
+    unanswered: Annotated[int, counter("kvroute_events_unanswered")] = 0
+    """Requests to the replay endpoint without a reply, or with one cut short."""
     unanswered_in_a_row: int = 0
     """Those since the last answer began."""
-    replays: int = 0
-    """Answers that brought batches."""
-    snapshots: int = 0
-    restarts: int = 0
-    overflow: int = 0
-    """Batches dropped because too many came during a recovery."""
-    connections: int = 0
+    replays: Annotated[int, counter("kvroute_events_replays")] = 0
+    """Replays that returned batches."""
+    snapshots: Annotated[int, counter("kvroute_events_snapshots")] = 0
+    """Snapshots taken."""
+    restarts: Annotated[int, counter("kvroute_events_restarts")] = 0
+    """Times another process was found at a publisher's address."""
+    overflow: Annotated[int, counter("kvroute_events_overflow")] = 0
+    """Batches dropped because too many waited during a replay."""
+    connections: Annotated[int, counter("kvroute_source_connections")] = 0
+    """Connections made to the publisher of an event stream."""
 
 
 class Delivery:

@@ -17,13 +17,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.endpoints import Context, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import MalformedBatch
+from kvevents.field_docs import counter, gauge
 from kvevents.messages import MAX_FRAMES, Batch, read_live
 from kvevents.sockets import SocketLimits, WakeUp, bound
 
@@ -85,11 +86,10 @@ class ListenerStatistics:
     """One listener in numbers."""
 
     endpoint: str
-    topics: int
-    """That are given to a channel."""
-    messages: dict[str, int]
-    """What became of them: `taken`, `unknown`, `malformed`, `overflow`, or `late` where their
-    publisher was gone."""
+    topics: Annotated[int, gauge("kvroute_listen_topics")]
+    """Topics of publishers that connect to the router and belong to a replica."""
+    messages: Annotated[dict[str, int], counter("kvroute_listen_messages", "outcome")]
+    """Messages of publishers that connect to the router, by what became of them."""
     unknown: tuple[UnknownTopic, ...]
     """The first topics that were nobody's."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from typing import TypeAlias
@@ -17,9 +16,9 @@ from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
 from router.doors.http.api import create_api
 from router.doors.http.gateway import Gateway
+from router.doors.http.parts import ApiParts
 from router.doors.http.proxied_paths import ProxiedPaths
 from router.doors.http.questions import RouteQuestions
-from router.doors.http.responses import ApiParts
 from router.errors import ConfigError, ConfigProblem
 from router.fleet.engine_order import EngineOrder
 from router.service import RouterService
@@ -53,29 +52,8 @@ class RouterApp:
         self.paths = paths
         self.desk = _desk(service)
         """Where gateways ask that send requests themselves."""
-        parts = ApiParts(
-            config=service.config,
-            current_config=lambda: service.config,
-            guard=guard,
-            proxied_paths=paths,
-            admission=service.admission,
-            readiness=service.readiness,
-            dispatcher=dispatcher,
-            desk=self.desk,
-            models=service.models,
-            registry=service.registry,
-            feed=service.feed,
-            tokenizer_check=service.tokenizer_check,
-            repair=service.repair,
-            approximate=service.approximate,
-            sender=service.sender,
-            request_log=service.request_log,
-            metrics=service.metrics,
-            history=service.history,
-            shortages=service.shortages,
-            render_metrics=service.render_metrics,
-            render_exemplars=_exemplars(service),
-        )
+        traces = service.tracing is not None
+        parts = ApiParts(service, guard, paths, self.desk, service.render_metrics, traces)
         self._api = create_api(parts, _with_picker(service.lifespan, self, service))
         self.direct = RouteQuestions(self.gateway, dispatcher, service.metrics, header)
         """Serves what does not go through ASGI."""
@@ -148,9 +126,3 @@ def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService)
                 await server.stop()
 
     return with_picker
-
-
-def _exemplars(service: RouterService) -> Callable[[], Awaitable[bytes]] | None:
-    if service.tracing is None:
-        return None
-    return functools.partial(service.render_metrics, has_exemplars=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from router.config import RouterConfig
 from router.config.certificates import PEERS, replica_certificate
 from router.config.origin import Header, Origin, Timeouts
 from router.config.values import POLLED
-from router.doors import Reservations, address_of
+from router.doors import Reservations, ReservationStatistics, address_of
 from router.errors import ConfigError, ConfigProblem
 from router.feed.beginning import Beginning
 from router.feed.feed import Feed
@@ -67,9 +68,10 @@ from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
 from router.sharing.board import Board, BoardExchange
 from router.sharing.exchange import Sharing, valkey_board
-from router.telemetry.collector import CollectedParts, collect
+from router.telemetry.collector import collect, fields_as_metrics
 from router.telemetry.history import BlockCounts, History, Removals
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.parts import RouterParts
 from router.telemetry.readiness import Readiness
 from router.telemetry.request_log import RequestLog
 from router.telemetry.request_observer import RequestObservers
@@ -90,7 +92,7 @@ FORGET_RESTORED_AFTER_S = 300.0
 """What a snapshot says of replicas that nobody has named by then is forgotten."""
 
 
-class RouterService:
+class RouterService(RouterParts):
     """One router. Make it anywhere; everything runs between `start` and `stop`, on one event
     loop."""
 
@@ -113,16 +115,17 @@ class RouterService:
         self.config = config
         server = config.server
         self._secret = _secret(config)
-        self._board = valkey_board(config.board, self._secret)
+        self.board = valkey_board(config.board, self._secret)
+        self.sharing = None
         self.admission = Admission(server.max_concurrent_requests, server.max_buffered_bytes)
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.tracing = _make_tracing(config, self.metrics)
         self.request_log = RequestLog()
-        self._mirror = _mirror(config)
+        self.mirror = _mirror(config)
         self._load = LoadTracker()
         policy = config.policy
-        self._recent = RecentPrefixes(
+        self.recent = RecentPrefixes(
             self._load.books, policy.recent_ttl_s, policy.recent_max_entries
         )
         self._large_work = LargeWork()
@@ -130,15 +133,14 @@ class RouterService:
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         trusted = self.replica_certificate and self.replica_certificate.context
         self._upstream = UpstreamClient(trusted, self.shortages.note)
-        self.count_connections: Callable[[], Mapping[str, int]] = dict
-        """Those of the data plane to replicas, by the names of `Plane.counts`."""
+        self.count_connections = dict
         self._make_overload()
         self._make_caches(new_index)
         planner = self._planner = self._make_routing()
         self.registry.decisions = planner.ranker.decider.decisions
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
-        self.exchange = None if self._board is None else self._make_exchange(self._board, planner)
+        self.exchange = None if self.board is None else self._make_exchange(self.board, planner)
         self._exchanging: asyncio.Task[None] | None = None
 
     def _make_overload(self) -> None:
@@ -149,7 +151,7 @@ class RouterService:
             UpstreamFetch(self._upstream), config.health, self._load, gates=_gate_options(config)
         )
         self.key_limits = KeyLimits(self.config.server.client_keys)
-        self.entrance: Entrance | None = None
+        self.entrance = None
         if not overload.is_queueing:
             return
         names = overload.priorities
@@ -182,7 +184,7 @@ class RouterService:
             config.events.curve_server_key,
             self._upstream,
         )
-        self.approximate = _approximate(config, self.feed, self._mirror)
+        self.approximate = _approximate(config, self.feed, self.mirror)
         self.models = ModelSet(
             config.models,
             tokenizers.ask_one_of,
@@ -215,11 +217,11 @@ class RouterService:
         planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
             self._load,
-            None if config.policy.name == LEAST_DELAY else self._recent,
+            None if config.policy.name == LEAST_DELAY else self.recent,
             self.feed.suspects,
             config.health.engine_load_stale_after_s,
             weights=config.weights,
-            mirror=self._mirror,
+            mirror=self.mirror,
             approximate=self.approximate,
         )
         self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
@@ -238,7 +240,7 @@ class RouterService:
     @property
     def parts_in_core(self) -> tuple[Ranker, Mirror, LoadTracker]:
         """What decides in the core."""
-        return self._planner.ranker, self._mirror, self._load
+        return self._planner.ranker, self.mirror, self._load
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end what is under way at a replica that does not respond: by the key of its
@@ -256,7 +258,7 @@ class RouterService:
                 held[source.replica] += on_gpu
         lost = self._removals.since_followed(
             {source: cache.removed for source, cache in caches.items()},
-            {source: feed.applied.removed for source, feed in self.feed.statistics().items()},
+            {source: feed.removed for source, feed in self.feed.statistics().items()},
         )
         for source, counts in lost.items():
             if source.replica in held:
@@ -295,10 +297,7 @@ class RouterService:
     def _make_snapshots(self) -> None:
         """What was known of caches before the start, and what keeps it over the next one."""
         state, secret = self.config.state, self._secret
-        self.snapshots: SnapshotKeeper | None = None
-        self.peers: Peers | None = None
-        """Other routers, asked at the start."""
-        self.sender: Sender | None = None
+        self.snapshots = self.peers = self.sender = None
         self.peer_key: str | None = None
         self._saving: asyncio.Task[None] | None = None
         if secret is not None and state.peers:
@@ -320,16 +319,16 @@ class RouterService:
 
     def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
         """What tells the others, and hears them."""
-        self.sharing = Sharing(
+        sharing = self.sharing = Sharing(
             self._load,
-            self._mirror,
-            self._recent,
+            self.mirror,
+            self.recent,
             self.registry,
             self.repair.quiet,
             self.models,
             self.key_limits,
         )
-        exchange = BoardExchange(board, self.sharing.collect, self.sharing.take)
+        exchange = BoardExchange(board, sharing.collect, sharing.take)
         # Only where chance decides between equals, not where it decides everything.
         has_lots = self.config.policy.name in ("prefix", LEAST_DELAY)
         planner.share(exchange.catch_up, exchange.soon, has_lots)
@@ -424,33 +423,11 @@ class RouterService:
 
     async def render_metrics(self, has_exemplars: bool = False) -> bytes:
         """Return all metrics in Prometheus' text format, or with exemplars in OpenMetrics'."""
-        reservations = self.reservations.statistics()
-        parts = CollectedParts(
-            feed=self.feed,
-            registry=self.registry,
-            keeper=self.keeper,
-            models=self.models,
-            tokenizer_check=self.tokenizer_check,
-            connections=self.count_connections(),
-            recent=self._recent,
-            mirror=self._mirror,
-            approximate=self.approximate,
-            responses=self.responses,
-            admission=self.admission,
-            repair=self.repair,
-            shortages=self.shortages,
-            room=None if self.entrance is None else self.entrance.room,
-            priorities=self.config.overload.priorities,
-            key_limits=self.key_limits,
-            reservations=reservations.held,
-            reservation_ends=reservations.ends,
-            board=self._board,
-            foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
-            snapshots=self.snapshots,
-            peers=self.peers,
-            sender=self.sender,
+        reservations = [((), self.reservations.statistics())]
+        made = itertools.chain(
+            collect(self), fields_as_metrics(ReservationStatistics, (), reservations)
         )
-        return await self.metrics.render(collect(parts), has_exemplars)
+        return await self.metrics.render(made, has_exemplars)
 
 
 def _report_end(task: asyncio.Task[None]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from offload.cache_manager import AllocatedBlocks, CacheManager
-from offload.coordinator import ComputedBlocks
 from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import StepOutput
 from kvroute_engine.core.sequence import SequenceInProgress
 from kvroute_engine.core.simulated import SimulatedRunner
+from offload.cache_manager import AllocatedBlocks, CacheManager
+from offload.coordinator import ComputedBlocks
 from offload.request import CacheRequest
 
 _NOTHING = AllocatedBlocks(())

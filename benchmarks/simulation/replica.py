@@ -15,10 +15,10 @@ from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
 from kvevents.stream import StreamStatistics
-from offload.base import LookupResult, OffloadKey, RequestContext
 from kvroute_engine.core.build import build_engine
 from kvroute_engine.core.requests import EngineRequest, StepOutput
 from kvroute_engine.core.time_model import VirtualClock
+from offload.base import LookupResult, OffloadKey, RequestContext
 from offload.request import PeerBlocks, PeerSource
 
 MOST_IDLE_STEPS = 100

@@ -24,7 +24,7 @@ from kvevents.subscriber import Subscriber
 from router.cli.recordings import Header, RecordingError, RecordingWriter
 from router.cli.running_router import OPERATOR_KEY_VARIABLE, QueryFailed, RunningRouter
 from router.config.origin import Timeouts
-from router.doors.http.views import ReplicaList
+from router.doors.http.replica_views import ReplicaList
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=30)
 """A router sends a line every second, however quiet its engine is."""

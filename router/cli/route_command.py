@@ -20,7 +20,7 @@ from router.cli.running_router import (
     plain,
 )
 from router.config.origin import Timeouts
-from router.doors.http.views import HitView, RankedReplica, RouteView
+from router.doors.http.route_views import HitView, RankedReplica, RouteView
 from router.telemetry.labels import group_label
 
 API_KEY_VARIABLE = "KVROUTE_API_KEY"

@@ -70,7 +70,7 @@ class RunningRouter:
         Args:
             method: Of the HTTP request.
             target: Path and query string.
-            kind: The type to decode to, one of `router.doors.http.views`.
+            kind: The type to decode to, one of those in `router.doors.http`.
             body: JSON; empty for none.
         Raises:
             QueryFailed: There was no response, its status was not 200, or it is not a *kind*.

@@ -31,14 +31,8 @@ from router.cli.running_router import (
 )
 from router.cli.signals import EndedBySignal, run_until_signal
 from router.config.origin import Timeouts
-from router.doors.http.views import (
-    LastMinute,
-    Overview,
-    ReplicaSummary,
-    RequestsView,
-    RequestView,
-    StoreSummary,
-)
+from router.doors.http.overview import LastMinute, Overview, ReplicaSummary, StoreSummary
+from router.doors.http.request_views import RequestsView, RequestView
 from router.telemetry.problems import Level
 
 _MAX_REQUESTS = 60

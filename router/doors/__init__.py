@@ -19,12 +19,11 @@ The files; each imports only what is listed above it:
 
 from router.doors.adopted import Adopted
 from router.doors.names import address_of, worker_number
-from router.doors.reservations import (
-    Reservations,
-)
+from router.doors.reservations import Reservations, ReservationStatistics
 
 __all__ = [
     "Adopted",
+    "ReservationStatistics",
     "Reservations",
     "address_of",
     "worker_number",

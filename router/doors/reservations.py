@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
+from kvevents.field_docs import counter, gauge
 from router.doors.asks import Question
 from router.errors import Overloaded, ReservationExists, UnknownReservation
 from router.fleet.line import Waiter
@@ -280,8 +281,13 @@ class DecidedReservation(Reservation):
 class ReservationStatistics:
     """Those that have not ended, and the ends since the start."""
 
-    held: int
-    ends: Mapping[str, int]
+    held: Annotated[int, gauge("kvroute_reservations")]
+    """Requests that gateways send themselves, booked and not ended; bounded by
+    `doors.max_reservations`."""
+    ends: Annotated[Mapping[str, int], counter("kvroute_reservation_ends", "end")]
+    """Reservations that have ended: `completed`, `client_left`, `failed` as their gateway said;
+    `expired`, since it said nothing for `doors.reservation_idle_s`; `replica_gone`, `abandoned`
+    without its word."""
 
 
 class Reservations:

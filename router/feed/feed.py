@@ -9,10 +9,10 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ from kvevents.curve import CurveClient, CurveKeys
 from kvevents.delivery import Effect
 from kvevents.endpoints import ZmqEndpoint
 from kvevents.errors import EndpointError, KVEventsError, MalformedBatch, NoAnswer
+from kvevents.field_docs import counter
 from kvevents.listener import (
     LISTENED_TO,
     ChannelConnection,
@@ -60,13 +61,16 @@ _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 class AppliedEvents:
     """What a source's batches did to the index so far, in blocks unless it says otherwise."""
 
-    stored: int = 0
-    removed: int = 0
-    skipped: int = 0
-    """See `ApplyResult`, as for *overflow*."""
+    stored: Annotated[int, counter("kvroute_blocks_stored")] = 0
+    """Blocks stored, copies included."""
+    removed: Annotated[int, counter("kvroute_blocks_removed")] = 0
+    """Blocks removed, copies included."""
+    skipped: Annotated[int, counter("kvroute_events_skipped")] = 0
+    """Events of unknown type, removals of unknown blocks, blocks over the limit."""
     overflow: int = 0
-    unreadable: int = 0
-    """Events that break the format, left out of their batch."""
+    """Part of *skipped*: blocks over a bound."""
+    unreadable: Annotated[int, counter("kvroute_events_unreadable")] = 0
+    """Events that break the format, left out of their batch; the rest of it was applied."""
     cleared: int = 0
     """Times the source was emptied, to be rebuilt."""
 
@@ -79,14 +83,15 @@ class AppliedEvents:
         self.unreadable += result.unreadable
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFeedStatistics:
+@dataclass(slots=True, kw_only=True)
+class SourceFeedStatistics(AppliedEvents):
     """One source: the state of its stream, and what its events did."""
 
     model: str
+    """Whose index it feeds."""
     state: SourceState
+    """How far the hits of this source can be trusted."""
     stream: SubscriberStatistics
-    applied: AppliedEvents
 
 
 class SavedSource(msgspec.Struct, frozen=True):
@@ -497,7 +502,10 @@ class _SourceFeed:
     def statistics(self) -> SourceFeedStatistics:
         assert self._subscriber is not None
         return SourceFeedStatistics(
-            self._model, self.state, self._subscriber.statistics(), replace(self._applied)
+            **asdict(self._applied),
+            model=self._model,
+            state=self.state,
+            stream=self._subscriber.statistics(),
         )
 
     # --- what the subscriber calls ----------------------------------------------------------------

@@ -17,8 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Annotated
 
 from kvevents.errors import EndpointError, KVEventsError, MalformedBatch, NoConnection
+from kvevents.field_docs import counter
 from kvevents.messages import Batch
 from kvevents.pacing import Backoff
 from kvevents.sockets import WakeUp
@@ -48,8 +50,9 @@ class PollerStatistics:
     """One server that is asked, in numbers."""
 
     endpoint: str
-    polls: dict[str, int]
-    """Requests by their outcome: `events`, `empty`, `malformed` or `failed`."""
+    polls: Annotated[dict[str, int], counter("kvroute_event_polls", "outcome")]
+    """Requests for the events of servers that have to be asked, by what became of them: `events`,
+    `empty`, `malformed` or `failed`."""
 
 
 class Poller:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+
+from kvevents.field_docs import gauge
 
 _RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
@@ -50,11 +52,13 @@ class EngineRankLoad(msgspec.Struct, frozen=True):
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Load as the engine counts it, over all its data-parallel ranks."""
 
-    running: int
-    waiting: int
-    kv_cache_usage: float | None
-    """Share of KV blocks that running requests hold, of the fullest rank; None if it is not
-    reported."""
+    running: Annotated[int, gauge("kvroute_engine_running_requests")]
+    """Requests that run at a replica, by the engine's own gauge; 0 if it cannot be read."""
+    waiting: Annotated[int, gauge("kvroute_engine_waiting_requests")]
+    """Requests that wait at a replica, by the engine's own gauge; 0 if it cannot be read."""
+    kv_cache_usage: Annotated[float | None, gauge("kvroute_engine_cache_usage")]
+    """Share of a replica's KV blocks that running requests hold, by the engine's own gauge; missing
+    where it reports none. Of several ranks, that of the fullest one."""
     ranks: tuple[EngineRankLoad, ...] = ()
     """Each rank, in order; empty where there is one, or none is told apart."""
     cache_blocks: int | None = None

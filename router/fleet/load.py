@@ -13,10 +13,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from kvevents.field_docs import gauge
 from router._core import Books, Flight, TokenIdsRequest
 
 Place = str | tuple[str, int]
@@ -27,13 +28,15 @@ class ReplicaLoad(msgspec.Struct):
     """What this router has in flight at one replica, or one rank of it. Readers get copies."""
 
     prefilling_requests: int = 0
-    prefill_tokens: int = 0
-    """Uncached prompt tokens of these, as predicted when they were sent."""
-    decoding_requests: int = 0
+    prefill_tokens: Annotated[int, gauge("kvroute_in_flight_prefill_tokens")] = 0
+    """Uncached prompt tokens of a router's requests at a replica, until the first byte."""
+    decoding_requests: Annotated[int, gauge("kvroute_in_flight_decodes")] = 0
+    """A router's requests at a replica whose responses have begun."""
     context_tokens: int = 0
     """Prompt and response tokens of the decoding requests."""
-    tokenizing_requests: int = 0
-    """The router's own, for token ids. Not among *requests*: they take no place in a batch."""
+    tokenizing_requests: Annotated[int, gauge("kvroute_in_flight_tokenizations")] = 0
+    """The router's own requests at a replica for token ids, where `models[].tokenizer` is
+    `replica`; not among `kvroute_in_flight_requests`."""
 
     @property
     def requests(self) -> int:

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from kvevents.field_docs import gauge
 from router.errors import NoReplica, QueueFull, QueueTimeout
 from router.fleet.line import Line, LineLimits, Waiter
 
@@ -42,8 +43,11 @@ class NoTurn:
 class Waiting:
     """What waits for one model in one class."""
 
-    requests: int
-    tokens: int
+    requests: Annotated[int, gauge("kvroute_queue_requests")]
+    """Requests that wait for room at a replica."""
+    tokens: Annotated[int, gauge("kvroute_queue_tokens")]
+    """What the requests that wait for room cost: prompt tokens to compute, and the usual length of
+    a response."""
 
 
 class RoomListener(NamedTuple):

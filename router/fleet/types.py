@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
+from kvevents.field_docs import counter, flag, gauge
 from router.fleet.engine_load import EngineLoad
 from router.fleet.load import ReplicaLoad
 
@@ -78,20 +80,32 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last failed check or request, since it was last healthy."""
     seconds_in_health: float
     seconds_since_check: float | None
-    checks: int
-    failed_checks: int
-    failed_requests: int
-    times_unhealthy: int
+    checks: Annotated[int, counter("kvroute_health_checks")]
+    """Health checks of a replica."""
+    failed_checks: Annotated[int, counter("kvroute_health_checks_failed")]
+    """Health checks of a replica that failed."""
+    failed_requests: Annotated[int, counter("kvroute_replica_failures")]
+    """Requests that failed through the replica's fault; a 4xx or a plain 500 never counts."""
+    times_unhealthy: Annotated[int, counter("kvroute_replica_outages")]
+    """Times a replica became unhealthy."""
     discoveries: int
     failed_discoveries: int
     failed_scrapes: int
     breaker: str = "closed"
     """The state of its circuit breaker: `closed`, `open` or `half_open`."""
-    times_opened: int = 0
-    """Its circuit breaker."""
-    times_told_off: int = 0
-    """Times that it answered 429 or 503 with Retry-After."""
-    backs_off_s: float = 0.0
+    times_opened: Annotated[int, counter("kvroute_replica_breaker_opened")] = 0
+    """Times a replica's circuit breaker opened, after failed tries too."""
+    times_told_off: Annotated[int, counter("kvroute_replica_busy")] = 0
+    """Times a replica answered 429 or 503 with `Retry-After`."""
+    backs_off_s: Annotated[
+        float,
+        flag(
+            "kvroute_replica_backing_off",
+            "1 while a replica gets nothing because it answered 429 or 503 with `Retry-After` "
+            "(`overload.max_back_off_s`).",
+        ),
+    ] = 0.0
+    """For how long that lasts."""
     """For how long it gets nothing because of that."""
-    slow_start: float = 1.0
-    """The share of its speed and limits that count since it joined."""
+    slow_start: Annotated[float, gauge("kvroute_replica_slow_start")] = 1.0
+    """The share of a replica's speed and limits that count since it joined: 0.1 to 1."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from kvevents.field_docs import flag, gauge
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
 from router.errors import RouterError
@@ -216,7 +217,8 @@ class HashesFound:
 class WaitingStatistics:
     """Runs of blocks that wait until their parent's prefix is known."""
 
-    runs: int
+    runs: Annotated[int, gauge("kvroute_index_waiting_runs")]
+    """Events that wait for their parent block."""
     tokens: int
     given_up: int
     """Runs given up so far."""
@@ -226,12 +228,12 @@ class WaitingStatistics:
 class SourceStatistics:
     """The state of one source in numbers."""
 
-    blocks: dict[tuple[int, str], int]
-    """(group, tier) -> distinct blocks."""
+    blocks: Annotated[dict[tuple[int, str], int], gauge("kvroute_index_blocks", "group", "tier")]
+    """Distinct blocks held."""
     units: dict[tuple[int, str], int]
     """(group, lower tier) -> tokens that the tier keeps together."""
-    unplaced: int
-    """Blocks whose prefix is not known; without a known hash function no prompt can find them."""
+    unplaced: Annotated[int, gauge("kvroute_index_unplaced_blocks")]
+    """Blocks held whose prefix is not known."""
     ambiguous: int
     """Times two live hashes claimed one prefix: something the events do not show goes into the
     hash."""
@@ -242,12 +244,22 @@ class SourceStatistics:
     """The engine's hash function, where it is known."""
     assumptions: tuple[str, ...]
     """What is assumed rather than known, one sentence each, for an operator."""
-    is_incomplete: bool
+    is_incomplete: Annotated[
+        bool, flag("kvroute_index_incomplete", "1 where blocks were refused or given up.")
+    ]
+    """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
     removed: Mapping[int, int] = field(default_factory=dict)
     """Group -> blocks removed from the GPU since the source was added or cleared; those of an event
     that clears the cache do not count."""
-    key_problem: str | None = None
-    """What is wrong with the key of its block hashes: then no prompt finds anything there."""
+    key_problem: Annotated[
+        str | None,
+        flag(
+            "kvroute_index_foreign_key",
+            "1 where blocks are announced under a hash key that the router does not have: "
+            "nothing is found there.",
+        ),
+    ] = None
+    """What is wrong with the key of its block hashes."""

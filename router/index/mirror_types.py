@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
+from kvevents.field_docs import gauge
 from router.index.base import SourceId
 
 STEP = 64
@@ -68,12 +69,14 @@ class MirrorStatistics:
     """Sizes."""
 
     caches: int
-    keys: int
-    """Over all caches."""
+    keys: Annotated[int, gauge("kvroute_mirror_keys")]
+    """Pieces of 64 prompt tokens of which it is remembered who used them last, over all
+    caches."""
     requests: int
     """Ended ones that still own something."""
-    kept: int
-    """What is kept for these, in keys: this is what is bounded."""
+    kept: Annotated[int, gauge("kvroute_mirror_kept_keys")]
+    """What `policy.mirror_max_keys` bounds: pieces of 64 tokens of the prompts of which
+    something is remembered so, and four for each prompt."""
 
 
 class ApproximateHit(NamedTuple):
@@ -88,9 +91,10 @@ class ApproximateHit(NamedTuple):
 class ApproximateStatistics:
     """The estimate of one cache."""
 
-    tokens: int
-    """That it may hold."""
-    capacity_tokens: int
-    """As far as reuse was seen to last; never more than the cache has by all that is known."""
-    trust: float
-    """See `ApproximateHit`."""
+    tokens: Annotated[int, gauge("kvroute_approximate_tokens")]
+    """Tokens that a cache without events is estimated to hold."""
+    capacity_tokens: Annotated[int, gauge("kvroute_approximate_capacity_tokens")]
+    """Size of a cache without events, as far as reuse was seen to last."""
+    trust: Annotated[float, gauge("kvroute_approximate_trust")]
+    """Of the tokens promised at a cache without events lately, the share that was cached; so
+    much of its hits counts."""

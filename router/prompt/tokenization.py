@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
+from kvevents.field_docs import counter
 from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.prompt.prompts import (
@@ -54,10 +55,10 @@ _INLINE_ITEMS = 256
 class TokenizationStatistics:
     """Counts since the start."""
 
-    prompts: Mapping[Coverage, int]
-    """Prompts by coverage."""
-    unknown: Mapping[str, int]
-    """Prompts without full coverage by reason."""
+    prompts: Annotated[Mapping[Coverage, int], counter("kvroute_tokenized_prompts", "coverage")]
+    """Prompts by how much of them was tokenised: `whole`, `prefix`, `unknown`."""
+    unknown: Annotated[Mapping[str, int], counter("kvroute_untokenized_prompts", "reason")]
+    """Prompts not tokenised in full, by reason."""
     seconds: float
     """Time from asking to the ids, summed over requests."""
     waiting: int

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from kvevents.field_docs import gauge
 from router._core import Books
 from router._core import RecentPrefixes as CoreRecentPrefixes
 from router.index import SourceId
@@ -20,8 +22,8 @@ from router.index import SourceId
 class RecentStatistics:
     """Entries held now, and counts since the start."""
 
-    entries: int
-    """Expired ones included, until their generation is dropped."""
+    entries: Annotated[int, gauge("kvroute_recent_prefix_keys")]
+    """Pieces of 64 prompt tokens remembered as recently sent."""
     evicted: int
     """Entries dropped early, to make room."""
     truncated: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from kvevents.field_docs import counter
 from router.index.mirror_types import STEP
 from router.prompt import NO_ENDS, MessageEnds
 from router.routing.tenant import Found, Said, Tenant
@@ -48,8 +49,8 @@ class SteeringStatistics:
     """Prompts that begin with what had been named, and find less of it cached."""
     hit: int = 0
     """Of `kept`, those whose hit ends just there: without the hint it would have been shorter."""
-    hit_tokens: int = 0
-    """Cached tokens of those."""
+    hit_tokens: Annotated[int, counter("kvroute_boundary_hit_tokens")] = 0
+    """Prompt tokens of the hits that end where a replica was told to keep a boundary."""
 
 
 class Steering:

@@ -12,8 +12,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
+from kvevents.field_docs import counter, gauge
 from router.errors import UnknownResponse
 from router.fleet.replica import Replica
 
@@ -36,10 +37,10 @@ HasResponse: TypeAlias = Callable[[Replica, str], Awaitable[bool]]
 class StoredResponsesStatistics:
     """Counts since the start."""
 
-    known: int
-    """Ids remembered now."""
-    asked: int
-    """Times that replicas were asked for an id that was not known."""
+    known: Annotated[int, gauge("kvroute_stored_responses")]
+    """Stored responses of `/v1/responses` whose replica is known."""
+    asked: Annotated[int, counter("kvroute_response_lookups")]
+    """Times that the replicas were asked who has a stored response."""
     found: int
     """Of these, how often one had it."""
 

@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from kvevents.field_docs import counter, flag, gauge
 from router.sharing.slots import (
     Slot,
     SlotError,
@@ -36,18 +37,24 @@ MOST_PAUSE_S = 0.25
 class BoardStatistics:
     """One board in numbers."""
 
-    is_up: bool
+    is_up: Annotated[
+        bool,
+        flag("kvroute_board_up", "1 while other routers can be reached over this board: `valkey`."),
+    ]
+    """Whether other routers can be reached, and reach this process."""
     """Whether others can be heard and hear this process."""
-    writers: int
-    """Others whose slots are fresh."""
-    oldest_s: float
-    """The age of the oldest of these slots."""
-    published: int
-    failures: int
-    """Times that it could not be reached, and slots that could not be read or not be believed."""
-    clock_off_s: float = 0.0
-    """How far this machine's clock is ahead of another's, where that keeps its words out; negative
-    where it is behind."""
+    writers: Annotated[int, gauge("kvroute_board_writers")]
+    """Other routers whose state arrives over this board."""
+    oldest_s: Annotated[float, gauge("kvroute_board_oldest_seconds")]
+    """Age of the oldest state that arrived over this board; half a second is usual."""
+    published: Annotated[int, counter("kvroute_board_published")]
+    """Times that new state was published over this board."""
+    failures: Annotated[int, counter("kvroute_board_failures")]
+    """Times that this board could not be reached, and states that could not be read, were
+    sealed with another secret, or were old."""
+    clock_off_s: Annotated[float, gauge("kvroute_board_clock_off_seconds")] = 0.0
+    """How far the clock here is ahead of another router's (behind: negative), while that is too
+    much for its state to be believed; else 0."""
 
 
 class Board(Protocol):

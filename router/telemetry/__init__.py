@@ -2,8 +2,9 @@
 
 In comes what each request did (`request_observer.py`) and what the parts count; out go the
 responses of `/metrics`, `/requests` and `/overview`, spans, and sentences about replicas. A metric
-is added in `metrics.py` where it counts what happens, and in `collector.py` where it is read of a
-part at a scrape; a problem in `problems.py`.
+is added at the field of the statistics that it shows (`kvevents.field_docs`), in `metrics.py` where
+it counts what happens, and in `collector.py` where it is made of several parts; a problem in
+`problems.py`.
 
 The files; each imports only what is listed above it:
 
@@ -15,8 +16,9 @@ The files; each imports only what is listed above it:
     labels.py             words for kinds, shares, durations and tiers
     self_repair.py        which sources are predicted wrongly, and what is done about it
     problems.py           what is wrong with a replica, in sentences
-    collector.py          metrics read at a scrape, from the parts' statistics
     readiness.py          is the router ready, and whom does it wait for?
+    parts.py              what a router is made of
+    collector.py          metrics read at a scrape, from the parts' statistics
     request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context: what a client says of its trace, what a replica is told
     spans.py              what one request does and when; handed over at its end

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
@@ -27,6 +27,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
+from kvevents.field_docs import FieldMetric, MetricKind, counter, histogram, metrics_of
 from router.telemetry.request_log import outcome
 from router.telemetry.sums import Comparisons, Distribution, RequestSum
 
@@ -45,15 +46,6 @@ _ROUTING_SECONDS = (
     *(0.025, 0.05, 0.1, 0.25, 1),
 )
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
-
-
-class _Spec(NamedTuple):
-    """A metric that is written as things happen."""
-
-    name: str
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: Sequence[float] = ()
 
 
 class CounterSeries:
@@ -116,7 +108,7 @@ class _Written(Generic[_Series]):
     Here only the event loop writes; a scrape's thread reads whole numbers.
     """
 
-    def __init__(self, spec: _Spec) -> None:
+    def __init__(self, spec: FieldMetric) -> None:
         self._spec = spec
         self._by_labels: dict[tuple[str, ...], _Series] = {}
         if not spec.labels:
@@ -202,194 +194,6 @@ class WrittenHistogram(_Written[HistogramSeries]):
         return HistogramMetricFamily(self._spec.name, self._spec.help, labels=self._spec.labels)
 
 
-# By the attributes of `RouterMetrics`.
-_COUNTERS = {
-    "requests": _Spec(
-        "kvroute_requests",
-        "Proxied requests that ended, by the replica whose response was "
-        "passed on (`none`: no replica's; `removed`: a replica removed "
-        "meanwhile) and the status sent.",
-        ("model", "replica", "policy", "status"),
-    ),
-    "ends": _Spec(
-        "kvroute_request_ends",
-        "Proxied requests by how they ended: `completed`, `client_left`, "
-        "`client_stalled`, `replica_died`, `no_replica`, `overloaded`, "
-        "`abandoned`.",
-        ("end",),
-    ),
-    "retries": _Spec(
-        "kvroute_retries",
-        "Attempts that failed at this replica before a first byte; the "
-        "next replica is tried, if there is one and `server.retries` "
-        "allows it. `kept_closed`: a kept connection was closed, the same "
-        "replica is tried again; `unhealthy`: its checks failed while the "
-        "request waited; `late`: a second replica was faster.",
-        ("replica", "reason"),
-    ),
-    "unretried": _Spec(
-        "kvroute_unretried_requests",
-        "Requests that failed and were not tried again, though there was "
-        "a candidate: `limit`, `budget`, `closed_replicas`.",
-        ("reason",),
-    ),
-    "second_attempts": _Spec(
-        "kvroute_second_attempts",
-        "Streams whose first byte was late, and that were sent to a second replica as well "
-        "(`begun`): it was the first to respond (`won`), or could not serve (`failed`). "
-        "`not_allowed`: the share was used up, or first bytes were late there too.",
-        ("outcome",),
-    ),
-    "predicted": _Spec(
-        "kvroute_predicted_cached_tokens",
-        "Prompt tokens predicted to be cached, over responses that reported `cached_tokens`.",
-        ("model", "replica"),
-    ),
-    "lower_tiers": _Spec(
-        "kvroute_predicted_lower_tier_tokens",
-        "Part of the predicted tokens that a lower tier or shared store "
-        "has; `other` from the 65th name on.",
-        ("model", "tier"),
-    ),
-    "compared": _Spec(
-        "kvroute_compared_prompt_tokens",
-        "Prompt tokens of the requests whose responses reported "
-        "`cached_tokens`: what they reused is "
-        "`kvroute_actual_cached_tokens_total` of it.",
-        ("model", "replica"),
-    ),
-    "actual": _Spec(
-        "kvroute_actual_cached_tokens",
-        "Prompt tokens that the engine reported as cached.",
-        ("model", "replica"),
-    ),
-    "predictions": _Spec(
-        "kvroute_predictions",
-        "Predictions of cached tokens by outcome: `exact`, `over` "
-        "(predicted too much), `under`; of responses that reported "
-        "`cached_tokens`.",
-        ("model", "replica", "outcome"),
-    ),
-    "expected": _Spec(
-        "kvroute_expected_cached_tokens",
-        "Prompt tokens predicted to be cached when the engine admits the "
-        "request, over responses that reported `cached_tokens`.",
-        ("model", "replica"),
-    ),
-    "expectations": _Spec(
-        "kvroute_admission_predictions",
-        "Predictions by outcome, of what is cached when the engine admits "
-        "the request: those ahead of it store their prompts and evict "
-        "others.",
-        ("model", "replica", "outcome"),
-    ),
-    "approximate": _Spec(
-        "kvroute_approximate_predictions",
-        "Estimates for caches without events by outcome: `near` (within "
-        "64 tokens), `over`, `under`. They are in none of the other "
-        "counts.",
-        ("model", "replica", "outcome"),
-    ),
-    "approximate_predicted": _Spec(
-        "kvroute_approximate_predicted_cached_tokens",
-        "Prompt tokens estimated to be cached, over responses that "
-        "reported `cached_tokens`, at caches without events.",
-        ("model", "replica"),
-    ),
-    "approximate_actual": _Spec(
-        "kvroute_approximate_actual_cached_tokens",
-        "Prompt tokens that the engine reported as cached, at caches without events.",
-        ("model", "replica"),
-    ),
-    "versions": _Spec(
-        "kvroute_versioned_requests",
-        "Requests for a name that stands for several models "
-        "(`versioned_models`), by that name and the model that was "
-        "chosen.",
-        ("requested", "model"),
-    ),
-    "bad_requests": _Spec(
-        "kvroute_rejected_requests",
-        "Requests that the router itself refused, by the error's code; "
-        "broken connections are `malformed_http`, `headers_too_large`, "
-        "`bad_host`, `unknown_transfer_coding`, `too_many_pipelined`, "
-        "`slow_request`, `response_not_read`, `client_gone`, `not_tls`, "
-        "`tls_handshake_failed`.",
-        ("code",),
-    ),
-    "wrong_keys": _Spec(
-        "kvroute_wrong_keys",
-        "Requests with a key that is not the right one, by endpoint; "
-        "those without a key do not count.",
-        ("endpoint",),
-    ),
-    "reloads": _Spec(
-        "kvroute_config_reloads",
-        "Times the configuration was read again: `taken`, `refused`.",
-        ("result",),
-    ),
-    "queue_refusals": _Spec(
-        "kvroute_queue_refusals",
-        "Requests that got no turn at a replica: `full`, `late` (refused "
-        "at once: by the estimate they would wait too long), `timeout` "
-        "(they did), `client_left`, `gone` (no replica serves the model "
-        "any more).",
-        ("model", "priority", "reason"),
-    ),
-    "traces": _Spec(
-        "kvroute_traces",
-        "Traced requests, by what became of their spans: `exported`, "
-        "`failed` (the collector did not take them), `dropped` (too many "
-        "waited: `OTEL_BSP_MAX_QUEUE_SIZE`).",
-        ("result",),
-    ),
-    "report_modes": _Spec(
-        "kvroute_stripped_report_modes",
-        "Requests whose `kv_cache_report_mode` was removed: it would "
-        "spoil the engine's event counts.",
-    ),
-}
-_HISTOGRAMS = {
-    "first_byte": _Spec(
-        "kvroute_time_to_first_byte_seconds",
-        "From the request's arrival to the first byte of its response.",
-        ("model", "replica"),
-        _REQUEST_SECONDS,
-    ),
-    "total": _Spec(
-        "kvroute_request_seconds",
-        "From the request's arrival to its end.",
-        ("model",),
-        _REQUEST_SECONDS,
-    ),
-    "routing": _Spec(
-        "kvroute_routing_seconds",
-        "Time to decide: hashing, matching, ranking.",
-        ("model",),
-        _ROUTING_SECONDS,
-    ),
-    "tokenization": _Spec(
-        "kvroute_tokenization_seconds",
-        "From a parsed request to its token ids.",
-        ("model",),
-        _ROUTING_SECONDS,
-    ),
-    "queue_wait": _Spec(
-        "kvroute_queue_wait_seconds",
-        "How long requests waited for room at a replica before they were "
-        "sent; 0 for those that did not.",
-        ("model", "priority"),
-        _REQUEST_SECONDS,
-    ),
-    "prediction_error": _Spec(
-        "kvroute_prediction_error_tokens",
-        "Absolute difference of predicted and reported cached tokens.",
-        ("model",),
-        _TOKENS,
-    ),
-}
-
-
 @dataclass(slots=True, eq=False)
 class _Collected:
     """The metrics collected for the scrape in progress; a Prometheus collector."""
@@ -403,34 +207,126 @@ class _Collected:
 class RouterMetrics:
     """The metrics that are written as things happen, and the way to read all of them."""
 
-    requests: WrittenCounter
-    ends: WrittenCounter
-    retries: WrittenCounter
-    unretried: WrittenCounter
-    second_attempts: WrittenCounter
-    predicted: WrittenCounter
-    lower_tiers: WrittenCounter
-    compared: WrittenCounter
-    actual: WrittenCounter
-    predictions: WrittenCounter
-    expected: WrittenCounter
-    expectations: WrittenCounter
-    approximate: WrittenCounter
-    approximate_predicted: WrittenCounter
-    approximate_actual: WrittenCounter
-    versions: WrittenCounter
-    bad_requests: WrittenCounter
-    wrong_keys: WrittenCounter
-    queue_refusals: WrittenCounter
-    queue_wait: WrittenHistogram
-    reloads: WrittenCounter
-    traces: WrittenCounter
-    report_modes: WrittenCounter
-    first_byte: WrittenHistogram
-    total: WrittenHistogram
-    routing: WrittenHistogram
-    tokenization: WrittenHistogram
-    prediction_error: WrittenHistogram
+    requests: Annotated[
+        WrittenCounter, counter("kvroute_requests", "model", "replica", "policy", "status")
+    ]
+    """Proxied requests that ended, by the replica whose response was passed on (`none`: no
+    replica's; `removed`: a replica removed meanwhile) and the status sent."""
+    ends: Annotated[WrittenCounter, counter("kvroute_request_ends", "end")]
+    """Proxied requests by how they ended: `completed`, `client_left`, `client_stalled`,
+    `replica_died`, `no_replica`, `overloaded`, `abandoned`."""
+    retries: Annotated[WrittenCounter, counter("kvroute_retries", "replica", "reason")]
+    """Attempts that failed at this replica before a first byte; the next replica is tried, if there
+    is one and `server.retries` allows it. `kept_closed`: a kept connection was closed, the same
+    replica is tried again; `unhealthy`: its checks failed while the request waited; `late`: a
+    second replica was faster."""
+    unretried: Annotated[WrittenCounter, counter("kvroute_unretried_requests", "reason")]
+    """Requests that failed and were not tried again, though there was a candidate: `limit`,
+    `budget`, `closed_replicas`."""
+    second_attempts: Annotated[WrittenCounter, counter("kvroute_second_attempts", "outcome")]
+    """Streams whose first byte was late, and that were sent to a second replica as well (`begun`):
+    it was the first to respond (`won`), or could not serve (`failed`). `not_allowed`: the share was
+    used up, or first bytes were late there too."""
+    predicted: Annotated[
+        WrittenCounter, counter("kvroute_predicted_cached_tokens", "model", "replica")
+    ]
+    """Prompt tokens predicted to be cached, over responses that reported `cached_tokens`."""
+    lower_tiers: Annotated[
+        WrittenCounter, counter("kvroute_predicted_lower_tier_tokens", "model", "tier")
+    ]
+    """Part of the predicted tokens that a lower tier or shared store has; `other` from the 65th
+    name on."""
+    compared: Annotated[
+        WrittenCounter, counter("kvroute_compared_prompt_tokens", "model", "replica")
+    ]
+    """Prompt tokens of the requests whose responses reported `cached_tokens`: what they reused is
+    `kvroute_actual_cached_tokens_total` of it."""
+    actual: Annotated[WrittenCounter, counter("kvroute_actual_cached_tokens", "model", "replica")]
+    """Prompt tokens that the engine reported as cached."""
+    predictions: Annotated[
+        WrittenCounter, counter("kvroute_predictions", "model", "replica", "outcome")
+    ]
+    """Predictions of cached tokens by outcome: `exact`, `over` (predicted too much), `under`; of
+    responses that reported `cached_tokens`."""
+    expected: Annotated[
+        WrittenCounter, counter("kvroute_expected_cached_tokens", "model", "replica")
+    ]
+    """Prompt tokens predicted to be cached when the engine admits the request, over responses that
+    reported `cached_tokens`."""
+    expectations: Annotated[
+        WrittenCounter, counter("kvroute_admission_predictions", "model", "replica", "outcome")
+    ]
+    """Predictions by outcome, of what is cached when the engine admits the request: those ahead of
+    it store their prompts and evict others."""
+    approximate: Annotated[
+        WrittenCounter, counter("kvroute_approximate_predictions", "model", "replica", "outcome")
+    ]
+    """Estimates for caches without events by outcome: `near` (within 64 tokens), `over`, `under`.
+    They are in none of the other counts."""
+    approximate_predicted: Annotated[
+        WrittenCounter, counter("kvroute_approximate_predicted_cached_tokens", "model", "replica")
+    ]
+    """Prompt tokens estimated to be cached, over responses that reported `cached_tokens`, at caches
+    without events."""
+    approximate_actual: Annotated[
+        WrittenCounter, counter("kvroute_approximate_actual_cached_tokens", "model", "replica")
+    ]
+    """Prompt tokens that the engine reported as cached, at caches without events."""
+    versions: Annotated[WrittenCounter, counter("kvroute_versioned_requests", "requested", "model")]
+    """Requests for a name that stands for several models (`versioned_models`), by that name and the
+    model that was chosen."""
+    bad_requests: Annotated[WrittenCounter, counter("kvroute_rejected_requests", "code")]
+    """Requests that the router itself refused, by the error's code; broken connections are
+    `malformed_http`, `headers_too_large`, `bad_host`, `unknown_transfer_coding`,
+    `too_many_pipelined`, `slow_request`, `response_not_read`, `client_gone`, `not_tls`,
+    `tls_handshake_failed`."""
+    wrong_keys: Annotated[WrittenCounter, counter("kvroute_wrong_keys", "endpoint")]
+    """Requests with a key that is not the right one, by endpoint; those without a key do not
+    count."""
+    reloads: Annotated[WrittenCounter, counter("kvroute_config_reloads", "result")]
+    """Times the configuration was read again: `taken`, `refused`."""
+    queue_refusals: Annotated[
+        WrittenCounter, counter("kvroute_queue_refusals", "model", "priority", "reason")
+    ]
+    """Requests that got no turn at a replica: `full`, `late` (refused at once: by the estimate they
+    would wait too long), `timeout` (they did), `client_left`, `gone` (no replica serves the model
+    any more)."""
+    traces: Annotated[WrittenCounter, counter("kvroute_traces", "result")]
+    """Traced requests, by what became of their spans: `exported`, `failed` (the collector did not
+    take them), `dropped` (too many waited: `OTEL_BSP_MAX_QUEUE_SIZE`)."""
+    report_modes: Annotated[WrittenCounter, counter("kvroute_stripped_report_modes")]
+    """Requests whose `kv_cache_report_mode` was removed: it would spoil the engine's event
+    counts."""
+    first_byte: Annotated[
+        WrittenHistogram,
+        histogram(
+            "kvroute_time_to_first_byte_seconds", "model", "replica", buckets=_REQUEST_SECONDS
+        ),
+    ]
+    """From the request's arrival to the first byte of its response."""
+    total: Annotated[
+        WrittenHistogram, histogram("kvroute_request_seconds", "model", buckets=_REQUEST_SECONDS)
+    ]
+    """From the request's arrival to its end."""
+    routing: Annotated[
+        WrittenHistogram, histogram("kvroute_routing_seconds", "model", buckets=_ROUTING_SECONDS)
+    ]
+    """Time to decide: hashing, matching, ranking."""
+    tokenization: Annotated[
+        WrittenHistogram,
+        histogram("kvroute_tokenization_seconds", "model", buckets=_ROUTING_SECONDS),
+    ]
+    """From a parsed request to its token ids."""
+    queue_wait: Annotated[
+        WrittenHistogram,
+        histogram("kvroute_queue_wait_seconds", "model", "priority", buckets=_REQUEST_SECONDS),
+    ]
+    """How long requests waited for room at a replica before they were sent; 0 for those that did
+    not."""
+    prediction_error: Annotated[
+        WrittenHistogram, histogram("kvroute_prediction_error_tokens", "model", buckets=_TOKENS)
+    ]
+    """Absolute difference of predicted and reported cached tokens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -438,14 +334,11 @@ class RouterMetrics:
         self._tiers: set[str] = set()
         self._served: dict[tuple[str, str], ServedMetrics] = {}
         registry.register(self._collected)
-        for attribute, spec in _COUNTERS.items():
-            self._add(attribute, WrittenCounter(spec))
-        for attribute, spec in _HISTOGRAMS.items():
-            self._add(attribute, WrittenHistogram(spec))
-
-    def _add(self, attribute: str, metric: WrittenCounter | WrittenHistogram) -> None:
-        setattr(self, attribute, metric)
-        self._registry.register(metric)
+        for spec in metrics_of(RouterMetrics):
+            is_histogram = spec.kind is MetricKind.HISTOGRAM
+            written = WrittenHistogram(spec) if is_histogram else WrittenCounter(spec)
+            setattr(self, spec.field, written)
+            registry.register(written)
 
     def decided(self, model: str, tokenization_s: float | None, routing_s: float) -> None:
         """Time a decision.
@@ -486,8 +379,8 @@ class RouterMetrics:
             value: The replica's id or the model's name.
         """
         self._served.clear()
-        for attribute in (*_COUNTERS, *_HISTOGRAMS):
-            getattr(self, attribute).forget(label, value)
+        for spec in metrics_of(RouterMetrics):
+            getattr(self, spec.field).forget(label, value)
 
     def families(self) -> Iterable[Metric]:
         """Every metric as it was rendered last: its name, help, labels and series."""

@@ -87,7 +87,7 @@ def summarize_source(
         stream_problem=None if feed is None else feed.stream.problem,
         unplaced=unplaced,
         incomplete=cache is not None and cache.is_incomplete,
-        unreadable=0 if feed is None else feed.applied.unreadable,
+        unreadable=0 if feed is None else feed.unreadable,
         mispredicted=None if trust is None or trust.cause is None else trust.cause.value,
         key_problem=key_problem,
     )

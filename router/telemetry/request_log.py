@@ -43,10 +43,19 @@ def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdic
     return "over" if predicted > actual else "under"
 
 
-class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
-    """One request, as far as it is known by now. Tokens are prompt tokens."""
+class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
+    """What is known of a request, for us and for readers of the log."""
 
+    number: int = 0
+    """The larger, the later."""
+    change: int = 0
+    """The number of the last change in the log that touched this request."""
+    arrived_at: float = 0.0
+    """Unix time, to the millisecond."""
     request_id: str
+    trace_id: str | None = None
+    """The distributed trace that it belongs to (W3C Trace Context); null where the client names
+    none."""
     path: str
     model: str
     policy: str
@@ -55,17 +64,20 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     unknown: str | None
     """Why the prompt is not known in full: one of the reasons of
     `kvroute_untokenized_prompts_total`."""
-    trace_id: str | None = None
-    """Of the distributed trace that it belongs to."""
-
-    number: int = 0
-    change: int = 0
-    """The number of the last change in the log that touched this request."""
-    arrived_at: float = 0.0
-    """Unix time."""
     replica: str | None = None
     """Where it was sent last."""
     dp_rank: int | None = None
+    attempts: int = 0
+    last_failure: str | None = None
+    """How the last failed attempt failed; another attempt may have followed."""
+    status: int | None = None
+    end: str | None = None
+    """How it ended; null while it runs."""
+
+
+class RoutedRequest(RequestFacts, kw_only=True, eq=False):
+    """One request, as far as it is known by now. Tokens are prompt tokens."""
+
     gpu_cached_tokens: int = 0
     """Predicted to be cached on that replica's GPU."""
     cached_tokens: int = 0
@@ -81,15 +93,9 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     """Whether the prediction is an estimate, without events."""
     why: str | Callable[[], str] = ""
     """The reason, as `Ranked.why` has it."""
-    attempts: int = 0
-    last_failure: str | None = None
-    """How the last failed attempt failed; another attempt may have followed."""
     actual_tokens: int | None = None
     """What the engine reported as cached; None where it reported nothing comparable."""
     first_byte_s: float | None = None
-    status: int | None = None
-    end: str | None = None
-    """How it ended; None while it runs."""
     seconds: float | None = None
 
     def sent_to(self, ranked: Ranked) -> None:
@@ -277,7 +283,7 @@ class RequestLog:
         self._requests += 1
         self._last_number += 1
         request.number = self._last_number
-        request.arrived_at = self._clock()
+        request.arrived_at = round(self._clock(), 3)
         self.totals.now().requests += 1
         self.update(request)
 

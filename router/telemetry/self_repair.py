@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from kvevents.field_docs import counter, flag
 from router.fleet.quiet_moments import QuietMoments
 from router.index import SourceId
 
@@ -117,9 +118,17 @@ class TrustStatistics:
     """How far a source's predictions are believed."""
 
     state: Trust
-    rebuilds: int
-    cause: Cause | None
-    """The likely one, while they stay wrong and no rebuild is to come, or none yet."""
+    rebuilds: Annotated[int, counter("kvroute_source_rebuilds")]
+    """Rebuilds of a source because its hits were predicted wrongly."""
+    cause: Annotated[
+        Cause | None,
+        flag(
+            "kvroute_source_mispredicted",
+            "1 while a source's hits are predicted wrongly and a rebuild did not help, or has to "
+            "wait for the cool-down.",
+        ),
+    ]
+    """The likely cause, while they stay wrong and a rebuild did not help or has to wait."""
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from kvevents.events import GPU, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from kvroute_engine.demo.command import _verdict
 from kvroute_engine.demo.blind import GroupBlindIndex
 from kvroute_engine.demo.client import TimedCompletion
+from kvroute_engine.demo.command import _verdict
 from kvroute_engine.demo.comparison import (
     Play,
     chance,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload import tier_plug_in
 from tests.engine.http.test_tokenizer import write_tokenizer
+from tests.offload import tier_plug_in
 from tests.support.actual_hits import cached_tokens
 from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvevents.events import CPU, BlockHash, BlockRemoved, BlockStored
 from kvevents.layout import GroupKind, KVCacheGroup
+from kvroute_engine.core.simulated import SimulatedTransferWorker
+from kvroute_engine.core.time_model import TimeModel, VirtualClock
 from offload.base import (
     CPULoadStoreSpec,
     Direction,
@@ -26,8 +28,6 @@ from offload.cache_manager import CacheManager
 from offload.connector import OffloadingConnector, Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
-from kvroute_engine.core.simulated import SimulatedTransferWorker
-from kvroute_engine.core.time_model import TimeModel, VirtualClock
 from offload.errors import CacheConfigError, TransferError
 from offload.request import CacheRequest, RequestHasher
 from offload.tensor_parallel import ShardedWorker, ShardEvents

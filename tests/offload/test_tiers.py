@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvevents.events import CPU, STORAGE
-from offload.cpu.manager import CPUOffloadingManager
-from offload.cpu.policies.arc import ARCPolicy
 from kvroute_engine.core.build import EngineConfig, build_engine
 from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import EngineRequest, SamplingParams
 from kvroute_engine.core.simulated import SimulatedBackend
 from kvroute_engine.core.time_model import TimeModel, VirtualClock
+from offload.cpu.manager import CPUOffloadingManager
+from offload.cpu.policies.arc import ARCPolicy
 from offload.errors import CacheConfigError
 from offload.fs.manager import FileOffloadingManager
 from offload.reuse_filter import ReuseFilter

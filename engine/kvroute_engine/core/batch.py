@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offload.block import Block
 from kvroute_engine.core.requests import SamplingParams
+from offload.block import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,6 @@ from kvevents.layout import KVCacheLayout
 from kvevents.publisher import EventPublisher, NullEventPublisher, create_publisher
 from kvevents.publisher_config import PublisherConfig
 from kvevents.sealing import HashKey
-from offload.cache_manager import CacheManager
-from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
 from kvroute_engine.core.batch import ModelRunner
 from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.model_config import TransformerConfig
@@ -27,6 +24,9 @@ from kvroute_engine.core.scheduler import Scheduler, SchedulerConfig, most_block
 from kvroute_engine.core.serving_order import SchedulingPolicy
 from kvroute_engine.core.simulated import SimulatedBackend
 from kvroute_engine.core.time_model import Clock, RealClock, TimeModel
+from offload.cache_manager import CacheManager
+from offload.config import CacheConfig
+from offload.connector import OffloadingConnector
 from offload.errors import CacheConfigError
 from offload.request import RETENTION_HINTS, RequestHasher
 from offload.tiers import MadeTier, TierConfig, TierHost, TransferBackend, create_tiers

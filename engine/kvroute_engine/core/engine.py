@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvevents.publisher import EventPublisher
-from offload.cache_manager import CacheManager, CacheStatistics
-from offload.connector import OffloadingConnector
 from kvroute_engine.core.batch import ModelRunner
 from kvroute_engine.core.model_config import TransformerConfig
 from kvroute_engine.core.requests import EngineRequest, StepOutput
 from kvroute_engine.core.scheduler import Scheduler, SchedulerStatistics
 from kvroute_engine.core.time_model import Clock, RealClock
+from offload.cache_manager import CacheManager, CacheStatistics
+from offload.connector import OffloadingConnector
 from offload.peer.wire import MOST_ASKED
 from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvevents.layout import GroupKind
-from offload.base import OffloadKey
-from offload.cache_manager import CacheManager
-from offload.connector import ExternalHit, OffloadingConnector
-from offload.coordinator import ComputedBlocks
 from kvroute_engine.core.batch import SequenceChunk
 from kvroute_engine.core.requests import EngineRequest, FinishReason, StepOutput
 from kvroute_engine.core.sequence import SequenceInProgress, SequenceState
 from kvroute_engine.core.serving_order import SchedulingPolicy, serving_order
+from offload.base import OffloadKey
+from offload.cache_manager import CacheManager
+from offload.connector import ExternalHit, OffloadingConnector
+from offload.coordinator import ComputedBlocks
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
 from offload.request import NO_HINTS, CacheRequest, RequestHasher, RetentionHints

@@ -17,8 +17,8 @@ from heapq import nsmallest
 from itertools import chain
 from typing import Protocol
 
-from offload.cache_manager import CacheManager
 from kvroute_engine.core.sequence import SequenceInProgress
+from offload.cache_manager import CacheManager
 
 _AGEING = 0.1
 """Tokens that each token computed in the meantime is worth. Without it the longest prompts starve;

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.base import OffloadingWorker, OffloadKey, TransferJob, TransferResult
 from kvroute_engine.core.batch import ModelRunner, SequenceChunk
 from kvroute_engine.core.time_model import Clock, TimeModel
+from offload.base import OffloadingWorker, OffloadKey, TransferJob, TransferResult
 from offload.errors import TransferError
 from offload.fs.store import BlockFiles, StoredFile, file_bytes
 from offload.peer.client import PeerClient

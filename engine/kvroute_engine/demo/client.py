@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from router.config.origin import Origin, Timeouts
 from kvroute_engine.demo.processes import DemoFailed
+from router.config.origin import Origin, Timeouts
 from router.fleet.client import UpstreamClient
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=120, idle_s=120)

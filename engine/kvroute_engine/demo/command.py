@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.signals import EndedBySignal, run_until_signal
 from kvroute_engine.demo.comparison import (
     Play,
     chance,
@@ -31,6 +30,7 @@ from kvroute_engine.demo.fleet import (
 from kvroute_engine.demo.phase import PhaseResult, ReplicaResult
 from kvroute_engine.demo.play import DemoSettings, Scene, play
 from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents
+from router.cli.signals import EndedBySignal, run_until_signal
 from router.telemetry.labels import group_label
 
 _CACHE_BLOCKS = 140

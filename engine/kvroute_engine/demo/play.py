@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.config.origin import Origin
 from kvroute_engine.demo.client import Client, TimedCompletion
 from kvroute_engine.demo.comparison import Play
 from kvroute_engine.demo.fleet import (
@@ -29,6 +28,7 @@ from kvroute_engine.demo.phase import (
 )
 from kvroute_engine.demo.processes import Running, engines, router
 from kvroute_engine.demo.workload import Workload, WorkloadSizes, questions_about_documents
+from router.config.origin import Origin
 
 _LOOK_EVERY_S = 0.5
 _RECENT_TTL_S = 0.1

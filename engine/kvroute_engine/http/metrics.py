@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from offload.cache_manager import CacheCounts
 from kvroute_engine.core.engine import EngineStatistics
 from kvroute_engine.core.requests import FinishReason
 from kvroute_engine.http.responses import ServedModel
+from offload.cache_manager import CacheCounts
 
 LABELS = ("model_name", "engine")
 

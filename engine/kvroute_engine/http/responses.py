@@ -103,7 +103,7 @@ class CompletionResponse(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: Sequence[Choice | ChatChoice] = ()
-    usage: CompletionUsage | None | UnsetType = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
     """Events have it only where the client asked for it."""
 
 
@@ -218,7 +218,9 @@ class ServedModelList(msgspec.Struct, frozen=True):
     def of(cls, model: ServedModel) -> ServedModelList:
         """List the model and its adapters."""
         name, created = model.name, model.created
-        own = ServedModelEntry(id=name, created=created, root=name, max_model_len=model.max_model_len)
+        own = ServedModelEntry(
+            id=name, created=created, root=name, max_model_len=model.max_model_len
+        )
         adapters = [
             ServedModelEntry(id=adapter, created=created, root=adapter, parent=name)
             for adapter in model.adapters

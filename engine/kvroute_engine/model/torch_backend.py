@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.base import OffloadingWorker
-from offload.cpu.worker import CPUTransferWorker
 from kvroute_engine.core.model_config import TransformerConfig
 from kvroute_engine.model.torch_runner import TorchRunner
+from offload.base import OffloadingWorker
+from offload.cpu.worker import CPUTransferWorker
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
 from offload.peer.client import PeerClient

@@ -8,8 +8,13 @@ The files; each imports only what is listed above it:
     proxied_paths.py      which paths go to a replica, and what decides to which
     bodies.py             reads the bodies of requests, and one field of a form
     gateway.py            the proxied paths: admit, read, decide, pass on
-    views.py              the bodies of the router's own responses, as types with examples
-    responses.py          the parts whose state responses show, and the bodies made from it
+    views.py              bodies of responses as types: probes, errors, models
+    route_views.py        where a request goes, and why
+    request_views.py      the requests routed last, and the last hour
+    replica_views.py      replicas in full
+    overview.py           the router at a glance
+    view_examples.py      examples of them
+    parts.py              what the endpoints read and change
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them

@@ -38,8 +38,11 @@ from router.doors.http.openapi import (
     sends_text,
     takes,
 )
+from router.doors.http.overview import Overview
+from router.doors.http.parts import ApiParts
 from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
 from router.doors.http.questions import encoded, encoding_of
+from router.doors.http.replica_views import ReplicaDetails, ReplicaList, replica_details
 from router.doors.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -48,27 +51,16 @@ from router.doors.http.request_bodies import (
     ResponsesRequest,
     TokenIdsRequest,
 )
-from router.doors.http.responses import (
-    ApiParts,
-    history_view,
-    model_entry,
-    model_list,
-    replica_details,
-    requests_view,
-    route_view,
-)
+from router.doors.http.request_views import HistoryView, RequestsView, history_view, requests_view
+from router.doors.http.route_views import RouteView, route_view
 from router.doors.http.selection import add_selection
 from router.doors.http.views import (
-    HistoryView,
     ModelEntry,
     ModelList,
-    Overview,
     RemovedReplica,
-    ReplicaDetails,
-    ReplicaList,
-    RequestsView,
-    RouteView,
     StatusView,
+    model_entry,
+    model_list,
 )
 from router.errors import (
     BadRequest,
@@ -159,7 +151,7 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         **described("operation", "Can some replica take requests?", {200: ready, 503: not_ready}),
     )
     async def readyz() -> Response:
-        reason = parts.readiness.why_not_ready()
+        reason = parts.router.readiness.why_not_ready()
         if reason:
             return _json(StatusView(status="not ready", reason=reason), 503)
         return _json(StatusView(status="ready"))
@@ -177,7 +169,7 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def ping() -> Response:
         return await readyz()
 
-    scraper = operator if parts.config.observability.metrics_need_key else None
+    scraper = operator if parts.router.config.observability.metrics_need_key else None
     text = sends_text("Every metric, in Prometheus's text format.", CONTENT_TYPE)
 
     @app.get(
@@ -197,9 +189,9 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 
 async def _scrape(parts: ApiParts, accepted: str) -> Response:
-    if parts.render_exemplars is not None and OPENMETRICS_NAME in accepted:
-        return Response(await parts.render_exemplars(), media_type=OPENMETRICS_TYPE)
-    return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
+    has_exemplars = parts.has_exemplars and OPENMETRICS_NAME in accepted
+    content = await parts.render_metrics(has_exemplars)
+    return Response(content, media_type=OPENMETRICS_TYPE if has_exemplars else CONTENT_TYPE)
 
 
 # --- routing --------------------------------------------------------------------------------------
@@ -223,7 +215,7 @@ _EXPLAIN = {
 
 
 def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
-    server = parts.config.server
+    server = parts.router.config.server
 
     @app.post(
         "/route",
@@ -241,11 +233,11 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         # Without a query, `RouteQuestions` answers.
         explains = _flag(request, "explain")
         headers = dict(request.headers.raw)
-        session = request.headers.get(parts.config.policy.session_header)
+        session = request.headers.get(parts.router.config.policy.session_header)
         key: Key | None = request.state.key
         usage = None if key is None else key.usage
         counted = nullcontext() if usage is None else usage.counted()
-        with counted, parts.admission.buffer() as buffer:
+        with counted, parts.router.admission.buffer() as buffer:
             content = await _body(
                 request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
             )
@@ -256,10 +248,12 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
                 check_model=None if usage is None else usage.check_model,
                 owner=None if key is None else key.owner,
             )
-            decision = await parts.dispatcher.dispatch(
+            decision = await parts.router.dispatcher.dispatch(
                 Endpoint.ROUTE, content, terms, encoding_of(headers)
             )
-        parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
+        parts.router.metrics.decided(
+            decision.model_name, decision.tokenization_s, decision.routing_s
+        )
         decision.require_replica()
         content_type, body = encoded(route_view(decision, explains), headers)
         return Response(body, media_type=content_type)
@@ -276,10 +270,10 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         ),
     )
     async def models(request: Request) -> Response:
-        names = parts.models.names()
+        names = parts.router.models.names()
         allowed = {name: names[name] for name in names if _may_use(request, name)}
         healthy = parts.healthy()
-        return _json(model_list(allowed, lambda name: parts.models.serving(name, healthy)))
+        return _json(model_list(allowed, lambda name: parts.router.models.serving(name, healthy)))
 
     @app.get(
         "/v1/models/{name:path}",
@@ -292,8 +286,8 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         ),
     )
     async def model(request: Request, name: str) -> Response:
-        serving = parts.models.serving(name, parts.healthy())
-        names = parts.models.names()
+        serving = parts.router.models.serving(name, parts.healthy())
+        names = parts.router.models.names()
         if name not in names or not serving or not _may_use(request, name):
             raise UnknownModel(name)
         return _json(model_entry(name, names[name], serving))
@@ -323,13 +317,13 @@ def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get("/replicas/{replica_id}", **describe("One replica", _ONE, errors=(_UNKNOWN,)))
     async def replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.registry.get(replica_id).id))
+        return _json(parts.details(parts.router.registry.get(replica_id).id))
 
     @app.delete(
         "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
     )
     async def remove_replica(replica_id: str) -> Response:
-        parts.registry.remove(replica_id)
+        parts.router.registry.remove(replica_id)
         return _json(RemovedReplica(removed=replica_id))
 
 
@@ -338,16 +332,16 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
     async def drain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.registry.drain(replica_id).id))
+        return _json(parts.details(parts.router.registry.drain(replica_id).id))
 
     @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
     async def undrain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.registry.undrain(replica_id).id))
+        return _json(parts.details(parts.router.registry.undrain(replica_id).id))
 
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
-    body_s = parts.config.server.timeouts.client_body_s
-    networks = Networks(parts.config.server.replica_networks)
+    body_s = parts.router.config.server.timeouts.client_body_s
+    networks = Networks(parts.router.config.server.replica_networks)
     refused = (
         BadRequest("$.sped", "unknown key", "did you mean speed?"),
         BodyTooLarge(MAX_OPERATOR_BODY_BYTES),
@@ -366,11 +360,11 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def add_replica(request: Request) -> Response:
-        with parts.admission.buffer() as buffer:
+        with parts.router.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
         wanted = read_replica(decode_json(content))
         await networks.check_replica(wanted)
-        added = parts.registry.add(wanted, networks.__contains__)
+        added = parts.router.registry.add(wanted, networks.__contains__)
         return _json(parts.details(added.id), 201)
 
 
@@ -407,7 +401,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def requests(request: Request) -> Response:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
-        return _json(requests_view(parts.request_log, after, limit))
+        return _json(requests_view(parts.router.request_log, after, limit))
 
     @app.get(
         "/config",
@@ -417,7 +411,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def config() -> Response:
-        return _json(parts.current_config().to_public_dict())
+        return _json(parts.router.config.to_public_dict())
 
 
 _MAX_HISTORIES = 16
@@ -447,7 +441,7 @@ def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ids = request.query_params.getlist("replica")
         if len(ids) > _MAX_HISTORIES:
             raise BadRequest("replica", f"{len(ids)} times", rule)
-        return _json(history_view(parts.history.hours(ids)))
+        return _json(history_view(parts.router.history.hours(ids)))
 
 
 _RECORDING = "application/x-ndjson"
@@ -473,21 +467,21 @@ def _add_recording(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def recording(request: Request, replica_id: str) -> Response:
-        if not parts.config.observability.allow_capture:
+        if not parts.router.config.observability.allow_capture:
             raise CaptureDisabled
         rank = _number(request, "dp_rank", 0, _MAX_RANK)
-        tap = parts.feed.record(SourceId(parts.registry.get(replica_id).id, rank))
+        tap = parts.router.feed.record(SourceId(parts.router.registry.get(replica_id).id, rank))
         return StreamingResponse(_lines(parts, tap), media_type=_RECORDING)
 
 
 async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
     try:
         async for line in tap.lines(_QUIET_S):
-            if parts.admission.is_shutting_down:
+            if parts.router.admission.is_shutting_down:
                 tap.end("the router is shutting down")
             yield line
     finally:
-        parts.feed.taps.close(tap)
+        parts.router.feed.taps.close(tap)
 
 
 def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
@@ -496,9 +490,9 @@ def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/snapshot", include_in_schema=False, dependencies=[peer])
     async def snapshot() -> Response:
-        if parts.sender is None:
+        if parts.router.sender is None:
             raise UnknownPath
-        return StreamingResponse(parts.sender.open(), media_type=_BYTES)
+        return StreamingResponse(parts.router.sender.open(), media_type=_BYTES)
 
 
 def _parameter(name: str, description: str, default: int, most: int) -> dict[str, Any]:
@@ -564,7 +558,7 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         note_refused(request.scope, error.code)
-        parts.metrics.bad_requests.labels(error.code).inc()
+        parts.router.metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
         return Response(body, error.status, headers, JSON)
@@ -579,13 +573,13 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         return await refuse(request, MethodNotAllowed(allowed))
 
     async def count_gone(_request: Request, _error: Exception) -> Response:
-        parts.metrics.bad_requests.labels("client_gone").inc()
+        parts.router.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
     async def refuse_for_memory(request: Request, error: Exception) -> Response:
         if not is_out_of_memory(error):
             raise error
-        parts.shortages.note("memory")
+        parts.router.shortages.note("memory")
         return await refuse(request, Overloaded("is out of memory"))
 
     async def fail(request: Request, _error: Exception) -> Response:

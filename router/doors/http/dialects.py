@@ -22,7 +22,7 @@ from router.doors.http.bodies import decode_body, read_body
 from router.doors.http.gateway import tenant_salt
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
-from router.doors.http.responses import ApiParts
+from router.doors.http.parts import ApiParts
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica
@@ -167,13 +167,13 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
 
     @app.get("/dynamo/workers", **asking)
     async def workers() -> Response:
-        return _json([_worker(replica) for replica in parts.registry.replicas()])
+        return _json([_worker(replica) for replica in parts.router.registry.replicas()])
 
     _add_changes(app, parts, dialects, operator)
 
 
 def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: Access) -> None:
-    networks = Networks(parts.config.server.replica_networks)
+    networks = Networks(parts.router.config.server.replica_networks)
     changing: dict[str, Any] = {
         "include_in_schema": False,
         "dependencies": [Depends(operator.check)],
@@ -185,7 +185,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
         asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
         _check_namespace(asked)
         if dialects.known(asked.instance_id) is None:
-            parts.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
+            parts.router.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
         return _json(answer, 201 if request.url.path.startswith("/dynamo") else 200)
 
@@ -196,7 +196,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
         replica = dialects.known(asked.instance_id)
         if replica is None:
             raise UnknownReplica(str(asked.instance_id))
-        parts.registry.remove(replica.id)
+        parts.router.registry.remove(replica.id)
         removed = [f"{replica.id}|default|{asked.dp_rank}"]
         return _json({"status": "unregistered successfully", "removed_instances": removed})
 
@@ -210,8 +210,8 @@ class _Dialects:
     async def read(
         self, request: Request, kind: type[_Asked], most_bytes: int | None = None
     ) -> _Asked:
-        server = self._parts.config.server
-        with self._parts.admission.buffer() as buffer:
+        server = self._parts.router.config.server
+        with self._parts.router.admission.buffer() as buffer:
             body = await read_body(
                 *(dict(request.headers.raw), request.receive, most_bytes or server.max_body_bytes),
                 *(server.timeouts.client_body_s, buffer.add),
@@ -263,11 +263,11 @@ class _Dialects:
         """The model of a name, and its adapter, if the key may ask about it."""
         if key is not None and key.usage is not None:
             key.usage.check_model(model_name)
-        return self._parts.models.resolve(model_name)
+        return self._parts.router.models.resolve(model_name)
 
     def known(self, instance_id: str | int) -> Replica | None:
         """The replica that another indexer's client names so."""
-        for replica in self._parts.registry.replicas():
+        for replica in self._parts.router.registry.replicas():
             if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
                 return replica
         return None

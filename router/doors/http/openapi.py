@@ -3,13 +3,8 @@ keys, and the proxied paths that FastAPI never sees."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args, get_type_hints
@@ -19,9 +14,12 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from kvevents.field_docs import field_docs
 from router.config import ReplicaConfig, RouterConfig
-from router.doors.http import request_bodies, views
+from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
+from router.doors.http.overview import Overview
+from router.doors.http.replica_views import ReplicaDetails
 from router.doors.http.request_bodies import (
     ChatBatchRequest,
     ChatRequest,
@@ -34,12 +32,7 @@ from router.doors.http.request_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from router.doors.http.views import (
-    AnthropicErrorView,
-    ErrorView,
-    ReplicaDetails,
-    View,
-)
+from router.doors.http.views import AnthropicErrorView, ErrorView, View
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -160,7 +153,7 @@ def sends(
         content_types: The encodings it may have.
     """
     media: dict[str, Any] = {"schema": _reference(kind)}
-    if kind in views.EXAMPLES:
+    if kind in view_examples.EXAMPLES:
         media["examples"] = {"example": {"$ref": _EXAMPLES + kind.__name__}}
     return {"description": description, "content": dict.fromkeys(content_types, media)}
 
@@ -388,7 +381,7 @@ def _examples() -> dict[str, dict[str, Any]]:
     bodies = {
         name: body for named in request_bodies.EXAMPLES.values() for name, body in named.items()
     }
-    responses = {kind.__name__: value for kind, value in views.EXAMPLES.items()}
+    responses = {kind.__name__: value for kind, value in view_examples.EXAMPLES.items()}
     return {
         name: {"value": msgspec.to_builtins(value)}
         for name, value in {**bodies, **responses}.items()
@@ -398,10 +391,10 @@ def _examples() -> dict[str, dict[str, Any]]:
 def _schemas() -> dict[str, Any]:
     """Of everything that is sent or read: msgspec's, and pydantic's of the configuration."""
     bodies = [kind for kind in request_bodies.EXAMPLES if kind is not ReplicaConfig]
-    kinds = [*View.__subclasses__(), ReplicaDetails, EngineResponse, *bodies]
+    kinds = [*View.__subclasses__(), Overview, ReplicaDetails, EngineResponse, *bodies]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
     for name, kind in _classes_in(kinds).items():
-        for field, text in _field_docs(kind).items():
+        for field, text in field_docs(kind).items():
             schemas[name]["properties"][field]["description"] = text
     _, configuration = models_json_schema(
         [(ReplicaConfig, "validation"), (RouterConfig, "serialization")],
@@ -422,31 +415,3 @@ def _classes_in(kinds: Iterable[Any]) -> dict[str, type]:
             found[kind.__name__] = kind
             waiting += get_type_hints(kind).values()
     return found
-
-
-def _field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a class and its bases."""
-    docs: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):
-        if owner.__module__.startswith(_OUR_PACKAGES):
-            docs |= _docs_in_module(owner.__module__)[owner.__name__]
-    return docs
-
-
-@functools.cache
-def _docs_in_module(name: str) -> dict[str, dict[str, str]]:
-    """By class, the string under each field; on one line."""
-    docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[name])).body:
-        if isinstance(node, ast.ClassDef):
-            docs[node.name] = dict(_documented_fields(node.body))
-    return docs
-
-
-def _documented_fields(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for field, below in itertools.pairwise(body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
-                yield name, " ".join(text.split())

@@ -18,8 +18,7 @@ from router.doors.http.access import Key, Role
 from router.doors.http.gateway import Gateway, Passage
 from router.doors.http.openapi import JSON, MSGPACK
 from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
-from router.doors.http.responses import route_view
-from router.doors.http.views import RouteView
+from router.doors.http.route_views import RouteView, route_view
 from router.errors import RequestError
 from router.plane import PlaneExchange
 from router.prompt import Endpoint

@@ -27,6 +27,7 @@ from router.doors.http.openapi import (
     sends,
     takes,
 )
+from router.doors.http.parts import ApiParts
 from router.doors.http.request_bodies import (
     EngineUsage,
     OutputReport,
@@ -34,8 +35,8 @@ from router.doors.http.request_bodies import (
     ReservationRequest,
     SelectionRequest,
 )
-from router.doors.http.responses import ApiParts, selection_view
-from router.doors.http.views import SelectionView, StatusView
+from router.doors.http.route_views import SelectionView, selection_view
+from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
 from router.doors.reservations import (
     DecidedReservation,
@@ -271,12 +272,12 @@ class _Doors:
     def __init__(self, parts: ApiParts) -> None:
         self.desk = parts.desk
         self._parts = parts
-        self._session_header = parts.config.policy.session_header.encode()
+        self._session_header = parts.router.config.policy.session_header.encode()
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
-        server, headers = self._parts.config.server, dict(request.headers.raw)
-        with self._parts.admission.buffer() as buffer:
+        server, headers = self._parts.router.config.server, dict(request.headers.raw)
+        with self._parts.router.admission.buffer() as buffer:
             body = await read_body(
                 *(headers, request.receive, server.max_body_bytes),
                 *(server.timeouts.client_body_s, buffer.add),
@@ -303,12 +304,12 @@ class _Doors:
     ) -> DecidedReservation:
         """Reserve; while that waits, it is given up if the gateway leaves."""
         reserving = self.desk.reserve(ask, name)
-        if not self._parts.config.overload.is_queueing:
+        if not self._parts.router.config.overload.is_queueing:
             return await reserving
         return await _unless_left(request.receive, reserving)
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
-        timeouts, headers = self._parts.config.server.timeouts, dict(request.headers.raw)
+        timeouts, headers = self._parts.router.config.server.timeouts, dict(request.headers.raw)
         body = await read_body(
             *(headers, request.receive, MAX_REPORT_BYTES, timeouts.client_body_s), lambda _: None
         )

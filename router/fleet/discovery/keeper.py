@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
+from kvevents.field_docs import counter, flag, gauge
 from router.config import DiscoveryConfig, ReplicaConfig
 from router.errors import RouterError
 from router.fleet.discovery.dns import DnsProvider
@@ -36,12 +38,20 @@ CONFIGURATION = "configuration"
 class ProviderStatistics:
     """How one provider does."""
 
-    replicas: int
-    """Named in its last list."""
-    reports: int
-    failures: int
-    error: str | None
-    """Why it cannot say now what its replicas are; None if it can."""
+    replicas: Annotated[int, gauge("kvroute_discovery_replicas")]
+    """Replicas that a provider names; `configuration` stands for `replicas`."""
+    reports: Annotated[int, counter("kvroute_discovery_reports")]
+    """Lists of replicas that a provider reported."""
+    failures: Annotated[int, counter("kvroute_discovery_failures")]
+    """Times a provider could not say what its replicas are."""
+    error: Annotated[
+        str | None,
+        flag(
+            "kvroute_discovery_failing",
+            "1 while a provider cannot say what all of its replicas are.",
+        ),
+    ]
+    """Why it cannot; None if it can."""
     is_known: bool
     """Whether it has reported a list yet."""
 

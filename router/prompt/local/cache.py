@@ -14,10 +14,11 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 from tokenizers import Tokenizer
 
+from kvevents.field_docs import counter
 from router.prompt.local.backend import encode_all
 from router.prompt.local.segments import Segmenter
 from router.prompt.prompts import TokenIds
@@ -38,8 +39,10 @@ class SegmentCacheStatistics:
     entries: int
     held_bytes: int
     max_bytes: int
-    hits: int
-    misses: int
+    hits: Annotated[int, counter("kvroute_token_cache_hits")]
+    """Pieces of text whose token ids were cached; only where `tokenizers` tokenises."""
+    misses: Annotated[int, counter("kvroute_token_cache_misses")]
+    """Pieces of text that were tokenised; only where `tokenizers` tokenises."""
     evictions: int
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload.block_pool import GroupPoolStatistics, PoolStatistics
-from offload.cache_manager import CacheCounts, CacheStatistics
 from kvroute_engine.core.engine import EngineStatistics
 from kvroute_engine.core.requests import FinishReason
 from kvroute_engine.core.scheduler import SchedulerStatistics
 from kvroute_engine.http.metrics import EngineCollector, RequestMetrics
 from kvroute_engine.http.responses import ServedModel
+from offload.block_pool import GroupPoolStatistics, PoolStatistics
+from offload.cache_manager import CacheCounts, CacheStatistics
 from router.fleet.engine_load import EngineLoad, parse_engine_load
 from tests.engine.http.served import MODEL, serving
 from tests.support.waiting import eventually

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.block import Block
 from kvroute_engine.core.batch import SequenceChunk
 from kvroute_engine.core.model_config import LayerKind, TransformerConfig
 from kvroute_engine.core.presets import preset, preset_names
 from kvroute_engine.core.requests import SamplingParams
 from kvroute_engine.model.model import Attention, StateMixer, Transformer, rotary, rotate
 from kvroute_engine.model.torch_runner import TorchRunner
+from offload.block import Block
 from offload.errors import CacheConfigError
 
 SMALL = {"sliding_window": 24, "attention_chunk_size": 32, "max_model_len": 256}

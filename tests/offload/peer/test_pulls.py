@@ -15,10 +15,10 @@ from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
 from kvevents.stream import StreamStatistics
-from offload.base import OffloadKey
 from kvroute_engine.core.build import EngineConfig, build_engine
 from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import EngineRequest, SamplingParams
+from offload.base import OffloadKey
 from offload.errors import CacheConfigError, EngineRequestError
 from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager

@@ -90,4 +90,7 @@ def test_a_command_of_the_engine_says_what_to_install_where_it_is_missing(
     monkeypatch.setattr("router.cli.main.entry_points", lambda **_group: ())
     assert main([name, "--help"]) == 2
     said = capsys.readouterr().err
-    assert said == f"kvroute: {name}: this command cannot be loaded: it is not installed; {_ADD_ON_RULE}\n"
+    assert (
+        said
+        == f"kvroute: {name}: this command cannot be loaded: it is not installed; {_ADD_ON_RULE}\n"
+    )

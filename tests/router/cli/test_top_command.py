@@ -12,18 +12,17 @@ from rich.console import Console
 
 from router.cli.running_router import plain
 from router.cli.top_command import Glance, render
-from router.doors.http.views import (
-    EXAMPLES,
+from router.doors.http.overview import (
     GroupSummary,
     Headline,
-    HitView,
     LastMinute,
     Overview,
     ReplicaSummary,
-    RequestsView,
-    RequestView,
     StoreSummary,
 )
+from router.doors.http.request_views import RequestsView, RequestView
+from router.doors.http.route_views import HitView
+from router.doors.http.view_examples import EXAMPLES
 from router.fleet.engine_load import EngineLoad
 from router.telemetry.labels import KIND_LABELS
 from router.telemetry.problems import Level, ReplicaProblem, SourceSummary

@@ -102,9 +102,9 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
         assert not models("one").holds(B)
         statistics = feed.statistics()
         assert (
-            statistics[A].applied.stored,
+            statistics[A].stored,
             statistics[A].model,
-            statistics[B].applied.stored,
+            statistics[B].stored,
         ) == (4, "one", 2)
 
 
@@ -157,7 +157,7 @@ async def test_a_source_is_rebuilt_on_demand(feed: Feed, models: Models) -> None
         feed.rebuild(A)
         await eventually(lambda: models.hit(A).gpu_cached_tokens == 64, "the rebuild")
         await until_live(feed, A, 0)
-        assert feed.statistics()[A].applied.cleared == 1
+        assert feed.statistics()[A].cleared == 1
         feed.rebuild(B)
 
 
@@ -243,7 +243,7 @@ async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
         await until_live(feed, A, 0)
     with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
         again.publish(stored(48))
-        await eventually(lambda: feed.statistics()[A].applied.cleared == 1, "the clear")
+        await eventually(lambda: feed.statistics()[A].cleared == 1, "the clear")
         await until_live(feed, A, 0)
     assert models("one")._sources[A].learner.hints is hints
     assert models.hit(A) == Hit(32, 32)
@@ -259,7 +259,7 @@ async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -
         await until_live(feed, A, 0)
         publisher.publish(stored(128, 64))
         await until_state(feed, A, SourceState.SUSPECT, 1)
-        assert feed.statistics()[A].applied.overflow == 3
+        assert feed.statistics()[A].overflow == 3
         publisher.publish(batch(AllBlocksCleared()))
         publisher.publish(stored(64))
         await until_live(feed, A, 3)
@@ -360,7 +360,7 @@ async def test_an_event_that_breaks_the_format_is_counted_and_logged_and_its_bat
         publisher.publish(msgspec.msgpack.encode([0.0, [bad, good, bad], 0]))
         await until_live(feed, A, 0)
         assert models.hit(A) == Hit(64, 64)
-        assert feed.statistics()[A].applied.unreadable == 2
+        assert feed.statistics()[A].unreadable == 2
         assert feed.statistics()[A].stream.malformed == 0
     assert "events[0] (BlockStored)" in caplog.text
     assert "secret" not in caplog.text

@@ -97,7 +97,7 @@ async def test_a_router_goes_on_from_a_snapshot_and_asks_only_for_what_came_sinc
             assert after.hit() == Hit(96, 96)
             assert after.feed.resumed == 1
             found = after.feed.statistics()[A]
-            assert (found.stream.batches, found.applied.cleared) == (1, 0)
+            assert (found.stream.batches, found.cleared) == (1, 0)
 
 
 async def test_blocks_of_an_engine_that_restarted_meanwhile_are_forgotten(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ async def test_what_a_peer_knows_is_known_before_a_word_from_the_engine() -> Non
                 assert other.feed.resumed == 1
                 await other.until_live()
                 assert other.index.match(PROMPT)[A] == Hit(64, 64)
-                assert other.feed.statistics()[A].applied.cleared == 0
+                assert other.feed.statistics()[A].cleared == 0
             finally:
                 await other.feed.close()
 

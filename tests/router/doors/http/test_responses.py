@@ -11,8 +11,8 @@ import pytest
 from kvevents.events import EventBatch
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
-from router.doors.http.responses import Fleet, overview
-from router.doors.http.views import Overview, StoreSummary
+from router.doors.http.overview import Overview, StoreSummary, overview
+from router.doors.http.replica_views import Fleet
 from router.fleet.types import EventSource, ReplicaLoad, ReplicaView
 from router.index import (
     LayoutHints,

@@ -1,0 +1,320 @@
+"""The router at a glance: what is wrong, the last minute, and every replica in brief."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvevents.listener import ListenerStatistics
+from router.doors.http.replica_views import ApproximateView, Fleet, approximate_views
+from router.doors.http.views import View
+from router.fleet.engine_load import EngineLoad
+from router.fleet.types import ReplicaView
+from router.index import SourceId, SourceStatistics
+from router.telemetry.labels import (
+    KIND_LABELS,
+    duration,
+    group_label,
+    natural_order,
+    share,
+    tier_order,
+)
+from router.telemetry.problems import (
+    Level,
+    ReplicaProblem,
+    SourceSummary,
+    problems_of,
+    summarize_source,
+)
+from router.telemetry.request_log import RequestLog, Totals
+
+MAX_MODELS = 100
+MAX_UNKNOWN_TOPICS = 20
+"""In an overview; as many stores."""
+
+
+class Headline(View, frozen=True, kw_only=True):
+    """Whether anything is wrong, in one line."""
+
+    level: Level
+    text: str
+
+
+class LastMinute(Totals, kw_only=True):
+    """The last minute. The shares are for people; null where there was nothing."""
+
+    seconds: float
+    """How much time this covers: a minute, less after the start."""
+    cached_share: str | None
+    """Of the compared prompt tokens, those that engines reported as cached."""
+    predicted_share: str | None
+    """Of the compared prompt tokens, those predicted to be cached."""
+    promised_share: str | None
+    """Of all routed prompt tokens, those predicted to be cached."""
+    mispredicted_share: str | None
+    """Of the compared requests, those predicted wrongly."""
+
+
+class GroupSummary(View, frozen=True, kw_only=True):
+    """One KV cache group of a replica."""
+
+    number: int
+    label: str
+    """Kind and reach: `window 64`."""
+    kind: str | None
+    """Null for a group that holds blocks before the layout is known."""
+    reach: int | None
+    """Tokens of its sliding window or attention chunk."""
+    blocks: dict[str, int]
+    """By tier, over all ranks."""
+    block_size: int | None = None
+    """Tokens; null before the layout is known."""
+
+
+class StoreSummary(View, frozen=True, kw_only=True):
+    """One store that several replicas share, as the index of one model knows it."""
+
+    name: str
+    model: str
+    blocks: int
+    """Over all KV cache groups, whoever wrote them."""
+    replicas: int
+    """That share it and are followed."""
+
+
+class ReplicaSummary(View, frozen=True, kw_only=True):
+    """One replica in brief."""
+
+    id: str
+    url: str
+    level: Level
+    """Of its worst problem."""
+    state: str
+    health: str
+    seconds_in_health: float
+    health_duration: str
+    """The same for people: `3 min`."""
+    serves: int
+    """Models and aliases."""
+    requests: int
+    """Of this router, in flight there."""
+    prefill_tokens: int
+    """Uncached prompt tokens of these that wait for a first token."""
+    engine_load: EngineLoad | None
+    """Load by the engine's own count; null where it does not report any."""
+    sources_configured: bool
+    sources: list[SourceSummary]
+    approximate: tuple[ApproximateView, ...] = ()
+    """Caches whose hits are estimates, since no events tell what they hold."""
+    groups: list[GroupSummary]
+    problems: list[ReplicaProblem]
+    """The worst first."""
+
+
+class Overview(View, frozen=True, kw_only=True):
+    """The router at a glance."""
+
+    started_at: float
+    """Unix time."""
+    now: float
+    """Unix time."""
+    uptime: str
+    """For people: `3 min`."""
+    policy: str
+    under_way: int
+    """Requests admitted and not ended."""
+    hint_tokens: int = 0
+    """Prompt tokens of hits that end where a replica was told to keep a boundary, since the
+    start."""
+    headline: Headline
+    shortages: list[str] = msgspec.field(default_factory=list)
+    """What the system refuses the router, or did within the last minute."""
+    minute: LastMinute
+    models: list[str]
+    """The first hundred."""
+    tokenizers: dict[str, str]
+    """What tokenises the prompts of each configured model: `fastokens`, `tokenizers` with the
+    reason why it is not fastokens, or `replica`. The first hundred."""
+    tiers: list[str]
+    """That any replica has, the fastest first."""
+    stores: list[StoreSummary] = msgspec.field(default_factory=list)
+    """What replicas share, by model and name. The first hundred."""
+    listeners: list[ListenerStatistics] = msgspec.field(default_factory=list)
+    """Where publishers connect to (`events.listen`)."""
+    kinds: dict[str, str]
+    """Words for the kinds of KV cache groups."""
+    replicas: list[ReplicaSummary]
+    """Those with the worst problems first, then by name."""
+
+
+def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:
+    """The router at a glance: what is wrong, the last minute, and of each replica what a person
+    looks for first. Every open page asks for it once a second; all of `/replicas` would be a
+    megabyte for some hundred replicas.
+
+    Args:
+        fleet: All replicas, and what else is known at this moment.
+        log: Where requests are recorded.
+        policy: The name of the routing policy.
+        under_way: Requests admitted and not ended.
+    """
+    now = time.time()
+    disagreements = _by_replica(fleet.tokenizer_disagreements)
+    replicas = [
+        _summary(replica, fleet, disagreements.get(replica.id, 0)) for replica in fleet.replicas
+    ]
+    replicas.sort(key=lambda replica: (replica.level.severity, natural_order(replica.id)))
+    return Overview(
+        started_at=round(log.started_at, 3),
+        now=round(now, 3),
+        uptime=duration(now - log.started_at),
+        policy=policy,
+        under_way=under_way,
+        hint_tokens=fleet.hint_tokens,
+        headline=_headline(replicas, fleet.shortages),
+        shortages=list(fleet.shortages),
+        minute=minute_view(log.totals.total(), log.totals.seconds),
+        models=sorted({model for replica in fleet.replicas for model in replica.models})[
+            :MAX_MODELS
+        ],
+        tokenizers=dict(list(fleet.tokenizers.items())[:MAX_MODELS]),
+        tiers=_tiers(replicas),
+        stores=_stores(fleet)[:MAX_MODELS],
+        listeners=[
+            dataclasses.replace(each, unknown=each.unknown[:MAX_UNKNOWN_TOPICS])
+            for each in fleet.listeners
+        ],
+        kinds=KIND_LABELS,
+        replicas=replicas,
+    )
+
+
+def _tiers(replicas: Sequence[ReplicaSummary]) -> list[str]:
+    held = {tier for replica in replicas for group in replica.groups for tier in group.blocks}
+    return sorted(held | {"GPU"}, key=tier_order)
+
+
+def _stores(fleet: Fleet) -> list[StoreSummary]:
+    """Each store once, whichever of the sources that share it is asked."""
+    shared_by: dict[tuple[str, str], set[str]] = msgspec.field(default_factory=dict)
+    blocks: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    for source, cache in fleet.caches.items():
+        if source not in fleet.feeds:
+            continue
+        for name, held in cache.stores.items():
+            place = fleet.feeds[source].model, name
+            shared_by.setdefault(place, set()).add(source.replica)
+            blocks[place] = sum(held.values())
+    return [
+        StoreSummary(name=name, model=model, blocks=blocks[model, name], replicas=len(replicas))
+        for (model, name), replicas in sorted(shared_by.items())
+    ]
+
+
+def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Disagreements of each replica, over all its models."""
+    sums: dict[str, int] = msgspec.field(default_factory=dict)
+    for (_, replica_id), count in disagreements.items():
+        sums[replica_id] = sums.get(replica_id, 0) + count
+    return sums
+
+
+def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> Headline:
+    if shortages:
+        # First: it may be why replicas seem to have problems.
+        text = "; ".join(shortages)
+        return Headline(level=Level.BAD, text=text[:1].upper() + text[1:])
+    if not replicas:
+        return Headline(level=Level.WARN, text="The router has no replicas.")
+    wrong = sum(bool(replica.problems) for replica in replicas)
+    if not wrong:
+        return Headline(level=Level.GOOD, text="All replicas are well.")
+    text = "1 replica has problems" if wrong == 1 else f"{wrong:,} replicas have problems"
+    return Headline(level=replicas[0].level, text=text)
+
+
+def minute_view(total: Totals, seconds: float) -> LastMinute:
+    """The last minute.
+
+    Args:
+        total: What happened in it.
+        seconds: How much time that is.
+    """
+    wrong, judged = total.over + total.under, total.compared - total.estimated
+    compared, routed = total.compared_tokens, total.routed_tokens
+    return LastMinute(
+        **msgspec.structs.asdict(total),
+        seconds=round(seconds, 1),
+        cached_share=share(total.actual_tokens, compared) if compared else None,
+        predicted_share=share(total.predicted_tokens, compared) if compared else None,
+        promised_share=share(total.promised_tokens, routed) if routed else None,
+        mispredicted_share=share(wrong, judged) if judged else None,
+    )
+
+
+def _summary(replica: ReplicaView, fleet: Fleet, disagreements: int) -> ReplicaSummary:
+    ids = [SourceId(replica.id, source.dp_rank) for source in replica.sources]
+    caches = [fleet.caches[source_id] for source_id in ids if source_id in fleet.caches]
+    sources = [
+        summarize_source(
+            source_id.dp_rank,
+            fleet.feeds.get(source_id),
+            fleet.caches.get(source_id),
+            fleet.trusts.get(source_id),
+        )
+        for source_id in ids
+    ]
+    approximate = approximate_views(replica.id, fleet)
+    ranks = frozenset(found.dp_rank for found in approximate)
+    estimated = None if fleet.approximate is None else ranks
+    problems = problems_of(replica, sources, disagreements, estimated)
+    return ReplicaSummary(
+        id=replica.id,
+        url=replica.url,
+        level=problems[0].level if problems else Level.GOOD,
+        state=replica.state,
+        health=replica.health,
+        seconds_in_health=round(replica.seconds_in_health, 1),
+        health_duration=duration(replica.seconds_in_health),
+        serves=len(replica.models),
+        requests=replica.load.requests,
+        prefill_tokens=replica.load.prefill_tokens,
+        engine_load=replica.engine_load,
+        sources_configured=replica.sources_configured,
+        sources=sources,
+        approximate=approximate,
+        groups=_groups(caches),
+        problems=problems,
+    )
+
+
+def _groups(caches: Sequence[SourceStatistics]) -> list[GroupSummary]:
+    """The groups of the first rank whose layout is known, since all ranks serve the same model; and
+    groups that hold blocks before the layout is known."""
+    layout = next((cache.layout for cache in caches if cache.layout is not None), None)
+    known = layout.groups if layout else ()
+    held: dict[int, dict[str, int]] = {number: {} for number in range(len(known))}
+    for cache in caches:
+        for (number, tier), count in cache.blocks.items():
+            tiers = held.setdefault(number, {})
+            tiers[tier] = tiers.get(tier, 0) + count
+    summaries = []
+    for number, blocks in sorted(held.items()):
+        group = known[number] if 0 <= number < len(known) else None
+        kind = group.kind.value if group else None
+        reach = (group.sliding_window or group.attention_chunk_size) if group else None
+        label = group_label(kind, reach) if kind else f"group {number}"
+        summaries.append(
+            GroupSummary(
+                number=number,
+                label=label,
+                kind=kind,
+                reach=reach,
+                blocks=blocks,
+                block_size=group.block_size if group else None,
+            )
+        )
+    return summaries

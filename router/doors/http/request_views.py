@@ -1,0 +1,132 @@
+"""The requests routed last, and the last hour."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+from router.doors.http.route_views import HitView
+from router.doors.http.views import View
+from router.telemetry.history import STEP_S, Hour
+from router.telemetry.request_log import RequestFacts, RequestLog, RoutedRequest
+
+
+class RequestView(RequestFacts, kw_only=True):
+    """One request, as far as it is known by now."""
+
+    reason: str
+    predicted: HitView
+    """By what was cached when it was sent."""
+    expected: int | None
+    """Tokens predicted to be cached when the engine admits it: requests ahead of it store their
+    prompts and evict others. Null where that is not known."""
+    actual: int | None
+    """Cached tokens as the engine reported them; null where it did not."""
+    verdict: Literal["exact", "near", "over", "under"] | None
+    """The prediction compared with the report; `over` promised too much. An approximate one is
+    never `exact`, but `near` where less than 64 tokens are between the two."""
+    failed: bool
+    """Through no fault of the client."""
+    first_byte_ms: float | None
+    total_ms: float | None
+
+
+class RequestsView(View, frozen=True, kw_only=True):
+    """The requests routed last."""
+
+    started_at: float
+    """Unix time the router started: numbers and changes of another start mean nothing."""
+    change: int
+    """The last change; pass it as `after` to get only what is new."""
+    requests: list[RequestView]
+    """The latest change first."""
+
+
+def requests_view(log: RequestLog, after: int, limit: int) -> RequestsView:
+    """The requests that changed last.
+
+    Args:
+        log: Where requests are recorded.
+        after: Only those that changed after this change.
+        limit: At most this many.
+    """
+    return RequestsView(
+        started_at=round(log.started_at, 3),
+        change=log.last_change,
+        requests=[_request(request) for request in log.since(after, limit)],
+    )
+
+
+def _request(request: RoutedRequest) -> RequestView:
+    return RequestView(
+        **{name: getattr(request, name) for name in RequestFacts.__struct_fields__},
+        reason=request.reason,
+        predicted=HitView(
+            gpu_cached_tokens=request.gpu_cached_tokens,
+            cached_tokens=request.cached_tokens,
+            by_tier=dict(request.by_tier),
+            pull_from=request.pull_from,
+            suspect=request.suspect,
+            approximate=request.approximate,
+        ),
+        expected=request.expected_tokens,
+        actual=request.actual_tokens,
+        verdict=request.verdict,
+        failed=request.has_failed,
+        first_byte_ms=_milliseconds(request.first_byte_s),
+        total_ms=_milliseconds(request.seconds),
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
+
+
+# --- the last hour --------------------------------------------------------------------------------
+
+
+class HourView(View, frozen=True, kw_only=True):
+    """The last hour, a value for each step, the oldest first; the last step still runs. Null where
+    there was nothing to measure."""
+
+    requests_per_s: list[float | None]
+    reused_share: list[float | None]
+    """Of the prompt tokens, what engines reported as cached."""
+    first_byte_s: list[float | None]
+    """The time to first byte that nine of ten responses kept."""
+    mispredicted_share: list[float | None]
+    """Of the predictions that could be compared."""
+    gpu_blocks: list[float | None]
+    """Held at the end of the step, over all groups."""
+    removed_blocks: list[int]
+    """That left the GPUs in this time, by KV cache group: evicted, or slid out of a window."""
+
+
+class HistoryView(View, frozen=True, kw_only=True):
+    """The last hour of the router, and of the replicas that were asked for."""
+
+    now: float
+    """Unix time."""
+    step_s: float
+    router: HourView
+    replicas: dict[str, HourView]
+
+
+def history_view(hours: Mapping[str | None, Hour]) -> HistoryView:
+    """The last hour: of the router, under None, and of some replicas."""
+    return HistoryView(
+        now=round(time.time(), 3),
+        step_s=STEP_S,
+        router=_hour(hours[None]),
+        replicas={name: _hour(hour) for name, hour in hours.items() if name is not None},
+    )
+
+
+def _hour(hour: Hour) -> HourView:
+    steps = {
+        name: [None if math.isnan(value) else round(value, 4) for value in values]
+        for name, values in hour.values.items()
+    }
+    return HourView(**steps, removed_blocks=hour.removed_blocks)

@@ -1,0 +1,301 @@
+"""Where a request goes and why, as responses of `/route` and for gateways that send requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from router.doors.http.views import View
+from router.doors.names import address_of, worker_number
+from router.index import GroupHit, SourceId
+
+if TYPE_CHECKING:
+    from router.fleet.replica import Replica
+    from router.plane.attempts import Attempt
+    from router.policies import Candidate, Ranked
+    from router.routing.decision import Decision
+
+
+class HitView(View, frozen=True, kw_only=True):
+    """Prompt tokens that a replica would reuse."""
+
+    gpu_cached_tokens: int
+    cached_tokens: int
+    """With what lower tiers would bring back."""
+    by_tier: dict[str, int] = msgspec.field(default_factory=dict)
+    """What each lower tier, by its name in events, or shared store adds to the GPU's; `PEER` is
+    another replica's memory."""
+    pull_from: str | None = None
+    """The replica from whose memory that is pulled."""
+    suspect: bool
+    """Events of the replica were lost, so the hit is doubtful and counts in part."""
+    approximate: bool = False
+    """There are no events of the replica: the hit is an estimate from what was sent there, in steps
+    of 64 tokens, and counts as far as such estimates were right lately."""
+
+
+class PromptView(View, frozen=True, kw_only=True):
+    """One prompt of the request."""
+
+    tokens: int
+    """As far as its token ids are known."""
+    coverage: Literal["whole", "prefix", "unknown"]
+    """How much of the prompt those tokens are."""
+    reason: str | None
+    """Why the coverage is not `whole`."""
+    lora_name: str | None
+    """The adapter it runs with."""
+
+
+class RankedReplica(View, frozen=True, kw_only=True):
+    """One replica that could serve the request."""
+
+    replica: str
+    dp_rank: int | None
+    """The data-parallel rank to ask for; null lets the engine choose."""
+    cost: float
+    """Never falls along the ranking; for the default policy, the delay in prefill tokens."""
+    reason: str
+    hit: HitView
+    recent_tokens: int
+    """Leading prompt tokens that were sent there so recently that events may not show them yet."""
+    groups: list[Sequence[GroupHit]]
+    """By prompt: the longest prefix that each KV cache group by itself would allow."""
+
+
+class ExcludedReplica(View, frozen=True, kw_only=True):
+    """One replica that serves the model but cannot take the request."""
+
+    replica: str
+    reason: str
+
+
+class RouteView(View, frozen=True, kw_only=True):
+    """Where a request would go; all else that is known only with `explain`."""
+
+    replica: str
+    dp_rank: int | None
+    """The data-parallel rank to ask for; null lets the engine choose."""
+    model: str
+    policy: str
+    prompt_tokens: int
+    """Over all prompts, as far as they are known."""
+    cost: float
+    """For the default policy, the delay in prefill tokens."""
+    hit: HitView
+    expected_tokens: int
+    """Prompt tokens that would be cached there when the engine admits the request: those ahead of
+    it store their prompts and evict others."""
+    reason: str
+    routing_seconds: float
+    """Hashing, matching and ranking."""
+    prompts: list[PromptView] | msgspec.UnsetType = msgspec.UNSET
+    ranking: list[RankedReplica] | msgspec.UnsetType = msgspec.UNSET
+    """The best first."""
+    excluded: list[ExcludedReplica] | msgspec.UnsetType = msgspec.UNSET
+
+
+def route_view(decision: Decision, explains: bool = False) -> RouteView:
+    """Where a request would go. Some replica must be able to serve it.
+
+    Args:
+        decision: On the request.
+        explains: Whether to say who else would serve it, and how much of it is cached where.
+    """
+    best = decision.ranking[0]
+    view = RouteView(
+        replica=best.candidate.replica_id,
+        dp_rank=best.candidate.dp_rank,
+        model=decision.model_name,
+        policy=decision.policy,
+        prompt_tokens=decision.prompt_tokens,
+        cost=round(best.cost, 3),
+        hit=hit_view(best.candidate),
+        expected_tokens=decision.expected_tokens(best.candidate),
+        reason=best.reason,
+        routing_seconds=round(decision.routing_s, 6),
+    )
+    return _explained(view, decision) if explains else view
+
+
+def _explained(view: RouteView, decision: Decision) -> RouteView:
+    return msgspec.structs.replace(
+        view,
+        prompts=[
+            PromptView(
+                tokens=len(prompt.token_ids),
+                coverage=prompt.coverage.value,
+                reason=prompt.reason,
+                lora_name=prompt.lora_name,
+            )
+            for prompt in decision.tokenized
+        ],
+        ranking=[_ranked(decision, ranked) for ranked in decision.ranking],
+        excluded=[
+            ExcludedReplica(replica=candidate.replica_id, reason=candidate.obstacle or "")
+            for candidate in decision.excluded
+        ],
+    )
+
+
+def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
+    assert decision.model is not None
+    index, candidate = decision.model.index, ranked.candidate
+    source = decision.source_of(candidate)
+    prompts = decision.prompts if index.holds(source) else ()
+    return RankedReplica(
+        replica=candidate.replica_id,
+        dp_rank=candidate.dp_rank,
+        cost=round(ranked.cost, 3),
+        reason=ranked.reason,
+        hit=hit_view(candidate),
+        recent_tokens=candidate.recent_tokens,
+        groups=[index.explain(prompt, source) for prompt in prompts],
+    )
+
+
+def hit_view(candidate: Candidate) -> HitView:
+    """What a candidate would reuse."""
+    return HitView(
+        gpu_cached_tokens=candidate.gpu_cached_tokens,
+        cached_tokens=candidate.cached_tokens,
+        by_tier=dict(candidate.by_tier),
+        pull_from=candidate.pull_from,
+        suspect=candidate.suspect,
+        approximate=candidate.is_approximate,
+    )
+
+
+# --- for gateways ---------------------------------------------------------------------------------
+
+_BLOCK_SIZE = 16
+_CPU_TIERS = ("CPU", "cpu")
+
+
+class OverlapView(View, frozen=True, kw_only=True):
+    """Prompt tokens that the chosen replica would reuse, in the words of other indexers."""
+
+    longest_matched: int
+    """All of them; where a model has several KV cache groups, what all groups allow."""
+    gpu: int
+    dp: dict[str, int] = msgspec.field(default_factory=dict)
+    """On the GPU, by data-parallel rank."""
+    cpu: int
+    """With what memory would bring back."""
+    disk: int
+    """With what all lower tiers would bring back."""
+
+
+class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a gateway should send a request."""
+
+    selection_id: str = ""
+    """Of the reservation, where there is one."""
+    model_name: str
+    routing_group: str = "default"
+    replica: str
+    worker_id: int
+    """The replica's id as a number, the same at every router."""
+    dp_rank: int | None
+    """The data-parallel rank to ask for; null lets the engine choose."""
+    endpoint: str
+    """The replica's URL."""
+    address: str
+    """Its `host:port`."""
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    """To be sent with the request."""
+    body_fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    """To be set in its body."""
+    block_size: int
+    """Tokens of a block."""
+    overlap: OverlapView
+    isl_tokens: int
+    """Of the prompt, as far as its token ids are known."""
+    effective_prefill_tokens: int
+    """Of these, those to compute."""
+    expected_tokens: int
+    """Prompt tokens that will be cached when the engine admits the request: the prediction that is
+    compared with its report."""
+    groups: list[Sequence[GroupHit]] = msgspec.field(default_factory=list)
+    """By prompt: the longest prefix that each KV cache group by itself would allow; told where
+    nothing is booked."""
+    hit: HitView
+    reason: str
+    policy: str
+    cost: float
+
+
+def selection_view(
+    decision: Decision,
+    attempt: Attempt | None = None,
+    selection_id: str = "",
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> SelectionView:
+    """Where a gateway should send a request. Some replica must be able to serve it.
+
+    Args:
+        decision: On the request.
+        attempt: How it is sent there, where that is booked.
+        selection_id: Of the reservation, or of what may be reserved later.
+        fields: To be set in the body.
+    """
+    best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
+    candidate = best.candidate
+    replica = decision.replicas[candidate.replica_id]
+    source, model = decision.source_of(candidate), decision.model
+    layout = None if model is None else model.index.announced(source)
+    return SelectionView(
+        selection_id=selection_id,
+        model_name=decision.model_name,
+        replica=replica.id,
+        worker_id=worker_number(replica.id),
+        dp_rank=candidate.dp_rank,
+        endpoint=str(replica.origin),
+        address=address_of(replica),
+        headers={} if attempt is None else _headers_of(replica, attempt),
+        body_fields=dict(fields),
+        block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
+        overlap=_overlap(candidate),
+        isl_tokens=decision.prompt_tokens,
+        effective_prefill_tokens=max(decision.prompt_tokens - candidate.cached_tokens, 0),
+        expected_tokens=decision.expected_tokens(candidate),
+        groups=_group_hits(decision, source) if attempt is None else [],
+        hit=hit_view(candidate),
+        reason=best.reason,
+        policy=decision.policy,
+        cost=round(best.cost, 3) if math.isfinite(best.cost) else 0.0,
+    )
+
+
+def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]]:
+    model = decision.model
+    if model is None or not model.index.holds(source):
+        return []
+    return [model.index.explain(prompt, source) for prompt in decision.prompts]
+
+
+def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:
+    """What the engine is told; not the replica's key, which the gateway has or has not."""
+    names = {name for name, _ in replica.headers}
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in attempt.request_headers
+        if value is not None and name not in names
+    }
+
+
+def _overlap(candidate: Candidate) -> OverlapView:
+    gpu = candidate.gpu_cached_tokens
+    rank = "0" if candidate.dp_rank is None else str(candidate.dp_rank)
+    in_memory = sum(tokens for tier, tokens in candidate.by_tier if tier in _CPU_TIERS)
+    return OverlapView(
+        longest_matched=candidate.cached_tokens,
+        gpu=gpu,
+        dp={rank: gpu},
+        cpu=min(gpu + in_memory, candidate.cached_tokens),
+        disk=candidate.cached_tokens,
+    )

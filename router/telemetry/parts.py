@@ -1,0 +1,76 @@
+"""The parts of one router, as telemetry and the doors see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from router.config import RouterConfig
+from router.feed.feed import Feed
+from router.feed.snapshot_file import SnapshotKeeper
+from router.feed.snapshot_peers import Peers
+from router.feed.snapshot_transfer import Sender
+from router.fleet.discovery import ReplicaKeeper
+from router.fleet.entrance import Entrance
+from router.fleet.limits import KeyLimits
+from router.fleet.registry import ReplicaRegistry
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
+from router.routing.admission import Admission
+from router.routing.dispatcher import Dispatcher
+from router.routing.models import ModelSet
+from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.replica_tokenizers import TokenizerCheck
+from router.routing.stored_responses import StoredResponses
+from router.sharing.board import Board
+from router.sharing.exchange import Sharing
+from router.telemetry.history import History
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.readiness import Readiness
+from router.telemetry.request_log import RequestLog
+from router.telemetry.self_repair import SelfRepair
+from router.telemetry.shortages import Shortages
+
+
+class RouterParts:
+    """What a router is made of. `RouterService` makes, starts and stops all of it; where a part is
+    None, the configuration does not ask for it."""
+
+    config: RouterConfig
+    """As it was last taken over."""
+
+    # Requests.
+    admission: Admission
+    dispatcher: Dispatcher
+    models: ModelSet
+    key_limits: KeyLimits
+    entrance: Entrance | None
+    """Where requests wait for room at a replica."""
+    responses: StoredResponses
+    recent: RecentPrefixes
+
+    # Replicas and their caches.
+    registry: ReplicaRegistry
+    keeper: ReplicaKeeper
+    tokenizer_check: TokenizerCheck
+    feed: Feed
+    mirror: Mirror
+    approximate: ApproximateCaches | None
+    count_connections: Callable[[], Mapping[str, int]]
+    """Those of the data plane to replicas, by the names of `Plane.counts`."""
+
+    # Other routers, and starts.
+    board: Board | None
+    sharing: Sharing | None
+    snapshots: SnapshotKeeper | None
+    peers: Peers | None
+    """Other routers, asked at the start."""
+    sender: Sender | None
+    """Sends snapshots to them."""
+
+    # What happened, and what is wrong.
+    metrics: RouterMetrics
+    request_log: RequestLog
+    history: History
+    readiness: Readiness
+    repair: SelfRepair
+    shortages: Shortages
