@@ -25,7 +25,8 @@ The files; each imports only what is listed above it:
     hit_rule.py           how much of a prompt such a cache can serve
     hashing.py            token ids -> chain of block hashes, as vLLM computes them
     codec.py              bytes <-> batches: native, vLLM of every age, SGLang, Mooncake
-    stream_state.py       how a followed stream is repaired, as a table; the states of a source
+    stream_state.py       the states of a followed stream, what can happen to it, what is done
+    stream_repair.py      how it is repaired, as a table over these
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
     trtllm.py             TensorRT-LLM's events, which are asked for, as batches

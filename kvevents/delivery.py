@@ -1,6 +1,6 @@
 """What has been handed on to the consumer: every batch once and in order; no sockets.
 
-`Delivery` finds the fate of a batch. What follows from it stands in `kvevents.stream_state`.
+`Delivery` finds the fate of a batch. What follows from it stands in `kvevents.stream_repair`.
 """
 
 from __future__ import annotations

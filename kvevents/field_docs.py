@@ -81,9 +81,13 @@ class FieldMetric(NamedTuple):
     buckets: tuple[float, ...]
 
 
-@functools.cache
 def metrics_of(owner: type) -> Sequence[FieldMetric]:
     """The metrics among the fields of a class and its bases, in their order."""
+    return _metrics_of(owner)
+
+
+@functools.cache
+def _metrics_of(owner: type) -> Sequence[FieldMetric]:
     docs = field_docs(owner)
     return [
         FieldMetric(

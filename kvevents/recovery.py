@@ -1,6 +1,6 @@
 """Making a consumer's picture whole again with what the publisher still has.
 
-`Recovery` carries out what `kvevents.stream_state` says; `Questions` are those of its actions that
+`Recovery` carries out what `kvevents.stream_repair` says; `Questions` are those of its actions that
 take an answer from the replay endpoint. Each comes down to an `Input`.
 
 A replay is asked from the batch applied *last*, one more than is missing. If the ring returns it
@@ -47,15 +47,8 @@ from kvevents.replay import (
     no_answer_from,
 )
 from kvevents.sequence import fingerprint
-from kvevents.stream_state import (
-    CLEAR_REASONS,
-    ON_A_BATCH,
-    RESULTS,
-    Action,
-    Input,
-    State,
-    StreamRepair,
-)
+from kvevents.stream_repair import StreamRepair
+from kvevents.stream_state import CLEAR_REASONS, ON_A_BATCH, RESULTS, Action, Input, State
 
 MAX_ROUNDS = 16
 """Replays that may break off, although each brings a little, before there is a pause."""

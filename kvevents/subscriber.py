@@ -27,7 +27,8 @@ from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
 from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketLimits, check_connectable
-from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
+from kvevents.stream_repair import StreamRepair
+from kvevents.stream_state import Action, Input, SourceState, State
 from kvevents.subscription import Subscription
 
 _BATCHES_A_TURN = 64

@@ -33,12 +33,7 @@ from kvevents.errors import LayoutError, MalformedBatch
 from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
-from router.index import (
-    DumpError,
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-)
+from router.index import DumpError, LayoutHints, PrefixIndex, SourceId
 
 MAX_LINE_BYTES = 256 * 2**20
 _SOURCE = SourceId("recording")

@@ -13,12 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.running_router import (
-    Name,
-    QueryFailed,
-    RunningRouter,
-    plain,
-)
+from router.cli.running_router import Name, QueryFailed, RunningRouter, plain
 from router.config.origin import Timeouts
 from router.doors.http.route_views import HitView, RankedReplica, RouteView
 from router.telemetry.labels import group_label

@@ -11,12 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-from router.config.origin import (
-    Header,
-    Origin,
-    OriginError,
-    Timeouts,
-)
+from router.config.origin import Header, Origin, OriginError, Timeouts
 from router.errors import RouterError
 from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import UpstreamError

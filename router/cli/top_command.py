@@ -22,13 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.running_router import (
-    OPERATOR_KEY_VARIABLE,
-    Name,
-    QueryFailed,
-    RunningRouter,
-    plain,
-)
+from router.cli.running_router import OPERATOR_KEY_VARIABLE, Name, QueryFailed, RunningRouter, plain
 from router.cli.signals import EndedBySignal, run_until_signal
 from router.config.origin import Timeouts
 from router.doors.http.overview import LastMinute, Overview, ReplicaSummary, StoreSummary

@@ -22,7 +22,12 @@ The files; each imports only what is listed above it:
     observability.py  logs, metrics, traces
     approximate.py    what stands in for event streams that are not there
     versions.py       names that stand for several versions of a model
-    schema.py         everything else, and the rules between its values
+    models.py         models, and what events leave out about their caches
+    server.py         where the router listens, who may come in, its limits
+    policy.py         how it chooses
+    health.py         how replicas are watched
+    events.py         how event streams are followed
+    schema.py         the whole, and the rules between its sections
 """
 
 from router.config.board import BoardConfig
@@ -34,7 +39,9 @@ from router.config.discovery import (
 )
 from router.config.document import read_text
 from router.config.doors import ExtProcConfig
+from router.config.health import HealthConfig
 from router.config.keys import ClientKeyConfig
+from router.config.models import ModelConfig, StoreConfig
 from router.config.observability import TracingConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import (
@@ -47,15 +54,8 @@ from router.config.replica import (
     read_replica,
     read_replicas,
 )
-from router.config.schema import (
-    HealthConfig,
-    ModelConfig,
-    Overrides,
-    RouterConfig,
-    ServerConfig,
-    StoreConfig,
-    TimeoutsConfig,
-)
+from router.config.schema import Overrides, RouterConfig
+from router.config.server import ServerConfig, TimeoutsConfig
 from router.config.versions import VersionConfig, VersionedModelConfig
 
 __all__ = [

@@ -10,14 +10,7 @@ from pydantic import Field
 from router.config.document import Location
 from router.config.replica import ReplicaOptions
 from router.config.section import Section
-from router.config.values import (
-    PLAIN,
-    Items,
-    PlacedPath,
-    Seconds,
-    Url,
-    UrlPath,
-)
+from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
 DnsName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), PLAIN]
 NameServer = Annotated[str, Field(pattern=r"^[0-9A-Fa-f.:]{2,45}(#\d{1,5})?$"), PLAIN]

@@ -9,14 +9,7 @@ from pydantic import Field
 
 from router.config.document import Location
 from router.config.section import Section
-from router.config.values import (
-    PLAIN,
-    Count,
-    Items,
-    KeyName,
-    Secret,
-    TokenCount,
-)
+from router.config.values import PLAIN, Count, Items, KeyName, Secret, TokenCount
 
 
 class OperatorKeyConfig(Section, frozen=True):

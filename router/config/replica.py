@@ -9,12 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SecretStr, ValidationError
 
 from kvevents.listener import LISTENED_TO
-from router.config.document import (
-    Location,
-    parse_document,
-    problems_in,
-    read_text,
-)
+from router.config.document import Location, parse_document, problems_in, read_text
 from router.config.origin import Origin
 from router.config.section import Section
 from router.config.values import (

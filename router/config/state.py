@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from router.config.section import Section
 from router.config.tls import ReplicaTlsConfig
-from router.config.values import (
-    Bytes,
-    Items,
-    PlacedPath,
-    Seconds,
-    Url,
-)
+from router.config.values import Bytes, Items, PlacedPath, Seconds, Url
 
 
 class StateConfig(Section, frozen=True):

@@ -9,12 +9,7 @@ from pydantic import Field
 
 from router.config.document import Location
 from router.config.section import Section
-from router.config.values import (
-    PLAIN,
-    HeaderName,
-    Items,
-    Name,
-)
+from router.config.values import PLAIN, HeaderName, Items, Name
 
 
 class VersionConfig(Section, frozen=True):

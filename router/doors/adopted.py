@@ -11,11 +11,8 @@ from router.fleet.entrance import Entrance
 from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
 from router.routing.admission import Admission
-from router.telemetry.request_observer import (
-    BY_CORE,
-    RequestObservers,
-    Settled,
-)
+from router.telemetry.request_observer import RequestObservers
+from router.telemetry.settled import BY_CORE, Settled
 
 if TYPE_CHECKING:
     from router._core import Booking, Place

@@ -15,6 +15,9 @@ The files; each imports only what is listed above it:
     hash_finder.py     which hash function an engine uses
     layout_learner.py  what events say about the cache layout
     prompt.py          a prompt under every key and hash that some source may know it by
+    core_values.py     layouts, tiers and hits as the core takes and gives them
+    sources.py         what is known of one source outside the core
+    records.py         the state of an index as records
     index.py           all sources of one model
     dump.py            an index as bytes and back
     mirror_types.py    what goes into a mirror and comes out

@@ -13,27 +13,18 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
-from kvevents.hashing import HashChain
-from kvevents.layout import GroupKind, KVCacheLayout
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, EventBatch
 from kvevents.sealing import held_key
-from router._core import (
-    Core,
-    HitMap,
-    SharedIndex,
-    StateError,
-)
+from router._core import Core, HitMap, SharedIndex
 from router.index.base import (
     NO_HIT,
     ApplyResult,
-    DumpError,
     GroupHit,
     HashesFound,
     Hit,
@@ -41,87 +32,28 @@ from router.index.base import (
     SourceId,
     SourceLimits,
     SourceStatistics,
-    TierHint,
-    WaitingStatistics,
 )
-from router.index.hash_finder import HashFinder, engine_hashes
-from router.index.layout_learner import LayoutLearner, SeenGroup
+from router.index.core_values import (
+    canonical,
+    group_hits,
+    key_drawn_from,
+    tier_units,
+)
+from router.index.hash_finder import HashFinder
+from router.index.layout_learner import LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
+from router.index.records import (
+    IndexRecord,
+    SourceRecord,
+    StoreRecord,
+    decoded_record,
+    restore_state,
+    source_record,
+    store_record,
+)
+from router.index.sources import HeldHashes, KnownSource, SharedStore, statistics_of
 
-_KINDS = {
-    GroupKind.FULL: 0,
-    GroupKind.SLIDING_WINDOW: 1,
-    GroupKind.CHUNKED_LOCAL: 2,
-    GroupKind.MAMBA: 3,
-    GroupKind.NOT_CACHED: 4,
-}
-"""As `GroupKind` of core/index/layout.hpp counts them."""
-_DIGEST_BYTES = 32
 Mapping.register(HitMap)
-
-
-@dataclass(slots=True)
-class _Store:
-    """What several sources write to and read from: one file system or bucket behind many replicas.
-
-    It is no source's own: it outlives each of them, and a block is there once, whoever announced it
-    and how often. Readers take each other's word for the prefix that a hash stands for, so all have
-    to hash alike.
-    """
-
-    name: str
-    slot: int
-    tiers: tuple[tuple[str, TierHint], ...]
-    """What the configuration says of units."""
-    layout: KVCacheLayout | None = None
-    """Of the writer heard last: readers lay out their blocks alike."""
-    lookahead: int = 0
-    """Of the same."""
-
-
-@dataclass(slots=True)
-class _Source:
-    """What is known of one source outside the core."""
-
-    slot: int
-    learner: LayoutLearner
-    finder: HashFinder
-    stores: tuple[_Store, ...] = ()
-    """That it shares, each once."""
-    unplaced: int = 0
-    told: object = None
-    """The layout as the core knows it."""
-
-    @property
-    def layout(self) -> KVCacheLayout | None:
-        """None while too little is known. One that has said nothing so far, but shares a store, is
-        taken to be like the others."""
-        lender = self.lender
-        return self.learner.layout if lender is None else lender.layout
-
-    @property
-    def lender(self) -> _Store | None:
-        """The store whose layout stands in for its own."""
-        if self.learner.layout is not None or self.learner.error is not None:
-            return None
-        return next((store for store in self.stores if store.layout is not None), None)
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens after a block that its hash covers too, where prompts look it up."""
-        lender = self.lender
-        return self.learner.lookahead if lender is None else lender.lookahead
-
-
-class _HeldHashes:
-    """The hashes that a source holds."""
-
-    def __init__(self, core: Core, slot: int) -> None:
-        self._core = core
-        self._slot = slot
-
-    def __contains__(self, block_hash: object) -> bool:
-        return self._core.holds_hash(self._slot, block_hash)
 
 
 class PrefixIndex:
@@ -141,17 +73,17 @@ class PrefixIndex:
             secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
         self.limits = limits or SourceLimits()
-        drawn = secrets.token_bytes(16) if secret is None else _drawn_from(secret)
+        drawn = secrets.token_bytes(16) if secret is None else key_drawn_from(secret)
         self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
-        self._stores: dict[str, _Store] = {}
+        self._stores: dict[str, SharedStore] = {}
         """By name: those that some source shares."""
-        self._sources: dict[SourceId, _Source] = {}
+        self._sources: dict[SourceId, KnownSource] = {}
         self._numbers: dict[SourceId, int] = {}
         """See `number_of`."""
         self._slots: dict[SourceId, int] = {}
         """Of every source; replaced by another when one comes or goes, since a match keeps it."""
-        self._searching: dict[SourceId, _Source] = {}
+        self._searching: dict[SourceId, KnownSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
         self._has_leftovers = False
         """Of sources that were dropped; nobody finds these."""
@@ -193,8 +125,8 @@ class PrefixIndex:
         """
         is_there = self._take_out(source)
         hints = hints or LayoutHints()
-        slot = self.core.add(self.number_of(source), _units(hints.tiers))
-        known = _Source(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
+        slot = self.core.add(self.number_of(source), tier_units(hints.tiers))
+        known = KnownSource(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
         if hints.stores:
             stores = [
                 (self._stores[each.name].slot, list(each.tiers), each.ownership)
@@ -203,16 +135,16 @@ class PrefixIndex:
             self.core.share(slot, stores)
         self._sources[source] = known
         self._slots = {**self._slots, source: known.slot}
-        self._tell_layout(known)
+        known.tell_layout(self.core)
         if is_there:
             self._drop_unread_stores()
 
-    def _shared_by(self, hints: LayoutHints) -> tuple[_Store, ...]:
+    def _shared_by(self, hints: LayoutHints) -> tuple[SharedStore, ...]:
         """The stores that are named, made where they are new."""
         for hint in hints.stores:
             if hint.name not in self._stores:
-                slot = self.core.add_store(hint.name, _units(hints.tiers))
-                self._stores[hint.name] = _Store(hint.name, slot, hints.tiers)
+                slot = self.core.add_store(hint.name, tier_units(hints.tiers))
+                self._stores[hint.name] = SharedStore(hint.name, slot, hints.tiers)
         return tuple(
             self._stores[name] for name in dict.fromkeys(each.name for each in hints.stores)
         )
@@ -247,7 +179,7 @@ class PrefixIndex:
     def _attend(
         self,
         source: SourceId,
-        known: _Source,
+        known: KnownSource,
         done: tuple[Any, ...] | list[tuple[Any, ...]],
         payload: bytes,
     ) -> ApplyResult:
@@ -257,7 +189,7 @@ class PrefixIndex:
         before = known.layout
         for news in done:
             known.learner.see_run(*news)
-        self._tell_layout(known)
+        known.tell_layout(self.core)
         told = self.core.apply_told(known.slot, payload, False, [])
         assert told is not None
         result = self._result(source, known, told, payload)
@@ -270,7 +202,9 @@ class PrefixIndex:
             self.add(source)
         return self._apply_decoded(source, self._sources[source], batch)
 
-    def _apply_decoded(self, source: SourceId, known: _Source, batch: EventBatch) -> ApplyResult:
+    def _apply_decoded(
+        self, source: SourceId, known: KnownSource, batch: EventBatch
+    ) -> ApplyResult:
         """Apply a batch that Python has read: the core gets it in the one form that it knows."""
         before = known.layout
         is_announced = False
@@ -281,11 +215,11 @@ class PrefixIndex:
                 known.finder.see_announcement(event)
             elif isinstance(event, BlockStored):
                 known.learner.see_stored(event)
-        self._tell_layout(known)
+        known.tell_layout(self.core)
         has_chain = known.finder.chain is not None
         self.core.note(known.slot, has_chain, is_announced, False)
-        events = [_canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
-        opaque = [number for number, event in enumerate(events) if self._is_opaque(known, event)]
+        events = [canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
+        opaque = [number for number, event in enumerate(events) if known.is_opaque(event)]
         payload = encode(EventBatch(batch.ts, events))
         done = self.core.apply_told(known.slot, payload, True, opaque)
         if done is None:
@@ -302,7 +236,7 @@ class PrefixIndex:
     def _result(
         self,
         source: SourceId,
-        known: _Source,
+        known: KnownSource,
         done: tuple[Any, ...],
         payload: bytes | EventBatch,
     ) -> ApplyResult:
@@ -333,7 +267,7 @@ class PrefixIndex:
             is_incomplete=is_incomplete,
         )
 
-    def _lay_out(self, slot: int, writer: _Source) -> None:
+    def _lay_out(self, slot: int, writer: KnownSource) -> None:
         """Those that share a store are taken to lay out their blocks as its writer does, until they
         say it themselves."""
         store = next(each for each in writer.stores if each.slot == slot)
@@ -343,16 +277,16 @@ class PrefixIndex:
         store.layout, store.lookahead = news
         for known in self._sources.values():
             if store in known.stores:
-                self._tell_layout(known)
+                known.tell_layout(self.core)
 
-    def _sort(self, source: SourceId, known: _Source) -> None:
+    def _sort(self, source: SourceId, known: KnownSource) -> None:
         """Note whether prompts have to be hashed as the source's engine does."""
         if known.finder.chain is not None or (known.unplaced and known.finder.may_find):
             self._searching[source] = known
         else:
             self._searching.pop(source, None)
 
-    def _find_hash_function(self, known: _Source, payload: bytes | EventBatch) -> None:
+    def _find_hash_function(self, known: KnownSource, payload: bytes | EventBatch) -> None:
         layout = known.layout
         assert layout is not None
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
@@ -361,43 +295,6 @@ class PrefixIndex:
                 known.finder.try_event(event, layout.hash_block_size)
         if known.finder.chain is not None:
             self.core.note(known.slot, True, False, False)
-
-    def _is_opaque(self, known: _Source, event: Event) -> bool:
-        """Whether something that the event hides goes into its hashes; see `SourceCache`."""
-        chain, layout = known.finder.chain, known.layout
-        if chain is None or layout is None or not isinstance(event, BlockStored):
-            return False
-        if event.tier != GPU:
-            return False
-        if event.parent_block_hash is not None or event.extra_keys is not None:
-            return False
-        if event.lora_name or event.cache_salt or event.lookahead_token_ids:
-            return False
-        size, wanted = event.tokens_per_block, event.block_hashes[0] if event.block_hashes else None
-        if not size or wanted is None:
-            return False
-        tokens, as_int = event.token_ids[:size], isinstance(wanted, int)
-        first = engine_hashes(chain, tokens, layout.hash_block_size, as_int=as_int)
-        wanted = wanted if isinstance(wanted, int) else wanted[-_DIGEST_BYTES:]
-        return bool(first) and first[-1] != wanted
-
-    def _tell_layout(self, known: _Source) -> None:
-        """Pass on what the learner knows, if the core knows something else."""
-        learner, layout = known.learner, known.layout
-        is_announced = learner.announced is not None
-        is_lent = known.lender is not None
-        news = (layout, is_announced, learner.lookahead, is_lent, known.lookahead)
-        if news == known.told:
-            return
-        known.told = news
-        if is_lent or layout is None:
-            self.core.unset_layout(known.slot, is_announced, learner.lookahead)
-        if is_lent:
-            assert layout is not None
-            self.core.borrow_layout(known.slot, _layout_fields(layout), known.lookahead)
-        elif layout is not None:
-            fields = _layout_fields(layout)
-            self.core.set_layout(known.slot, fields, is_announced, learner.lookahead)
 
     def clear(self, source: SourceId) -> None:
         """Forget a source's blocks and what its events said; its hints stay."""
@@ -465,14 +362,7 @@ class PrefixIndex:
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
     ) -> Mapping[SourceId, Hit]:
-        """`prepare` and `match_prompt` in one.
-
-        Args:
-            token_ids: See `prepare`, as for the others.
-            lora_name: The adapter.
-            cache_salt: The salt.
-            extra_keys: By hash block.
-        """
+        """`prepare` and `match_prompt` in one."""
         return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
 
     # What whole decisions in the core need.
@@ -539,7 +429,7 @@ class PrefixIndex:
             return ()
         computed = self._computed(source, known, prompt)
         accepted = self.core.group_hits(prompt.hashed, known.slot, computed)
-        return _group_hits(layout, accepted)
+        return group_hits(layout, accepted)
 
     def match_hashes(
         self, source: SourceId, hashes: Sequence[BlockHash], block_size: int | None = None
@@ -571,7 +461,7 @@ class PrefixIndex:
             problem = f"its hashes stand for {layout.hash_block_size} tokens each"
         elif not is_whole:
             problem = "a tier below its GPU has blocks of its own, under other hashes"
-        return HashesFound(hit, _group_hits(layout, accepted), held, problem)
+        return HashesFound(hit, group_hits(layout, accepted), held, problem)
 
     def computed_of(
         self, source: SourceId, prompts: Iterable[HashedPrompt]
@@ -583,14 +473,16 @@ class PrefixIndex:
             return []
         return [self._computed(source, known, prompt) for prompt in prompts]
 
-    def _computed(self, source: SourceId, known: _Source, prompt: HashedPrompt) -> list[Computed]:
+    def _computed(
+        self, source: SourceId, known: KnownSource, prompt: HashedPrompt
+    ) -> list[Computed]:
         """A prompt's hashes by a source's engine, where blocks are only found by them."""
         layout, finder, slot = known.layout, known.finder, known.slot
         if layout is None:
             return []
         step = layout.hash_block_size
         if known.unplaced and finder.may_find:
-            held = _HeldHashes(self.core, slot)
+            held = HeldHashes(self.core, slot)
             spellings = prompt.spellings(step)
             finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, held)
             self.core.note(slot, finder.chain is not None, False, False)
@@ -626,29 +518,13 @@ class PrefixIndex:
         """
         wanted = [each for each in self._sources if only is None or each == only]
         stores = {store.name: store for each in wanted for store in self._sources[each].stores}
-        shared = [self._store_record(store) for store in stores.values()]
-        yield msgspec.msgpack.encode(_IndexRecord("native", self._secrets, shared))
+        shared = [store_record(self.core, store) for store in stores.values()]
+        yield msgspec.msgpack.encode(IndexRecord("native", self._secrets, shared))
         for source in wanted:
             if source in self._sources:
-                yield msgspec.msgpack.encode(self._record_of(source, self._sources[source]))
-
-    def _store_record(self, store: _Store) -> _StoreRecord:
-        state = self.core.export_source(store.slot)
-        return _StoreRecord(store.name, store.tiers, store.layout, store.lookahead, state)
-
-    def _record_of(self, source: SourceId, known: _Source) -> _SourceRecord:
-        learner = known.learner
-        return _SourceRecord(
-            source=source,
-            hints=learner.hints,
-            announced=learner.announced,
-            seen=learner.seen,
-            tiers_seen=learner.tiers_seen,
-            smallest_step=learner.smallest_step,
-            lookahead=learner.lookahead,
-            chain=known.finder.known,
-            state=self.core.export_source(known.slot),
-        )
+                yield msgspec.msgpack.encode(
+                    source_record(self.core, source, self._sources[source])
+                )
 
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         """Take over an exported state; what was held before is forgotten.
@@ -658,40 +534,32 @@ class PrefixIndex:
                 changed.
         """
         remaining = iter(records)
-        head = _decoded(next(remaining, b""), _IndexRecord)
+        head = decoded_record(next(remaining, b""), IndexRecord)
         restored = PrefixIndex(self.limits)
         restored._secrets = head.secrets
         restored.core = restored._new_core()
         for store in head.stores:
             restored._take_store(store)
         for record in remaining:
-            restored._take(_decoded(record, _SourceRecord))
+            restored._take(decoded_record(record, SourceRecord))
         restored._drop_unread_stores()
         self.__dict__.update(restored.__dict__)
 
-    def _take_store(self, record: _StoreRecord) -> None:
-        slot = self.core.add_store(record.name, _units(record.tiers))
-        self._stores[record.name] = _Store(
+    def _take_store(self, record: StoreRecord) -> None:
+        slot = self.core.add_store(record.name, tier_units(record.tiers))
+        self._stores[record.name] = SharedStore(
             record.name, slot, record.tiers, record.layout, record.lookahead
         )
-        self._restore_state(slot, record.state, f"store {record.name!r}")
+        restore_state(self.core, slot, record.state, f"store {record.name!r}")
 
-    def _restore_state(self, slot: int, state: bytes, whose: str) -> None:
-        try:
-            self.core.restore_source(slot, state)
-        except StateError as error:
-            raise DumpError(
-                f"index dump: the record of {whose} contradicts itself: {error}"
-            ) from None
-
-    def _take(self, record: _SourceRecord) -> None:
+    def _take(self, record: SourceRecord) -> None:
         self.add(record.source, record.hints)
         known = self._sources[record.source]
         known.learner.tiers_seen = record.tiers_seen
         known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
         known.finder.take(record.chain)
-        self._tell_layout(known)
-        self._restore_state(known.slot, record.state, str(record.source))
+        known.tell_layout(self.core)
+        restore_state(self.core, known.slot, record.state, str(record.source))
         self.core.note(known.slot, record.chain is not None, False, False)
         known.unplaced = self.core.unplaced(known.slot)
         self._sort(record.source, known)
@@ -721,152 +589,12 @@ class PrefixIndex:
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         """Of every known source."""
-        return {source: self._statistics(known) for source, known in self._sources.items()}
+        return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:
         """Of one; None where it is unknown."""
         known = self._sources.get(source)
-        return None if known is None else self._statistics(known)
-
-    def _held_in(self, store: _Store) -> dict[tuple[int, str], int]:
-        return _counts(self.core.statistics(store.slot))
-
-    def _statistics(self, known: _Source) -> SourceStatistics:
-        found, chain = self.core.statistics(known.slot), known.finder.chain
-        lost = found["has_overflowed"] or found["has_lost_removals"]
-        return SourceStatistics(
-            blocks=_counts(found),
-            units={(group, tier): unit for group, tier, unit in sorted(found["units"])},
-            unplaced=found["unplaced"],
-            ambiguous=found["ambiguous"],
-            waiting=WaitingStatistics(
-                found["waiting_runs"], found["waiting_tokens"], found["given_up"]
-            ),
-            layout=known.layout,
-            hash_algorithm=chain.algorithm if chain else None,
-            assumptions=_assumptions(known, found),
-            stores={store.name: self._held_in(store) for store in known.stores},
-            removed=dict(found["removed"]),
-            key_problem=known.finder.key_problem,
-            is_incomplete=lost or (found["given_up"] > 0 and chain is None),
-        )
-
-
-def _group_hits(layout: KVCacheLayout, accepted: Sequence[int]) -> tuple[GroupHit, ...]:
-    return tuple(
-        GroupHit(index, group.kind.value, tokens)
-        for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
-        if group.kind is not GroupKind.NOT_CACHED
-    )
-
-
-def _counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
-    return {(group, tier): count for group, tier, count in sorted(found["blocks"])}
-
-
-def _assumptions(known: _Source, found: dict[str, Any]) -> tuple[str, ...]:
-    assumed = known.learner.assumptions()
-    if found["removes_last_only"]:
-        assumed = (*assumed, "removals: announced only with the last copy of a block")
-    if known.lender is not None:
-        assumed = (*assumed, "layout: as that of others that share its store")
-    if found["announces_remote"]:
-        assumed = (
-            *assumed,
-            "blocks announced as remote count for this replica alone: "
-            "configure stores if others read them too",
-        )
-    if not found["unplaced"] or known.finder.known:
-        return assumed
-    unknown = (
-        f"{found['unplaced']} blocks cannot be placed: the engine's hash function is not known; "
-        "configure hash_seeds"
-    )
-    return (*assumed, unknown)
-
-
-def _drawn_from(secret: bytes) -> bytes:
-    return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
-
-
-def _units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, int]]:
-    return [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in tiers]
-
-
-def _layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
-    """As the core takes a layout."""
-    groups = [
-        (
-            _KINDS[group.kind],
-            group.block_size,
-            _size_or_none(group.sliding_window),
-            _size_or_none(group.attention_chunk_size),
-            index in layout.eagle,
-        )
-        for index, group in enumerate(layout.groups)
-    ]
-    return (
-        groups,
-        layout.hash_block_size,
-        layout.scheduler_block_size,
-        layout.eagle_sees_last_token,
-        layout.prefix_replay_tokens,
-    )
-
-
-def _size_or_none(size: int | None) -> int | None:
-    """A size that is no size is one of a group of another kind: nobody asks for it."""
-    return None if size is None or size < 0 else size
-
-
-def _canonical(event: Event) -> Event:
-    """The event with its tier spelled out."""
-    assert not isinstance(event, CacheLayout)
-    tier = event.tier
-    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)
+        return None if known is None else statistics_of(self.core, known)
 
 
 # --- records --------------------------------------------------------------------------------------
-
-
-_Record = TypeVar("_Record")
-
-
-def _decoded(record: bytes | memoryview, kind: type[_Record]) -> _Record:
-    try:
-        return msgspec.msgpack.decode(record, type=kind)
-    except msgspec.MsgspecError as error:
-        raise DumpError(
-            f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
-        ) from None
-
-
-class _StoreRecord(msgspec.Struct):
-    name: str
-    tiers: tuple[tuple[str, TierHint], ...]
-    layout: KVCacheLayout | None
-    lookahead: int
-    state: bytes
-    """What the core keeps."""
-
-
-class _IndexRecord(msgspec.Struct):
-    """The first record."""
-
-    implementation: Literal["native"]
-    secrets: tuple[int, int]
-    """Of the key space: keys mean nothing under others."""
-    stores: list[_StoreRecord]
-
-
-class _SourceRecord(msgspec.Struct):
-    source: SourceId
-    hints: LayoutHints
-    announced: CacheLayout | None
-    seen: dict[int, SeenGroup]
-    tiers_seen: dict[int, SeenGroup]
-    smallest_step: int
-    lookahead: int
-    chain: HashChain | None
-    state: bytes
-    """What the core keeps."""

@@ -27,15 +27,11 @@ The files; each imports only what is listed above it:
     tokenization.py   both for an event loop, with threads and counts
 """
 
+from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER, with_priority
 from router.prompt.body.pulling import PULLING, with_source
-from router.prompt.body.requests import (
-    holds_mostly_ids,
-    parse_request,
-    read_model,
-    read_request,
-)
+from router.prompt.body.requests import parse_request, read_model, read_request
 from router.prompt.body.retention import HintForm, with_hints
 from router.prompt.body.rewriting import strip_report_mode, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import with_model

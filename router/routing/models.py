@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from router.config import ModelConfig, StoreConfig
-from router.config.schema import TOKENIZER_AT_REPLICA
+from router.config.models import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
 from router.index import (

@@ -40,7 +40,7 @@ from router.routing.models import Model
 from router.routing.planner import prepare
 from router.routing.tenant import Said
 from router.routing.terms import Terms
-from router.telemetry.request_observer import Settled
+from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
 

@@ -15,7 +15,8 @@ from router.plane import FailedFirst
 from router.plane.attempts import Attempt
 from router.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
-from router.telemetry.request_observer import RequestObservers, Settled
+from router.telemetry.request_observer import RequestObservers
+from router.telemetry.settled import Settled
 from router.telemetry.sums import RequestSum
 
 if TYPE_CHECKING:

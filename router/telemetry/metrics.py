@@ -18,11 +18,7 @@ from itertools import accumulate
 from typing import Annotated, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString

@@ -19,7 +19,8 @@ from router.plane.attempts import Attempt, Failure, Unretried
 from router.plane.proxy_types import End, ProxyObserver
 from router.plane.usage import UsageReader
 from router.telemetry.request_log import RoutedRequest
-from router.telemetry.request_observer import RequestObserver, Settled
+from router.telemetry.request_observer import RequestObserver
+from router.telemetry.settled import Settled
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 
 _MAX_ATTEMPTS = 64

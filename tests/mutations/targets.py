@@ -33,8 +33,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/kvevents/test_sequence.py",
         "tests/kvevents/test_subscriber.py",
     ),
+    "kvevents/stream_repair.py": (
+        "tests/kvevents/test_stream_repair.py",
+        "tests/kvevents/test_subscriber.py",
+    ),
     "kvevents/stream_state.py": (
-        "tests/kvevents/test_stream_state.py",
+        "tests/kvevents/test_stream_repair.py",
         "tests/kvevents/test_subscriber.py",
     ),
     "kvevents/hashing.py": ("tests/kvevents/test_hashing.py",),

@@ -35,13 +35,7 @@ from kvevents.events import (
 )
 from kvevents.layout import GroupKind
 from router.config import RouterConfig
-from router.index import (
-    ApplyResult,
-    DumpError,
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-)
+from router.index import ApplyResult, DumpError, LayoutHints, PrefixIndex, SourceId
 from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])

@@ -13,20 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvroute_engine.demo.comparison import (
-    Play,
-    chance,
-    mean,
-    mean_ttft_s,
-    of_way,
-    reused_tokens,
-)
-from kvroute_engine.demo.fleet import (
-    EVICTED,
-    HIT_TOKENS,
-    SLID_OUT,
-    EngineCache,
-)
+from kvroute_engine.demo.comparison import Play, chance, mean, mean_ttft_s, of_way, reused_tokens
+from kvroute_engine.demo.fleet import EVICTED, HIT_TOKENS, SLID_OUT, EngineCache
 from kvroute_engine.demo.phase import PhaseResult, ReplicaResult
 from kvroute_engine.demo.play import DemoSettings, Scene, play
 from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents

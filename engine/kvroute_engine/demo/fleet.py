@@ -17,7 +17,7 @@ from kvevents.messages import encode_start, read_reply
 from kvevents.stream_state import SourceState
 from kvroute_engine.demo.client import Client
 from kvroute_engine.demo.processes import DemoFailed, Running
-from router.doors.http.views import ReplicaDetails, ReplicaList
+from router.doors.http.replica_views import ReplicaDetails, ReplicaList
 from router.fleet.client_errors import UpstreamError
 
 _LIVE_S = 30.0
@@ -59,12 +59,7 @@ class EngineCache:
 
 
 async def look_at(name: str, engine: Client) -> EngineCache:
-    """Read the state of an engine's cache from its metrics.
-
-    Args:
-        name: The replica's id.
-        engine: A client of it.
-    """
+    """Read the state of an engine's cache from its metrics."""
     groups: dict[int, GroupCounts] = {}
     for family in text_string_to_metric_families((await engine.get("/metrics")).decode()):
         for sample in family.samples:
@@ -80,7 +75,6 @@ async def look_at_all(replicas: Sequence[Running], engines: Sequence[Client]) ->
     """The state of every engine's cache, in the order of *replicas*.
 
     Args:
-        replicas: The engines.
         engines: A client of each.
     """
     pairs = zip(replicas, engines, strict=True)
@@ -94,9 +88,6 @@ def _group(groups: dict[int, GroupCounts], labels: dict[str, str]) -> GroupCount
 async def until_live(router: Client, replicas: int) -> None:
     """Wait until the router follows the event streams of all replicas.
 
-    Args:
-        router: A client of it.
-        replicas: How many there are.
     Raises:
         DemoFailed: It does not follow all of them in time.
     """
@@ -125,9 +116,6 @@ async def until_read(router: Client, replica: str) -> None:
     The replica sends what it has published before it replies to a request for later batches. So if
     there is none after the last one that the router has read, the router is up to date.
 
-    Args:
-        router: A client of it.
-        replica: Its id.
     Raises:
         DemoFailed: It has not read everything in time.
     """

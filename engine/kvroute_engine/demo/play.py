@@ -20,12 +20,7 @@ from kvroute_engine.demo.fleet import (
     until_live,
     until_read,
 )
-from kvroute_engine.demo.phase import (
-    PhaseResult,
-    PlayPhase,
-    ReplicaResult,
-    run_phase,
-)
+from kvroute_engine.demo.phase import PhaseResult, PlayPhase, ReplicaResult, run_phase
 from kvroute_engine.demo.processes import Running, engines, router
 from kvroute_engine.demo.workload import Workload, WorkloadSizes, questions_about_documents
 from router.config.origin import Origin

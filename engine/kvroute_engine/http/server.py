@@ -59,8 +59,6 @@ def run(engine: Engine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServ
     Args:
         engine: What to serve; closed at the end.
         tokenizer: Text <-> token ids.
-        api: What clients see.
-        config: Where to listen.
 
     Returns:
         The exit code of the process.
@@ -108,7 +106,7 @@ async def _serve(
     listener: socket.socket,
 ) -> bool:
     registry = CollectorRegistry()
-    label = str(api.event_endpoints[0].data_parallel_rank if api.event_endpoints else 0)
+    label = str(next(iter(api.event_endpoints), 0))
     service = EngineService(engine, RequestMetrics(registry, api.model.name, label))
     registry.register(EngineCollector(api.model, label, service.engine_statistics))
     try:

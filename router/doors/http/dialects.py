@@ -26,13 +26,7 @@ from router.doors.http.parts import ApiParts
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica
-from router.index import (
-    GroupHit,
-    HashedPrompt,
-    HashesFound,
-    Hit,
-    SourceId,
-)
+from router.index import GroupHit, HashedPrompt, HashesFound, Hit, SourceId
 from router.prompt import tenant_salt_of
 from router.routing.models import Model
 

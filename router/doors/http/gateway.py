@@ -58,12 +58,7 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.terms import NO_HEADERS, TenantSalt, Terms
 from router.telemetry.request_observer import RequestObserver, RequestObservers
 from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
-from router.telemetry.trace_context import (
-    TRACEPARENT,
-    TRACESTATE,
-    TraceContext,
-    read_context,
-)
+from router.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,7 @@ from router.doors.desk import new_id
 from router.doors.http.access import Key
 from router.doors.http.bodies import ClientLeft, decode_body, read_body
 from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH, tenant_salt
-from router.doors.http.openapi import (
-    NOT_ROUTED,
-    REFUSED_BODY,
-    Access,
-    described,
-    sends,
-    takes,
-)
+from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.parts import ApiParts
 from router.doors.http.request_bodies import (
     EngineUsage,
@@ -38,12 +31,7 @@ from router.doors.http.request_bodies import (
 from router.doors.http.route_views import SelectionView, selection_view
 from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
-from router.doors.reservations import (
-    DecidedReservation,
-    Outcome,
-    Reservation,
-    Reservations,
-)
+from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,
     BodyTooLarge,

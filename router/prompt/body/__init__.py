@@ -11,5 +11,6 @@ The files; each imports only what is listed above it:
     pulling.py             puts in from which peer an engine is to pull
     retention.py           puts in what an engine is to keep; takes a client's own out, and peers
     priority.py            puts in the number by which an engine orders what waits
+    decoding.py            bytes -> the fields of a body that anything here reads
     requests.py            any body -> what to tokenise
 """

@@ -6,17 +6,16 @@ ignored: the proxy forwards the body unchanged.
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import chain, compress, repeat
-from operator import is_not
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypeGuard, TypeVar
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from router.prompt.body.anthropic_request import parse_messages
+from router.prompt.body.decoding import RETENTION_FIELD, SESSION_FIELDS, decode_fields
 from router.prompt.body.json_fields import (
     as_count,
     check_int64,
@@ -61,47 +60,8 @@ _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
-_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_PLACE = re.compile(r"\(byte (\d+)\)")
-_TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
-_RETENTION = "prompt_cache_retention"
-_SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
-_WITH_SESSION = frozenset((*_SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
-_WITH_TOKEN_IDS = {
-    Endpoint.COMPLETIONS: frozenset(("prompt",)),
-    Endpoint.EMBEDDINGS: frozenset(("input",)),
-    Endpoint.ROUTE: frozenset(("token_ids", "prompt")),
-    Endpoint.GENERATE: frozenset(("token_ids",)),
-}
-"""The fields that may hold nothing but token ids."""
-_MAX_REST_BYTES = 65_536
-_SHORT_BODY_BYTES = 4096
+_WITH_SESSION = frozenset((*SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
-_TAKEN_OUT = b"[\t \t \n\t]"
-
-
-_FIELD_NAMES = (
-    *("model", "model_name", "cache_salt", "lora_name", "endpoint", "token_ids"),
-    *("messages", "prompt", "input"),
-    *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
-    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
-    *(ARGUMENTS_FIELD, "metadata", *_SESSION_FIELDS),
-    *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
-    *("add_generation_prompt", "continue_final_message"),
-    *("instructions", "reasoning", "system", "thinking", "output_config"),
-    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", PRIORITY_FIELD, _RETENTION),
-)
-
-
-def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
-    fields: list[tuple[str, Any, Any]] = [
-        (name, msgspec.Raw if name in undecoded else Any, msgspec.UNSET) for name in _FIELD_NAMES
-    ]
-    return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, gc=False))
-
-
-_FIELDS_DECODER = _decoder()
-_PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKEN_IDS.items()}
 
 
 def parse_request(
@@ -127,7 +87,7 @@ def parse_request(
         RequestBodyError: The body is malformed, or its prompt breaks a rule.
     """
     limits = limits or PromptLimits()
-    fields = _decode(body, encoding, endpoint, pack)
+    fields = decode_fields(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
     if PRIORITY_FIELD in fields:
         check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
@@ -151,7 +111,7 @@ def parse_request(
         has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
         has_priority=PRIORITY_FIELD in fields,
         has_transfer_params=TRANSFER_FIELD in fields,
-        keeps_prompt=fields.get(_RETENTION) is not None,
+        keeps_prompt=fields.get(RETENTION_FIELD) is not None,
     )
 
 
@@ -184,107 +144,6 @@ def _salt(
         raise RequestBodyError("$.cache_salt", describe(given), rule)
     salts = {str(place): salt for place, salt in enumerate(given)}
     return tuple(optional_text(salts, name, "$.cache_salt", max_chars) or None for name in salts)
-
-
-def holds_mostly_ids(body: bytes) -> bool:
-    """Whether all but a small part of a JSON body is one list of numbers, which *pack* reads in a
-    fraction of the time that anything else takes."""
-    start, end = _first_list(body)
-    if not end or start + len(body) - end > _MAX_REST_BYTES:
-        return False
-    return all(body.find(other, start + 1, end) < 0 for other in (b"[", b'"', b"{"))
-
-
-def _first_list(body: bytes) -> tuple[int, int]:
-    """From its bracket to behind the first one that closes; the end is 0 without both."""
-    start = body.find(b"[", 0, _MAX_REST_BYTES)
-    return start, 0 if start < 0 else body.find(b"]", start) + 1
-
-
-def _decode(
-    body: bytes, encoding: str, endpoint: Endpoint, pack: PackTokenIds | None
-) -> dict[str, Any]:
-    try:
-        if encoding == "json":
-            return _read_fields(body, endpoint, pack)
-        fields = msgspec.msgpack.decode(body)
-        if isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
-            # Templates and replicas know JSON only: other keys, bytes and dates are converted.
-            fields = msgspec.json.decode(msgspec.json.encode(fields))
-    except RecursionError:
-        raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
-        # The messages hold offsets and type names, but no content.
-        found = _fault(body, error) if encoding == "json" else str(error)
-        raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
-    if not isinstance(fields, dict):
-        raise RequestBodyError("$", describe(fields), "the body must be an object")
-    return fields
-
-
-def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> dict[str, Any]:
-    """The fields of a JSON body that anything here reads."""
-    packing = None if pack is None else _PACKING_DECODERS.get(endpoint)
-    try:
-        if pack is None or packing is None:
-            return _present(_FIELDS_DECODER.decode(body))
-        if len(body) > _SHORT_BODY_BYTES and (found := _around_ids(body, endpoint, pack)):
-            return found
-        fields = _present(packing.decode(body))
-        for name in _WITH_TOKEN_IDS[endpoint]:
-            if name in fields:
-                fields[name] = pack(fields[name]) or msgspec.json.decode(fields[name])
-        return fields
-    except msgspec.ValidationError:
-        # It is JSON, but no object; that is all that the types demand.
-        is_list = body.lstrip().startswith(b"[")
-        whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
-        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
-    except (msgspec.DecodeError, UnicodeError):
-        _FIELDS_DECODER.decode(body)  # says where in the body, not where in the field
-        raise
-
-
-def _around_ids(body: bytes, endpoint: Endpoint, pack: PackTokenIds) -> dict[str, Any] | None:
-    """The fields of a body whose first list is its token ids: they are packed first, and the rest
-    is read without them, since a parser takes as long to skip them. None for any other body."""
-    start, end = _first_list(body)
-    ids = pack(body[start:end]) if end else None
-    if not ids:
-        return None
-    # In place of the ids: a list that no body has, and that is no JSON inside of a string.
-    rest = body[:start] + _TAKEN_OUT + body[end:]
-    try:
-        fields = _present(_PACKING_DECODERS[endpoint].decode(rest))
-    except msgspec.DecodeError:
-        return None
-    holding = [name for name in _WITH_TOKEN_IDS[endpoint] if name in fields]
-    if [bytes(fields[name]) for name in holding] != [_TAKEN_OUT] or rest.count(_TAKEN_OUT) != 1:
-        return None
-    fields[holding[0]] = ids
-    return fields
-
-
-def _present(found: Any) -> dict[str, Any]:
-    values = astuple(found)
-    is_there = map(is_not, values, repeat(msgspec.UNSET))
-    return dict(compress(zip(_FIELD_NAMES, values, strict=True), is_there))
-
-
-def _fault(body: bytes, error: Exception) -> str:
-    """What is wrong with JSON, where the decoder's own words would mislead."""
-    if isinstance(error, UnicodeError):
-        return "not UTF-8"
-    text = str(error)
-    if not body.strip():
-        return "an empty body"
-    # The decoder has other words where the body ends before the other half could follow, and where
-    # it skips the string.
-    at = int(place[1]) if (place := _PLACE.search(text)) else len(body)
-    if "surrogate" in text or _HIGH_SURROGATE.search(body[max(at - 16, 0) : at + 8]):
-        return "half of a surrogate pair in an escape, which is no character"
-    return text
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
@@ -342,7 +201,7 @@ def _session(fields: Mapping[str, Any]) -> str | None:
     if _WITH_SESSION.isdisjoint(fields):
         return None
     arguments, metadata = fields.get(ARGUMENTS_FIELD), fields.get("metadata")
-    hints = [fields.get(name) for name in _SESSION_FIELDS]
+    hints = [fields.get(name) for name in SESSION_FIELDS]
     hints.append(arguments.get("session_id") if isinstance(arguments, dict) else None)
     hints.append(metadata.get("user_id") if isinstance(metadata, dict) else None)
     return next(

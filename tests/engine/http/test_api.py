@@ -422,7 +422,7 @@ def keep_order(runner: ScriptedRunner) -> list[str]:
 
 async def test_an_engine_without_events_has_no_sources() -> None:
     """An empty object, not an error."""
-    async with serving(event_endpoints=()) as served:
+    async with serving(event_endpoints={}) as served:
         assert (await served.get("/kv_event_sources")).json == {}
 
 

@@ -13,22 +13,18 @@ from typing import NamedTuple
 
 import pytest
 
+from kvevents.stream_repair import IMPOSSIBLE, TABLE, StreamRepair, Transition, diagram
 from kvevents.stream_state import (
     AT_REST,
     CLEAR_REASONS,
     FATES,
-    IMPOSSIBLE,
     ON_A_BATCH,
     RESULTS,
     SHOWN,
-    TABLE,
     Action,
     Input,
     SourceState,
     State,
-    StreamRepair,
-    Transition,
-    diagram,
 )
 
 QUESTIONS = frozenset(RESULTS)
@@ -339,7 +335,7 @@ def test_the_drawing_says_what_the_table_says() -> None:
 
 
 def test_architecture_shows_the_drawing_of_this_table() -> None:
-    """After a change of the table, replace it by what `python -m kvevents.stream_state` prints."""
+    """After a change of the table, replace it by what `python -m kvevents.stream_repair` prints."""
     text = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     shown = re.search(
         r"<!-- stream-state -->\n+```mermaid\n(.*?)\n```\n+<!-- stream-state -->", text, re.DOTALL
@@ -350,6 +346,6 @@ def test_architecture_shows_the_drawing_of_this_table() -> None:
 
 def test_the_module_prints_the_drawing() -> None:
     """ARCHITECTURE.md is renewed with it."""
-    command = [sys.executable, "-W", "ignore", "-m", "kvevents.stream_state"]
+    command = [sys.executable, "-W", "ignore", "-m", "kvevents.stream_repair"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == diagram() + "\n"

@@ -1,0 +1,247 @@
+"""Models: their names, tokenizers and templates, and what events leave out about their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvevents.errors import LayoutError
+from kvevents.events import GPU, GroupSpec
+from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
+from router.config.document import Location
+from router.config.section import Section
+from router.config.values import PLAIN, DrafterGroups, FilePath, Items, Name, Tokens, Window
+from router.index import LayoutHints, StoreHint, TierHint
+
+TOKENIZER_AT_REPLICA = "replica"
+
+
+class GroupConfig(Section, frozen=True):
+    """One KV cache group of a model."""
+
+    kind: Name
+    """As in events: `full_attention`, `sliding_window`, `mamba` and the others that vLLM names."""
+    block_size: Tokens
+    """Tokens in a block of this group, as its events say."""
+    sliding_window: Window | None = None
+    """Change it when the kind is a sliding window: then it is required."""
+    attention_chunk_size: Window | None = None
+    """Change it when the kind is chunked local attention: then it is required."""
+
+    def to_group(self, index: int) -> KVCacheGroup:
+        """The group as the hit rule knows it; raises `LayoutError`."""
+        return group_from_spec(
+            index,
+            GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size),
+        )
+
+
+class LowerTierConfig(Section, frozen=True):
+    """How much one lower tier keeps together, where its events do not tell soon enough."""
+
+    medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
+    """The tier's name in events, in any case."""
+    blocks_per_chunk: Annotated[int, Field(ge=1, le=4096), PLAIN] | None = None
+    """Blocks of each group, as vLLM's option of this name says.
+
+    Change it when vLLM's option of this name is set, or its `block_size`."""
+    block_size: Tokens | None = None
+    """Tokens, as vLLM's option of this name says, or LMCache's `chunk_size`.
+
+    Change it when chunks have one size for all groups: LMCache's `chunk_size`. Exactly one of the
+    two is required."""
+
+    def to_hint(self) -> tuple[str, TierHint]:
+        """The same for the index."""
+        return self.medium.upper(), TierHint(self.blocks_per_chunk, self.block_size)
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Both sizes or none."""
+        if (self.blocks_per_chunk is None) == (self.block_size is None):
+            yield (), "must have either blocks_per_chunk or block_size"
+
+
+class LayoutConfig(Section, frozen=True):
+    """What the engines' events leave out about a model's cache. Everything is optional."""
+
+    groups: Items[GroupConfig] = ()
+    """By group index.
+
+    Change it when a group's kind, window or chunk is missing from the events:
+    `attention_chunk_size` of Llama 4, kinds before vLLM 0.22."""
+    hash_block_size: Tokens | None = None
+    """Change it when hashes are farther apart than the greatest common divisor of the block sizes
+    seen."""
+    scheduler_block_size: Tokens | None = None
+    """Change it when hits are multiples of something other than the least common multiple of the
+    block sizes seen."""
+    eagle: DrafterGroups = False
+    """The groups, by index, that hold layers of an EAGLE or MTP drafter; true: all.
+
+    Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
+    says so. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
+    eagle_sees_last_token: bool = True
+    """Change it when `eagle` is set and the engines are vLLM before 0.32."""
+    prefix_replay_tokens: Annotated[int, Field(ge=0, le=2**20), PLAIN] = 0
+    """Tokens of a hit's end that the engine computes again.
+
+    Change it when the engines rebuild a sliding window after a hit instead of caching it, as vLLM
+    does for DeepSeek V4.1: the window's tokens. A hit that is no longer is worth nothing"""
+    authoritative: bool = False
+    """The groups are facts, whatever the events say.
+
+    Change it when events carry wrong kinds or windows; `groups` must then be complete."""
+    assume_unseen: bool = LayoutHints().assume_unseen
+    """Groups that no event has named yet exist all the same.
+
+    Change it when `groups` lists groups that these engines do not have."""
+    hash_seeds: Items[Annotated[str, PLAIN]] = LayoutHints().hash_seeds
+    """Change it when the engines run with a different `PYTHONHASHSEED`; put it first."""
+    tiers: Items[LowerTierConfig] = ()
+    """Lower tiers.
+
+    Change it when predictions from a lower tier are wrong until its events have shown how much it
+    keeps together."""
+
+    def to_hints(self) -> LayoutHints:
+        """The same for the index."""
+        groups = tuple(group.to_group(index) for index, group in enumerate(self.groups))
+        return LayoutHints(
+            groups=groups,
+            hash_block_size=self.hash_block_size,
+            scheduler_block_size=self.scheduler_block_size,
+            eagle=self.eagle,
+            eagle_sees_last_token=self.eagle_sees_last_token,
+            prefix_replay_tokens=self.prefix_replay_tokens,
+            authoritative=self.authoritative,
+            assume_unseen=self.assume_unseen,
+            hash_seeds=self.hash_seeds,
+            tiers=tuple(tier.to_hint() for tier in self.tiers),
+        )
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Invalid groups and inconsistent sizes."""
+        broken = list(self._broken_groups())
+        yield from broken
+        if broken:
+            return
+        if self.authoritative and not self.groups:
+            yield ("authoritative",), "true; there must be groups for that"
+        elif self.groups:
+            yield from self._broken_layout()
+
+    def _broken_groups(self) -> Iterator[tuple[Location, str]]:
+        for index, group in enumerate(self.groups):
+            error = _group_error(group, index)
+            if error is not None:
+                yield ("groups", index), error
+
+    def _broken_layout(self) -> Iterator[tuple[Location, str]]:
+        groups = [group.to_group(index) for index, group in enumerate(self.groups)]
+        try:
+            KVCacheLayout.build(groups, self.hash_block_size, self.scheduler_block_size, self.eagle)
+        except LayoutError as error:
+            yield (), str(error)
+
+
+def _group_error(group: GroupConfig, index: int) -> str | None:
+    try:
+        group.to_group(index)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+class StoreConfig(Section, frozen=True):
+    """A store that several replicas of a model read and write: one file system, one bucket."""
+
+    name: Name
+    """Of the store; in `/route`, in metrics, and in `policy.weights.tier_token`."""
+    tiers: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] = ()
+    """Change it when engines do not announce what is `REMOTE`: blocks in these tiers are in the
+    store, unless announced as `LOCAL`. Empty: whatever is announced as `REMOTE`."""
+    ownership: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
+    """Only blocks announced with this `ownership`, where an engine has several such tiers.
+
+    Change it when an engine has several such tiers; vLLM's events name one in `ownership`."""
+    replicas: Items[Annotated[str, Field(min_length=1, max_length=128), PLAIN]] | None = None
+    """Ids of the replicas that share it, `*` standing for any characters; null: all.
+
+    Change it when not all replicas share it; `*` stands for any characters."""
+
+    def is_shared_by(self, replica_id: str) -> bool:
+        """Whether a replica reads and writes it."""
+        if self.replicas is None:
+            return True
+        return any(fnmatchcase(replica_id, pattern) for pattern in self.replicas)
+
+    def to_hint(self) -> StoreHint:
+        """The same for the index."""
+        return StoreHint(self.name, tuple(tier.upper() for tier in self.tiers), self.ownership)
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """A tier that cannot be shared."""
+        for index, tier in enumerate(self.tiers):
+            if tier.upper() == GPU:
+                yield ("tiers", index), f"{tier!r}; a GPU's blocks are its replica's own"
+
+
+class ModelConfig(Section, frozen=True):
+    """One model, as replicas serve it."""
+
+    name: Name
+    """The name under which replicas serve it."""
+    aliases: Items[Name] = ()
+    """Change it when replicas serve the same model under other names. A request may use any of
+    them; its `model` is rewritten where the replica has another name for it, and all else stays
+    byte for byte."""
+    tokenizer: FilePath = TOKENIZER_AT_REPLICA
+    """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize.
+
+    Change it when you have the model's files (`tokenizer.json`, `tokenizer_config.json`, chat
+    template): this saves a round trip per prompt; by which library, see
+    [operations.md](operations.md#tokenizers)."""
+    tokenizer_library: Literal["auto", "tokenizers"] = "auto"
+    """Change it when a vocabulary should not be trusted to `fastokens`, though it passed all
+    checks; `auto` takes it where it gives the same ids."""
+    chat_template: FilePath | None = None
+    """A file that replaces the model's own template.
+
+    Change it when the engines run with a `--chat-template` of their own."""
+    lora_adapters: Items[Name] = ()
+    """Adapters that requests may name in place of this model; more are discovered where replicas
+    list them.
+
+    Change it when replicas do not list their adapters in `GET /v1/models`."""
+    layout: LayoutConfig = LayoutConfig()
+    retention_hints: Literal["auto", "always", "never"] = "auto"
+    """Whether replicas are told what to keep of windows and states ([steering](steering.md)).
+
+    Change it to `always` for vLLM with the plug-in but with its own publisher of events, which
+    cannot say that it takes hints; to `never` where engines should keep what they keep by
+    themselves."""
+    stores: Items[StoreConfig] = ()
+    """What replicas share; an event belongs to the first store that it fits.
+
+    Change it when several replicas share a file system or a bucket."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Stores of one name."""
+        names = [store.name for store in self.stores]
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if first != index:
+                yield ("stores", index, "name"), f"{name!r}; stores[{first}] has it already"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything a request may call it, adapters included."""
+        return (self.name, *self.aliases, *self.lora_adapters)
+
+    @property
+    def tokenized_at_replica(self) -> bool:
+        """Whether a replica is asked for token ids."""
+        return self.tokenizer == TOKENIZER_AT_REPLICA

@@ -1,0 +1,213 @@
+"""Where the router listens, who may come in, and its limits."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from router.config.document import Location
+from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
+from router.config.section import Section
+from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.values import (
+    PLAIN,
+    Bytes,
+    Count,
+    HostName,
+    Items,
+    Name,
+    Network,
+    Port,
+    ProxiedPathPattern,
+    Seconds,
+    Secret,
+)
+
+PRIVATE_NETWORKS = (
+    *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("::1/128", "fc00::/7"),
+)
+
+
+class TimeoutsConfig(Section, frozen=True):
+    """How long each phase of a request may take."""
+
+    connect_s: Seconds = 3.0
+    """Change it when replicas are far away. After it the next replica is tried, so keep it
+    short."""
+    first_byte_s: Seconds = 600.0
+    """From the request to the first byte of a streamed response: queue and prefill.
+
+    Change it when queueing and prefill of a streamed response take longer."""
+    whole_response_s: Seconds = 3600.0
+    """Change it when responses that are not streamed take longer: their first byte is sent when all
+    of it has been generated."""
+    idle_s: Seconds = 120.0
+    """Silence in the middle of a response.
+
+    Change it when an engine may pause for longer between two tokens."""
+    tokenize_s: Seconds = 0.5
+    """Change it when replicas need longer to tokenise a prompt (where `models[].tokenizer` is
+    `replica`; each megabyte gets a second more). After it another one is asked, then the request is
+    routed by load."""
+    client_body_s: Seconds = 60.0
+    """For a client to send its whole request.
+
+    Change it when clients on slow links send large bodies."""
+    client_stall_s: Seconds = 60.0
+    """For a client to read what was sent to it.
+
+    Change it when clients may stop reading for longer without being cut off."""
+    shutdown_grace_s: Seconds = 120.0
+    """Change it when running requests need longer to finish after SIGTERM; the service manager must
+    allow as much."""
+
+
+class RetriesConfig(Section, frozen=True):
+    """How often a request is tried again, while nothing of its response has arrived."""
+
+    further_attempts: Annotated[int, Field(ge=0, le=100), PLAIN] = 2
+    """Change it when requests should get more or fewer attempts after the first; a retry after a
+    kept connection turns out to be closed counts."""
+    budget_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.1
+    """Change it when a larger or smaller share of all requests may be retried in the long run.
+    Requests that leave a replica out of rotation do not count, since all of them must move; nor do
+    those that go to one at ease: at most 3 of its last 32 requests failed, it has room, and nothing
+    waits in its queue."""
+    budget_burst: Annotated[int, Field(ge=0, le=1_000_000), PLAIN] = 10
+    """How many more than that at once.
+
+    Change it when more or fewer requests may be retried at once."""
+    late_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.05
+    """Of the streams that the data plane decides by itself, how many may be sent to a second
+    replica as well since their first byte is late by what is usual; 0: none.
+
+    Change it to 0 when no request may be computed twice."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ServerConfig(Section, frozen=True):
+    """Where the router listens, who may come in, and its limits."""
+
+    host: Name = "127.0.0.1"
+    """Change it when other machines should reach the router: `0.0.0.0`, `::` or one address."""
+    port: Port = 8000
+    """Change it when it is taken; 0 lets the system choose, and the first line on stderr names the
+    port."""
+    threads: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
+    """Threads of the [data plane](operations.md#the-data-plane), over one index.
+
+    Change it when one core is not enough. `--threads` of `kvroute serve` overrides it."""
+    client_api_key: Secret | None = None
+    """Required of everyone who sends prompts; null lets everyone in.
+
+    Change it when only some of those who reach the port may send prompts; sent as `Authorization:
+    Bearer` or `x-api-key`."""
+    operator_api_key: Secret | None = None
+    """Required of everyone who reads or changes the list of replicas; null lets only this machine
+    do so.
+
+    Change it when other machines should see replicas, change them, or read `/config`: without it
+    only the router's own may."""
+    trust_client_rank: bool = False
+    """Change it when clients choose the data-parallel rank of a replica themselves, by
+    `x-data-parallel-rank`."""
+    client_api_keys: Items[ClientKeyConfig] = ()
+    """Change it when clients should have keys of their own, or keys are to be changed one by
+    one."""
+    operator_api_keys: Items[OperatorKeyConfig] = ()
+    """More keys of operators.
+
+    Change it when operators should have keys of their own, or keys are to be changed one by one."""
+    wrong_key_delay_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), PLAIN] = 1.0
+    """How long the response to a wrong key is held back, after some from the same address.
+
+    Change it when refusals of wrong keys should be held back for longer, or not at all; the first
+    five from an address are not."""
+    clients_see_hits: bool | None = None
+    """Whether clients are told how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null:
+    where they need no key.
+
+    Change it when clients with keys should get `x-kv-hit-tokens`, and `/route` with their key: it
+    [tells them](security.md#what-caches-tell) what others have asked. `null` means where no client
+    key is set."""
+    host_names: Items[HostName] = ()
+    """Change it when the router is asked without a key under a name that is not `localhost`, the
+    machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
+    replica_networks: Items[Network] = PRIVATE_NETWORKS
+    """Where replicas that are added at run time may be.
+
+    Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
+    anywhere."""
+    trusted_proxies: Items[Network] = ()
+    """Whose `x-forwarded-*` is passed on, with their own address added.
+
+    Change it when a proxy in front tells the client's address: its `x-forwarded-for` and `-proto`
+    go on, from others the router sets its own."""
+    insecure: bool = False
+    """Listen on other addresses than loopback although there is no client key.
+
+    Change it when `host` is reached by other machines, and all of them may send prompts without a
+    key. Without it such a router does not start."""
+    max_body_bytes: Bytes = 64 * 1024 * 1024
+    """Change it when requests with images or long prompts get 413."""
+    max_header_bytes: Bytes = 64 * 1024
+    """Change it when requests with large cookies or tokens get 431."""
+    max_concurrent_requests: Count = 4096
+    """Requests under way; more are refused with 503.
+
+    Change it when requests get 503 `overloaded` although the replicas have room."""
+    max_buffered_bytes: Bytes = 1024 * 1024 * 1024
+    """Of the bodies of all requests under way; more are refused with 503. Parsing one takes several
+    times its size for a moment.
+
+    Change it when clients send more, or larger, bodies at once than the router's memory holds:
+    those of all requests under way together; further ones get 503 `overloaded`."""
+    max_upstream_connections: Count = 16_384
+    """Change it when requests get 503 `overloaded` with "limit of connections"; each running
+    request has one."""
+    extra_paths: Items[ProxiedPathPattern] = ()
+    """More paths that go to a replica as they are, by load.
+
+    Change it when replicas have endpoints that the router does not know, such as `/pooling`; a
+    final asterisk matches any rest: `/custom/*`, but none with `.` or `..` as a segment. Requests
+    with any method are routed by load, among the replicas of the `model` in a JSON or form body if
+    there is one."""
+    tls: ListenerTlsConfig = ListenerTlsConfig()
+    replica_tls: ReplicaTlsConfig = ReplicaTlsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    retries: RetriesConfig = RetriesConfig()
+
+    @property
+    def client_keys(self) -> tuple[ClientKeyConfig, ...]:
+        """All of them; the one without a name is called `default`."""
+        if self.client_api_key is None:
+            return self.client_api_keys
+        return ClientKeyConfig(name="default", key=self.client_api_key), *self.client_api_keys
+
+    @property
+    def operator_keys(self) -> tuple[OperatorKeyConfig, ...]:
+        """All of them; the one without a name is called `default`."""
+        if self.operator_api_key is None:
+            return self.operator_api_keys
+        return OperatorKeyConfig(name="default", key=self.operator_api_key), *self.operator_api_keys
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Keys that are the same, and an address that others reach without a key for clients."""
+        for kind in ("client_api_keys", "operator_api_keys"):
+            yield from same_keys(kind, getattr(self, kind))
+        if not self.client_keys and not self.insecure and not _is_loopback(self.host):
+            rule = (
+                "others reach it, and without client_api_key all of them may send prompts; "
+                "set the key, or insecure: true (--insecure)"
+            )
+            yield ("host",), f"{self.host!r}; {rule}"

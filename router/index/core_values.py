@@ -1,0 +1,75 @@
+"""Layouts, tiers, events and hits in the form in which the core takes and gives them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvevents.events import CacheLayout, Event
+from kvevents.layout import GroupKind, KVCacheLayout
+from router.index.base import GroupHit, TierHint
+
+_KINDS = {
+    GroupKind.FULL: 0,
+    GroupKind.SLIDING_WINDOW: 1,
+    GroupKind.CHUNKED_LOCAL: 2,
+    GroupKind.MAMBA: 3,
+    GroupKind.NOT_CACHED: 4,
+}
+"""As `GroupKind` of core/index/layout.hpp counts them."""
+DIGEST_BYTES = 32
+
+
+def group_hits(layout: KVCacheLayout, accepted: Sequence[int]) -> tuple[GroupHit, ...]:
+    """The tokens that each group accepts, as hits; groups that are not cached have none."""
+    return tuple(
+        GroupHit(index, group.kind.value, tokens)
+        for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
+        if group.kind is not GroupKind.NOT_CACHED
+    )
+
+
+def key_drawn_from(secret: bytes) -> bytes:
+    """16 bytes that stand for a secret in the keys of prefixes."""
+    return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
+
+
+def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, int]]:
+    """The tiers' names with the blocks and the tokens of a unit, 0 where that is not configured."""
+    return [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in tiers]
+
+
+def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
+    """A layout, as the core takes it."""
+    groups = [
+        (
+            _KINDS[group.kind],
+            group.block_size,
+            _size_or_none(group.sliding_window),
+            _size_or_none(group.attention_chunk_size),
+            index in layout.eagle,
+        )
+        for index, group in enumerate(layout.groups)
+    ]
+    return (
+        groups,
+        layout.hash_block_size,
+        layout.scheduler_block_size,
+        layout.eagle_sees_last_token,
+        layout.prefix_replay_tokens,
+    )
+
+
+def _size_or_none(size: int | None) -> int | None:
+    """A size that is no size is one of a group of another kind: nobody asks for it."""
+    return None if size is None or size < 0 else size
+
+
+def canonical(event: Event) -> Event:
+    """The event with its tier spelled out."""
+    assert not isinstance(event, CacheLayout)
+    tier = event.tier
+    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)

@@ -1,0 +1,164 @@
+"""What is known of one source outside the core, and of the stores that sources share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvevents.events import GPU, BlockStored, Event
+from kvevents.layout import KVCacheLayout
+from router._core import Core
+from router.index.base import SourceStatistics, TierHint, WaitingStatistics
+from router.index.core_values import DIGEST_BYTES, layout_fields
+from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.layout_learner import LayoutLearner
+
+
+@dataclass(slots=True)
+class SharedStore:
+    """What several sources write to and read from: one file system or bucket behind many replicas.
+
+    It is no source's own: it outlives each of them, and a block is there once, whoever announced it
+    and how often. Readers take each other's word for the prefix that a hash stands for, so all have
+    to hash alike.
+    """
+
+    name: str
+    slot: int
+    tiers: tuple[tuple[str, TierHint], ...]
+    """What the configuration says of units."""
+    layout: KVCacheLayout | None = None
+    """Of the writer heard last: readers lay out their blocks alike."""
+    lookahead: int = 0
+    """Of the same."""
+
+
+@dataclass(slots=True)
+class KnownSource:
+    """What is known of one source outside the core."""
+
+    slot: int
+    learner: LayoutLearner
+    finder: HashFinder
+    stores: tuple[SharedStore, ...] = ()
+    """That it shares, each once."""
+    unplaced: int = 0
+    told: object = None
+    """The layout as the core knows it."""
+
+    @property
+    def layout(self) -> KVCacheLayout | None:
+        """None while too little is known. One that has said nothing so far, but shares a store, is
+        taken to be like the others."""
+        lender = self.lender
+        return self.learner.layout if lender is None else lender.layout
+
+    @property
+    def lender(self) -> SharedStore | None:
+        """The store whose layout stands in for its own."""
+        if self.learner.layout is not None or self.learner.error is not None:
+            return None
+        return next((store for store in self.stores if store.layout is not None), None)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after a block that its hash covers too, where prompts look it up."""
+        lender = self.lender
+        return self.learner.lookahead if lender is None else lender.lookahead
+
+    def is_opaque(self, event: Event) -> bool:
+        """Whether something that the event hides goes into its hashes; see `SourceCache`."""
+        chain, layout = self.finder.chain, self.layout
+        if chain is None or layout is None or not isinstance(event, BlockStored):
+            return False
+        if event.tier != GPU:
+            return False
+        if event.parent_block_hash is not None or event.extra_keys is not None:
+            return False
+        if event.lora_name or event.cache_salt or event.lookahead_token_ids:
+            return False
+        size, wanted = event.tokens_per_block, event.block_hashes[0] if event.block_hashes else None
+        if not size or wanted is None:
+            return False
+        tokens, as_int = event.token_ids[:size], isinstance(wanted, int)
+        first = engine_hashes(chain, tokens, layout.hash_block_size, as_int=as_int)
+        wanted = wanted if isinstance(wanted, int) else wanted[-DIGEST_BYTES:]
+        return bool(first) and first[-1] != wanted
+
+    def tell_layout(self, core: Core) -> None:
+        """Pass on what the learner knows, if the core knows something else."""
+        learner, layout = self.learner, self.layout
+        is_announced = learner.announced is not None
+        is_lent = self.lender is not None
+        news = (layout, is_announced, learner.lookahead, is_lent, self.lookahead)
+        if news == self.told:
+            return
+        self.told = news
+        if is_lent or layout is None:
+            core.unset_layout(self.slot, is_announced, learner.lookahead)
+        if is_lent:
+            assert layout is not None
+            core.borrow_layout(self.slot, layout_fields(layout), self.lookahead)
+        elif layout is not None:
+            fields = layout_fields(layout)
+            core.set_layout(self.slot, fields, is_announced, learner.lookahead)
+
+
+class HeldHashes:
+    """The hashes that a source holds."""
+
+    def __init__(self, core: Core, slot: int) -> None:
+        self._core = core
+        self._slot = slot
+
+    def __contains__(self, block_hash: object) -> bool:
+        return self._core.holds_hash(self._slot, block_hash)
+
+
+def block_counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
+    """Distinct blocks by group and tier, from the statistics of the core."""
+    return {(group, tier): count for group, tier, count in sorted(found["blocks"])}
+
+
+def statistics_of(core: Core, known: KnownSource) -> SourceStatistics:
+    """The state of a source in numbers."""
+    found, chain = core.statistics(known.slot), known.finder.chain
+    lost = found["has_overflowed"] or found["has_lost_removals"]
+    return SourceStatistics(
+        blocks=block_counts(found),
+        units={(group, tier): unit for group, tier, unit in sorted(found["units"])},
+        unplaced=found["unplaced"],
+        ambiguous=found["ambiguous"],
+        waiting=WaitingStatistics(
+            found["waiting_runs"], found["waiting_tokens"], found["given_up"]
+        ),
+        layout=known.layout,
+        hash_algorithm=chain.algorithm if chain else None,
+        assumptions=assumptions_of(known, found),
+        stores={store.name: block_counts(core.statistics(store.slot)) for store in known.stores},
+        removed=dict(found["removed"]),
+        key_problem=known.finder.key_problem,
+        is_incomplete=lost or (found["given_up"] > 0 and chain is None),
+    )
+
+
+def assumptions_of(known: KnownSource, found: dict[str, Any]) -> tuple[str, ...]:
+    """The sentences for an operator on what is assumed rather than known."""
+    assumed = known.learner.assumptions()
+    if found["removes_last_only"]:
+        assumed = (*assumed, "removals: announced only with the last copy of a block")
+    if known.lender is not None:
+        assumed = (*assumed, "layout: as that of others that share its store")
+    if found["announces_remote"]:
+        assumed = (
+            *assumed,
+            "blocks announced as remote count for this replica alone: "
+            "configure stores if others read them too",
+        )
+    if not found["unplaced"] or known.finder.known:
+        return assumed
+    unknown = (
+        f"{found['unplaced']} blocks cannot be placed: the engine's hash function is not known; "
+        "configure hash_seeds"
+    )
+    return (*assumed, unknown)

@@ -1,0 +1,188 @@
+"""Bytes -> the fields of a body that anything here reads.
+
+A list of token ids is most of a long body, and is packed without being read as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from itertools import compress, repeat
+from operator import is_not
+from typing import Any
+
+import msgspec
+from msgspec.structs import astuple
+
+from router.prompt.body.json_fields import (
+    describe,
+)
+from router.prompt.body.priority import PRIORITY_FIELD
+from router.prompt.body.pulling import TRANSFER_FIELD
+from router.prompt.body.rewriting import (
+    ARGUMENTS_FIELD,
+    SAMPLING_FIELD,
+)
+from router.prompt.errors import RequestBodyError
+from router.prompt.prompts import (
+    Endpoint,
+    PackTokenIds,
+)
+
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+
+
+_PLACE = re.compile(r"\(byte (\d+)\)")
+
+
+_TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
+
+
+RETENTION_FIELD = "prompt_cache_retention"
+
+
+SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
+
+
+_WITH_TOKEN_IDS = {
+    Endpoint.COMPLETIONS: frozenset(("prompt",)),
+    Endpoint.EMBEDDINGS: frozenset(("input",)),
+    Endpoint.ROUTE: frozenset(("token_ids", "prompt")),
+    Endpoint.GENERATE: frozenset(("token_ids",)),
+}
+"""The fields that may hold nothing but token ids."""
+
+
+_MAX_REST_BYTES = 65_536
+
+
+_SHORT_BODY_BYTES = 4096
+
+
+_TAKEN_OUT = b"[\t \t \n\t]"
+
+
+_FIELD_NAMES = (
+    *("model", "model_name", "cache_salt", "lora_name", "endpoint", "token_ids"),
+    *("messages", "prompt", "input"),
+    *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
+    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
+    *(ARGUMENTS_FIELD, "metadata", *SESSION_FIELDS),
+    *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+    *("instructions", "reasoning", "system", "thinking", "output_config"),
+    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", PRIORITY_FIELD, RETENTION_FIELD),
+)
+
+
+def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
+    fields: list[tuple[str, Any, Any]] = [
+        (name, msgspec.Raw if name in undecoded else Any, msgspec.UNSET) for name in _FIELD_NAMES
+    ]
+    return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, gc=False))
+
+
+_FIELDS_DECODER = _decoder()
+
+
+_PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKEN_IDS.items()}
+
+
+def holds_mostly_ids(body: bytes) -> bool:
+    """Whether all but a small part of a JSON body is one list of numbers, which *pack* reads in a
+    fraction of the time that anything else takes."""
+    start, end = _first_list(body)
+    if not end or start + len(body) - end > _MAX_REST_BYTES:
+        return False
+    return all(body.find(other, start + 1, end) < 0 for other in (b"[", b'"', b"{"))
+
+
+def _first_list(body: bytes) -> tuple[int, int]:
+    """From its bracket to behind the first one that closes; the end is 0 without both."""
+    start = body.find(b"[", 0, _MAX_REST_BYTES)
+    return start, 0 if start < 0 else body.find(b"]", start) + 1
+
+
+def decode_fields(
+    body: bytes, encoding: str, endpoint: Endpoint, pack: PackTokenIds | None
+) -> dict[str, Any]:
+    try:
+        if encoding == "json":
+            return _read_fields(body, endpoint, pack)
+        fields = msgspec.msgpack.decode(body)
+        if isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
+            # Templates and replicas know JSON only: other keys, bytes and dates are converted.
+            fields = msgspec.json.decode(msgspec.json.encode(fields))
+    except RecursionError:
+        raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
+        # The messages hold offsets and type names, but no content.
+        found = _fault(body, error) if encoding == "json" else str(error)
+        raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
+    if not isinstance(fields, dict):
+        raise RequestBodyError("$", describe(fields), "the body must be an object")
+    return fields
+
+
+def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> dict[str, Any]:
+    """The fields of a JSON body that anything here reads."""
+    packing = None if pack is None else _PACKING_DECODERS.get(endpoint)
+    try:
+        if pack is None or packing is None:
+            return _present(_FIELDS_DECODER.decode(body))
+        if len(body) > _SHORT_BODY_BYTES and (found := _around_ids(body, endpoint, pack)):
+            return found
+        fields = _present(packing.decode(body))
+        for name in _WITH_TOKEN_IDS[endpoint]:
+            if name in fields:
+                fields[name] = pack(fields[name]) or msgspec.json.decode(fields[name])
+        return fields
+    except msgspec.ValidationError:
+        # It is JSON, but no object; that is all that the types demand.
+        is_list = body.lstrip().startswith(b"[")
+        whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
+        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
+    except (msgspec.DecodeError, UnicodeError):
+        _FIELDS_DECODER.decode(body)  # says where in the body, not where in the field
+        raise
+
+
+def _around_ids(body: bytes, endpoint: Endpoint, pack: PackTokenIds) -> dict[str, Any] | None:
+    """The fields of a body whose first list is its token ids: they are packed first, and the rest
+    is read without them, since a parser takes as long to skip them. None for any other body."""
+    start, end = _first_list(body)
+    ids = pack(body[start:end]) if end else None
+    if not ids:
+        return None
+    # In place of the ids: a list that no body has, and that is no JSON inside of a string.
+    rest = body[:start] + _TAKEN_OUT + body[end:]
+    try:
+        fields = _present(_PACKING_DECODERS[endpoint].decode(rest))
+    except msgspec.DecodeError:
+        return None
+    holding = [name for name in _WITH_TOKEN_IDS[endpoint] if name in fields]
+    if [bytes(fields[name]) for name in holding] != [_TAKEN_OUT] or rest.count(_TAKEN_OUT) != 1:
+        return None
+    fields[holding[0]] = ids
+    return fields
+
+
+def _present(found: Any) -> dict[str, Any]:
+    values = astuple(found)
+    is_there = map(is_not, values, repeat(msgspec.UNSET))
+    return dict(compress(zip(_FIELD_NAMES, values, strict=True), is_there))
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """What is wrong with JSON, where the decoder's own words would mislead."""
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    text = str(error)
+    if not body.strip():
+        return "an empty body"
+    # The decoder has other words where the body ends before the other half could follow, and where
+    # it skips the string.
+    at = int(place[1]) if (place := _PLACE.search(text)) else len(body)
+    if "surrogate" in text or _HIGH_SURROGATE.search(body[max(at - 16, 0) : at + 8]):
+        return "half of a surrogate pair in an escape, which is no character"
+    return text

@@ -1,0 +1,112 @@
+"""What is known of a request that the data plane decided by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from router.plane.usage import UsageReader
+from router.policies import Candidate
+
+BY_CORE = "; decided by the data plane"
+"""Ends the reason of a request that the core has decided."""
+
+
+class AskedInCore(NamedTuple):
+    """What such a request was."""
+
+    path: int
+    """Its place among the paths that are prepared."""
+    stream: bool
+    is_comparable: bool
+    """Whether the engine's report counts what was predicted."""
+    has_salt: bool
+    has_adapter: bool
+    tokenization_s: float | None
+
+
+class Settled(NamedTuple):
+    """A request that the compiled data plane decided and served by itself, when it is over."""
+
+    model: str
+    replica: str
+    request_id: str
+    client: tuple[str, int]
+    dp_rank: int | None
+    tokens: tuple[int, int, int, int]
+    """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
+    suspect: bool
+    approximate_trust: float | None
+    """Of a hit that is an estimate, the share that counted; None: it is by events."""
+    asked: AskedInCore
+    was_alone: bool
+    """Whether it had the replica to itself, among those that the data plane decided."""
+    began_at: float
+    """Seconds, by the monotonic clock."""
+    routing_s: float
+    first_byte_s: float
+    """0: there was none."""
+    end: str
+    status: int
+    seconds: float
+    body_bytes: int
+    failure: str | None
+    """In mid-body."""
+    events: int
+    is_json: bool
+    usage: bytes
+    first_usage: bytes
+    trace_id: str | None = None
+    is_traced: bool = False
+    """Whether that trace is recorded."""
+    reason: str = ""
+    """Why it went there, where that is known in full."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What lower tiers had of the prompt, likewise."""
+
+    @classmethod
+    def of_core(cls, record: Sequence[Any]) -> Settled:
+        """Name the parts of a record of the core's."""
+        settled = cls(*record)
+        return settled._replace(asked=AskedInCore(*settled.asked))
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Tokens of the prompt that were to be computed."""
+        prompt_tokens, _, cached_tokens, _ = self.tokens
+        return prompt_tokens - cached_tokens
+
+    @property
+    def exemplar(self) -> str | None:
+        """The id of its trace, where that is recorded."""
+        return self.trace_id if self.is_traced else None
+
+    @property
+    def usage_reader(self) -> UsageReader:
+        """Has read what the engine reported."""
+        reader = UsageReader()
+        reader.take(self.is_json, self.usage, self.first_usage)
+        return reader
+
+    @property
+    def response_tokens(self) -> int:
+        """As `RequestObserver.response_tokens`; none without a response."""
+        if not self.first_byte_s:
+            return 0
+        reported = self.usage_reader.usage().completion_tokens
+        return self.events if reported is None else reported
+
+
+def in_words(settled: Settled) -> str:
+    """Why it is where it is, as far as the data plane says: the hit there."""
+    if settled.reason:
+        return settled.reason
+    prompt_tokens, gpu_cached, cached, _ = settled.tokens
+    found = Candidate(
+        replica_id=settled.replica,
+        gpu_cached_tokens=gpu_cached,
+        cached_tokens=cached,
+        suspect=settled.suspect,
+        approximate_trust=settled.approximate_trust,
+    )
+    return "; ".join(found.hitin_words(prompt_tokens)) + BY_CORE
