@@ -1,4 +1,4 @@
-"""What all lower tiers of the KV cache share: keys, specs, protocols of manager and worker.
+"""Defines what all lower tiers of the KV cache share: keys, specs, protocols of manager and worker.
 
 A tier is a *manager* in the scheduler, which knows what the tier holds and decides what it evicts,
 and a *worker* next to the model, which moves bytes. The manager hands out specs (where a block is),
@@ -38,7 +38,6 @@ def pack_offload_key(block_hash: bytes, group_idx: GroupIdx) -> OffloadKey:
 
     Args:
         block_hash: The hash at the block's end.
-        group_idx: The block's group.
     """
     return OffloadKey(block_hash + _GROUP_IDX.pack(group_idx))
 
@@ -131,7 +130,7 @@ LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec | PeerLoadSpec
 
 
 class LookupResult(Enum):
-    """What a tier knows of a block."""
+    """Names what a tier knows of a block."""
 
     MISS = "miss"
     HIT = "hit"
@@ -141,7 +140,7 @@ class LookupResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What a tier agreed to take."""
+    """Holds what a tier agreed to take."""
 
     keys_to_store: Sequence[OffloadKey]
     """The keys offered, in their order, without those the tier holds already, leaves out by its
@@ -192,12 +191,7 @@ class OffloadingManager(Protocol):
         return
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
-        """Look a block up. This does not count as use.
-
-        Args:
-            key: The block.
-            context: The request that asks.
-        """
+        """Look a block up. This does not count as use."""
         ...
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
@@ -205,7 +199,6 @@ class OffloadingManager(Protocol):
 
         Args:
             keys: The last one is the most recently used; keys the tier does not hold are ignored.
-            context: The request that uses them.
         """
         ...
 
@@ -214,7 +207,6 @@ class OffloadingManager(Protocol):
 
         Args:
             keys: Hits; a key named several times is protected as many times.
-            context: The request that loads them.
 
         Raises:
             TierStateError: A key is not a hit. Nothing was protected.
@@ -227,8 +219,6 @@ class OffloadingManager(Protocol):
         """End the protection: the copy is over.
 
         Args:
-            keys: As given to `prepare_load`.
-            context: The request that loaded them.
             success: Without it the blocks are bad and are dropped.
 
         Raises:
@@ -245,7 +235,6 @@ class OffloadingManager(Protocol):
 
         Args:
             keys: Blocks offered to the tier; repeated keys count once.
-            context: The request that computed them.
         """
         ...
 
@@ -256,7 +245,6 @@ class OffloadingManager(Protocol):
 
         Args:
             keys: The `keys_to_store` of `prepare_store`.
-            context: The request that computed them.
             success: Without it nothing is left of the blocks.
 
         Raises:
@@ -276,7 +264,7 @@ class OffloadingManager(Protocol):
         ...
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What was stored and removed since the last call, in order."""
+        """Take what was stored and removed since the last call, in order."""
         ...
 
 

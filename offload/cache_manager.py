@@ -33,7 +33,7 @@ from offload.request import CacheRequest
 
 @dataclass(frozen=True, slots=True)
 class AllocatedBlocks:
-    """What a request was given for its new tokens; `block_tables` has all it holds."""
+    """Holds what a request was given for its new tokens; `block_tables` has all it holds."""
 
     new_blocks: tuple[Sequence[Block], ...]
     """Per group the new blocks, in the order of its tokens."""
@@ -46,7 +46,7 @@ class AllocatedBlocks:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What happened since the start."""
+    """Counts what happened since the start."""
 
     requests: int = 0
     """Admissions: a preempted request counts again."""
@@ -76,7 +76,6 @@ class CacheManager:
     def __init__(self, config: CacheConfig, scheduler_block_size: int) -> None:
         """
         Args:
-            config: The cache.
             scheduler_block_size: The size that the scheduler aligns to, in tokens; handed to the
                 coordinator and every group unchanged.
 
@@ -105,7 +104,7 @@ class CacheManager:
         self.coordinator.start_step()
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request holds blocks."""
+        """Return whether the request holds blocks."""
         return self.coordinator.managers[0].holds(request_id)
 
     def block_tables(self, request_id: str) -> tuple[Sequence[Block], ...]:
@@ -120,7 +119,6 @@ class CacheManager:
         """The longest prefix the request can reuse; changes nothing.
 
         Args:
-            request: One that holds no blocks.
             limit: Longest hit wanted, in tokens; the last token is computed in any case, so at most
                 `num_tokens - 1`.
         """
@@ -176,7 +174,6 @@ class CacheManager:
         """Make full blocks of a request findable, where `allocate_slots` delayed it.
 
         Args:
-            request: One that holds blocks.
             num_tokens: How far its blocks are written; drafts behind its last token are left out.
 
         Raises:
@@ -210,7 +207,8 @@ class CacheManager:
         return is_reset
 
     def take_events(self) -> list[Event]:
-        """What changed since the last call, for the publisher; call it at the end of every step."""
+        """Take what changed since the last call, for the publisher; call it at the end of every
+        step."""
         return self._log.take() if self._log else []
 
     def statistics(self) -> CacheStatistics:

@@ -57,7 +57,6 @@ class CachedBlocks:
 
         Args:
             block_hash: What *block* was added under.
-            block: One of the copies.
         """
         later = self._later.get(block_hash)
         if later is None:

@@ -64,7 +64,6 @@ class CacheConfig:
             enable_events: Whether changes are recorded; if so, `take_events` must be called.
             eagle: Groups, by index, that must have one block more of a hit than is reused, since
                 they hold layers of an EAGLE or MTP drafter; True: all.
-            retention_interval: See the attribute of that name.
 
         Raises:
             CacheConfigError: A size contradicts another; the message names place, value and rule.

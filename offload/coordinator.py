@@ -41,7 +41,7 @@ _KEEP_ALL = Retention(None)
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """What a request can reuse."""
+    """Holds what a request can reuse."""
 
     num_tokens: int
     """The hit, a multiple of the scheduler block size."""
@@ -61,7 +61,6 @@ class Coordinator(ABC):
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
         """
         Args:
-            config: The cache, checked.
             pool: Shared by all groups.
             scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
         """
@@ -82,7 +81,6 @@ class Coordinator(ABC):
         """The longest prefix that every group can serve.
 
         Args:
-            request: Whose prefix is looked up.
             limit: Longest hit wanted, in tokens.
         """
 
@@ -91,7 +89,6 @@ class Coordinator(ABC):
         """The longest prefix in tokens that each group could serve by itself; for display.
 
         Args:
-            request: Whose prefix is looked up.
             limit: Longest hit wanted, in tokens.
         """
 
@@ -100,17 +97,11 @@ class Coordinator(ABC):
         """Make full blocks of a request findable.
 
         Args:
-            request: One that holds blocks.
             num_tokens: How far its blocks are written, or will be by the end of this step.
         """
 
     def still_holds(self, request: CacheRequest, hit: ComputedBlocks) -> bool:
-        """Whether a hit's blocks still hold the prefix they were found for.
-
-        Args:
-            request: Whose prefix was looked up.
-            hit: What was found then.
-        """
+        """Return whether a hit's blocks still hold the prefix they were found for."""
         if hit.evictions == self.pool.evictions:
             return True
         return all(
@@ -127,7 +118,6 @@ class Coordinator(ABC):
         """Free blocks the request will take in all groups.
 
         Args:
-            request_id: The request.
             need: Its next tokens, or all of them.
             is_admission: Whether *need* is the whole request.
         """
@@ -137,19 +127,14 @@ class Coordinator(ABC):
         )
 
     def num_blocks_to_free(self, request_id: str, num_computed_tokens: int) -> int:
-        """Blocks that `free_skipped_blocks` would make free.
-
-        Args:
-            request_id: The request.
-            num_computed_tokens: Where it goes on.
-        """
+        """Blocks that `free_skipped_blocks` would make free."""
         skipped = (
             manager.skipped_blocks(request_id, num_computed_tokens) for manager in self.managers
         )
         return sum(block.ref_count == 1 for blocks in skipped for block in blocks)
 
     def can_read(self, need: RequestNeed) -> bool:
-        """Whether a hit's blocks can be read in this step, in every group."""
+        """Return whether a hit's blocks can be read in this step, in every group."""
         return all(
             manager.can_read(blocks)
             for manager, blocks in zip(self.managers, need.computed_blocks, strict=True)
@@ -174,7 +159,6 @@ class Coordinator(ABC):
         """Allocate blocks for the slots that have none, and return them per group.
 
         Args:
-            request_id: The request.
             need: Its next tokens.
         """
         return tuple(manager.allocate_new_blocks(request_id, need) for manager in self.managers)
@@ -184,10 +168,6 @@ class Coordinator(ABC):
 
         Where it began, nobody resumes any more if its session goes on: behind it is where the next
         turn does. That leaves what it named, and where it stands.
-
-        Args:
-            request: The request.
-            num_computed_tokens: Where it goes on.
         """
         ends: Sequence[int] | None = None
         if request.hints.keep_end and self.retention_interval == 0:
@@ -201,10 +181,6 @@ class Coordinator(ABC):
 
         It uses the windows and states at the end of its hit, and full attention as a whole, which
         would then outlive the windows that make it a hit for others.
-
-        Args:
-            request: One that is being admitted.
-            hit_tokens: Its hit.
         """
         step = self.scheduler_block_size
         for manager in self.managers:
@@ -382,7 +358,6 @@ def create_coordinator(
     """Create the form that fits the configuration.
 
     Args:
-        config: The cache, checked.
         pool: Shared by all groups.
         scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
     """

@@ -1,4 +1,4 @@
-"""What can go wrong in an engine's KV cache.
+"""Defines what can go wrong in an engine's KV cache.
 
     OffloadError
     ├── CacheConfigError      sizes of a cache or a tier contradict each other

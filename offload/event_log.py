@@ -1,4 +1,4 @@
-"""What one engine step changed in the cache, reported presence-exactly.
+"""Records what one engine step changed in the cache, presence-exactly.
 
 A (group, hash) is *stored* when it goes from no copy to one and *removed* when its last copy goes,
 compared between one `take` and the next. A change that was undone in between is not reported, so a
@@ -49,7 +49,6 @@ class EventLog:
         """Begin a run of blocks, each of which is added by `add_stored`.
 
         Args:
-            group_idx: The blocks' group.
             first_block: Index of the first of them in the request's block table.
             request: Whose tokens the blocks hold.
         """
@@ -59,7 +58,6 @@ class EventLog:
         """Record that the next block of the run was cached.
 
         Args:
-            block_hash: The block's hash.
             has_appeared: Whether it is the first copy of its hash.
         """
         run = self._runs[-1]
@@ -76,7 +74,6 @@ class EventLog:
         """Record that the last copy of a hash is gone.
 
         Args:
-            group_idx: The block's group.
             block_hash: The hash that can no longer be found.
         """
         if self._stored[group_idx].pop(block_hash, None) is None:

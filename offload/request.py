@@ -1,4 +1,4 @@
-"""What the cache knows of one request: its tokens, the hashes of its blocks, its progress."""
+"""Holds what the cache knows of one request: its tokens, the hashes of its blocks, its progress."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 @dataclass(frozen=True, slots=True)
 class PeerBlocks:
-    """What a peer said it holds of a request, when it was asked."""
+    """Holds what a peer said it holds of a request, when it was asked."""
 
     source: PeerSource
     keys: frozenset[bytes]
@@ -141,7 +141,6 @@ class CacheRequest:
         Args:
             request_id: Unique among the requests that hold blocks.
             prompt_token_ids: The whole prompt.
-            hasher: How its blocks are hashed.
             lora_name: The adapter; keeps its blocks apart from those of other adapters.
             cache_salt: Keeps its blocks apart from those of requests with another salt.
             extra_keys: What else decides a block's content, per hash block of the prompt:
@@ -185,7 +184,8 @@ class CacheRequest:
         return self.block_hashes[end // self._hasher.hash_block_size - 1]
 
     def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
-        """What besides tokens decides the block of `[start, end)`, in the form that events carry.
+        """Return what besides tokens decides the block of `[start, end)`, in the form that events
+        carry.
 
         In this order: adapter, multimodal pairs with their offset in this block, salt, digests.
 
@@ -197,7 +197,7 @@ class CacheRequest:
 
     @property
     def has_extra_keys(self) -> bool:
-        """Whether anything besides tokens decides the content of its blocks."""
+        """Return whether anything besides tokens decides the content of its blocks."""
         return bool(self.lora_name is not None or self._cache_salt or self._extra_keys)
 
     def _hash_full_blocks(self) -> None:
@@ -218,7 +218,7 @@ class CacheRequest:
         return tuple(keys) or None
 
     def _keys_between(self, start: int, end: int) -> list[tuple[str, object]]:
-        """What decides the block besides tokens, each key behind its kind."""
+        """Return what decides the block besides tokens, each key behind its kind."""
         size = self._hasher.hash_block_size
         items: list[object] = []
         for position in range(start, end, size):

@@ -29,7 +29,7 @@ from offload.errors import CacheConfigError
 
 @dataclass(slots=True)
 class ReuseFilterStatistics:
-    """What is remembered now, and what happened since the start."""
+    """Counts what is remembered now, and what happened since the start."""
 
     tracked_keys: int = 0
     let_through: int = 0
@@ -139,7 +139,7 @@ class ReuseFilter(OffloadingManager):
         return self.manager.take_events()
 
     def statistics(self) -> ReuseFilterStatistics:
-        """What is remembered now, and what happened since the start."""
+        """Return what is remembered now, and what happened since the start."""
         return replace(self._counts, tracked_keys=len(self._users))
 
     def _count_use(self, key: OffloadKey, request_id: str) -> int:

@@ -134,7 +134,8 @@ def _result_of(sharded: _ShardedJob) -> TransferResult:
 
 
 class ShardEvents:
-    """What the tiers of all workers hold together, presence-exactly: a block while all have it.
+    """Holds what the tiers of all workers hold together, presence-exactly: a block while all have
+    it.
 
     Workers may report at different times and evict on their own. Each reports a block as stored
     when it has gone from absent to present in its tier, and as removed when it is gone.
@@ -162,7 +163,6 @@ class ShardEvents:
         """Take what changed in one worker's tier.
 
         Args:
-            worker: Its rank.
             events: As its tier reported them, without tokens, in their order.
 
         Raises:
@@ -203,7 +203,7 @@ class ShardEvents:
             del self._stored[block]
 
     def take_events(self) -> list[TierEvent]:
-        """What became loadable and ceased to be since the last call, to publish."""
+        """Take what became loadable and ceased to be since the last call, to publish."""
         events: list[TierEvent] = list(_removals(self._removed))
         self._removed = {}
         stored = [

@@ -1,4 +1,5 @@
-"""What the managers of lower tiers share: entries, lookups, counts, refused calls, events."""
+"""Implements what the managers of lower tiers share: entries, lookups, counts, refused calls,
+events."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ class TierEntry:
 
     @property
     def loadable(self) -> bool:
-        """Whether it is a hit."""
+        """Return whether it is a hit."""
         return not (self.storing or self.doomed)
 
     @property
     def in_flight(self) -> bool:
-        """Whether a copy reads or writes it."""
+        """Return whether a copy reads or writes it."""
         return self.storing or self.loads > 0
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """What happened in a tier since the start, in blocks unless said otherwise."""
+    """Counts what happened in a tier since the start, in blocks unless said otherwise."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -60,8 +61,6 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
     def __init__(self, tier: str, medium: str, counts: TierCounts, enable_events: bool) -> None:
         """
         Args:
-            tier: The tier's name in errors.
-            medium: The medium its events carry.
             counts: Counts lookups here; the manager counts the rest.
             enable_events: Without it `take_events` is always empty.
         """
@@ -94,7 +93,6 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         Args:
             keys: What a caller asked for.
             fits: Whether an entry is in the state the call needs.
-            call: The method, for the error.
             complaint: What is wrong with an entry that does not fit, for the error.
 
         Raises:
@@ -130,12 +128,11 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
 
         Args:
             keys: Blocks that became hits, or ceased to be.
-            removed: Which of the two.
         """
         if self._enable_events and keys:
             self._events.append(OffloadingEvent(tuple(keys), self._medium, removed))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What was recorded since the last call."""
+        """Take what was recorded since the last call."""
         events, self._events = self._events, []
         return events

@@ -35,9 +35,7 @@ class SelectionError(Exception):
     """The router has refused.
 
     Args:
-        status: Of its response.
         code: The same for every error of one kind.
-        message: For people.
         retry_after_s: When to try again, where that makes sense.
     """
 
@@ -136,7 +134,6 @@ class SelectionClient:
     """Asks one router.
 
     Args:
-        url: The router's.
         api_key: Of a client, where it wants one.
         timeout_s: For each answer, with the time that a request waits for its turn.
     """
@@ -210,7 +207,7 @@ class AsyncSelectionClient:
         await self.close()
 
     async def close(self) -> None:
-        """As in `SelectionClient`, like all others."""
+        """See `SelectionClient.close`, as for all others."""
         await self._http.aclose()
 
     async def select(self, body: Mapping[str, Any]) -> Selection:

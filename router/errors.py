@@ -1,4 +1,4 @@
-"""What can go wrong in the router.
+"""Defines what can go wrong in the router.
 
     RouterError
     ├── ConfigError             the configuration: every problem found, each with its path
@@ -73,7 +73,7 @@ class PolicyError(RouterError):
 
 
 class InvalidReplicaResponse(RouterError):
-    """What a replica reported about itself, its models or its event sources, makes no sense.
+    """A replica's report on itself, its models or its event sources, makes no sense.
 
     Args:
         place: Path of the value in the response.
@@ -108,7 +108,6 @@ class BadRequest(RequestError):
     Args:
         place: Path of the value in the body, or the header's name.
         found: The value; its type and size instead where it is a secret or part of a prompt.
-        rule: What would have been right.
     """
 
     status = 400
@@ -126,7 +125,6 @@ class PromptTooLong(BadRequest):
     """A prompt is longer than any replica of its model takes.
 
     Args:
-        tokens: Of the prompt.
         longest: That a replica takes, prompt and response together.
     """
 
@@ -306,8 +304,6 @@ class ReplicaExists(RequestError):
 
     Args:
         place: `id` or `url`.
-        value: The one that is taken.
-        replica_id: The replica that has it.
     """
 
     status = 409
@@ -368,7 +364,8 @@ class BodyTooLarge(RequestError):
 
 
 class NotJson(RequestError):
-    """What changes something must be sent as JSON, which a foreign page cannot do unasked."""
+    """The request changes something and is not sent as JSON, which a foreign page cannot do
+    unasked."""
 
     status = 415
     type = "invalid_request_error"
@@ -391,7 +388,6 @@ class Overloaded(_NotNow):
     """A bound of the router itself is reached.
 
     Args:
-        why: Which one.
         retry_after_s: For the `Retry-After` header.
     """
 
@@ -405,7 +401,6 @@ class NoReplica(_NotNow):
     """Replicas serve the model, but none can take a request now.
 
     Args:
-        model: As the request names it.
         why: The reasons, counted; without a client's data.
         retry_after_s: For the `Retry-After` header.
     """
@@ -457,10 +452,9 @@ class EnginesBusy(_NotNow):
 
 
 class QueueFull(_NotNow):
-    """As many requests wait for the model as may. Who has most waiting is refused first.
+    """So many requests wait for the model as may. Whoever has most waiting is refused first.
 
     Args:
-        model: The model's name.
         waiting: How many requests wait for it.
         retry_after_s: When there may be room, for the `Retry-After` header.
     """
@@ -481,7 +475,6 @@ class QueueTimeout(_NotNow):
     """No replica has room for the request before its deadline.
 
     Args:
-        model: The model's name.
         waiting: How many requests wait for it.
         retry_after_s: When there may be room, for the `Retry-After` header.
     """
@@ -515,7 +508,7 @@ def _shown(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the system had no memory for what was tried: Python says so in three ways."""
+    """Return whether the system had no memory for what was tried: Python says so in three ways."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

@@ -1,4 +1,4 @@
-"""What every process of the router does: its log, its announcement, its sockets."""
+"""Does what every process of the router does first: its log, its announcement, its sockets."""
 
 from __future__ import annotations
 
@@ -83,12 +83,7 @@ def set_up_logging(config: RouterConfig) -> None:
 
 def announce(text: str, config: RouterConfig) -> None:
     """Say something on stderr, at any log level. A full disk behind it must not keep the router
-    from starting.
-
-    Args:
-        text: One line.
-        config: Says in which form.
-    """
+    from starting."""
     if config.observability.log_format == "json":
         record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
         text = _JsonFormatter().format(record)

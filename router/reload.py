@@ -33,7 +33,6 @@ class Reloader:
         Args:
             read: Reads the whole configuration; runs in a thread.
             take: Takes it over, and returns the options that need a restart.
-            metrics: Counts.
         """
         self._read = read
         self._take = take
@@ -55,7 +54,6 @@ class Reloader:
         """Ask whenever a file changes, until cancelled.
 
         Args:
-            path: The configuration's file.
             interval_s: How often it is looked at.
         """
         seen: Stamp | None = await asyncio.to_thread(stamp_of, path)

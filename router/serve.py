@@ -102,11 +102,8 @@ class _ControlServer(uvicorn.Server):
     request has ended, and leaves signals alone: it would raise them again when it has stopped.
 
     Args:
-        app: What responds.
         service: Whose requests are finished first.
-        plane: Has the clients.
         natives: What decides in the core; None: nothing does.
-        preparation: Reads prompts for it.
     """
 
     signals = 0
@@ -171,7 +168,7 @@ class _ControlServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Of uvicorn: begin to listen."""
+        """Begin to listen, as uvicorn does."""
         await super().startup(sockets)
         if self.started and self.on_listening is not None:
             await self.on_listening()
@@ -287,7 +284,7 @@ def _control_server(
 
 
 class _PlaneCertificates:
-    """What the compiled data plane shows and trusts, from the files of certificates.
+    """Holds what the compiled data plane shows and trusts, from the files of certificates.
 
     Args:
         listener: Towards clients; None: plain HTTP.
@@ -313,8 +310,6 @@ class _PlaneCertificates:
     def renew(self, plane: DataPlane) -> None:
         """Use what the files hold now for new connections.
 
-        Args:
-            plane: Uses it.
         Raises:
             ConfigError: A file cannot be used; the old ones stay.
         """
@@ -442,7 +437,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
 
 
 def _tells_gateways(service: RouterService, app: RouterApp, needs_key: bool) -> bool:
-    """Whether the core may answer gateways that ask where a request should go."""
+    """Return whether the core may answer gateways that ask where a request should go."""
     config = service.config
     says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
     is_open = app.direct.role == "client" and not needs_key

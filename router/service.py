@@ -166,7 +166,7 @@ class RouterService(RouterParts):
         self.entrance = Entrance(overload, WaitingRoom(line_limits(overload), listener))
 
     def _make_caches(self, new_index: Callable[..., PrefixIndex]) -> None:
-        """What is known of models and caches, and how it is kept true."""
+        """Make what is known of models and caches, and how it is kept true."""
         config = self.config
         tokenizers = ReplicaTokenizers(
             self._upstream,
@@ -212,7 +212,7 @@ class RouterService(RouterParts):
         )
 
     def _make_routing(self) -> RoutePlanner:
-        """What decides, and what sends."""
+        """Make what decides, and what sends."""
         config = self.config
         planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
@@ -239,7 +239,7 @@ class RouterService(RouterParts):
 
     @property
     def parts_in_core(self) -> tuple[Ranker, Mirror, LoadTracker]:
-        """What decides in the core."""
+        """Return what decides in the core."""
         return self._planner.ranker, self.mirror, self._load
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
@@ -248,7 +248,7 @@ class RouterService(RouterParts):
         self._follower.give_up = call
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
-        """What the caches of each replica hold and have lost."""
+        """Return what the caches of each replica hold and have lost."""
         held = {replica.id: 0 for replica in self.registry.replicas()}
         removed: dict[str, Counter[int]] = {name: Counter() for name in held}
         caches = self.models.index_statistics()
@@ -266,7 +266,7 @@ class RouterService(RouterParts):
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
     def _make_observation(self, planner: RoutePlanner) -> None:
-        """What follows requests and replicas."""
+        """Make what follows requests and replicas."""
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
@@ -295,7 +295,7 @@ class RouterService(RouterParts):
         self._follower.on_gone = self.reservations.replica_gone
 
     def _make_snapshots(self) -> None:
-        """What was known of caches before the start, and what keeps it over the next one."""
+        """Make what was known of caches before the start, and what keeps it over the next one."""
         state, secret = self.config.state, self._secret
         self.snapshots = self.peers = self.sender = None
         self.peer_key: str | None = None
@@ -318,7 +318,7 @@ class RouterService(RouterParts):
         self._beginning = Beginning(places, self.feed, self.config.board.secret is not None)
 
     def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
-        """What tells the others, and hears them."""
+        """Make what publishes to the others, and receives what they publish."""
         sharing = self.sharing = Sharing(
             self._load,
             self.mirror,
@@ -460,8 +460,8 @@ def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
 
 
 class _ReplicaFollower(ReplicaListener):
-    """What follows from a change of the replicas: their streams are followed, their tokenizers
-    compared, and what was known of them is forgotten."""
+    """Holds what follows from a change of the replicas: their streams are followed, their
+    tokenizers compared, and what was known of them is forgotten."""
 
     def __init__(
         self,
@@ -509,8 +509,8 @@ class _ReplicaFollower(ReplicaListener):
         self._compare_tokenizers(replica)
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """What waits there for a first byte goes elsewhere, streams that are silent end. One that
-        still flows is left alone: then it is only the checks that come too late."""
+        """Send elsewhere what waits there for a first byte, and end the streams that are silent.
+        One that still flows is left alone: then it is only the checks that come too late."""
         self.give_up(replica.origin.key, for_s)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
@@ -617,7 +617,7 @@ class _ReplicaResponses:
         self._timeouts = Timeouts(min(times), min(*times, _RESPONSE_S), min(*times, _RESPONSE_S))
 
     async def has(self, replica: Replica, response_id: str) -> bool:
-        """Whether a replica has the response of that id, which must fit into a path."""
+        """Return whether a replica has the response of that id, which must fit into a path."""
         target = b"/v1/responses/" + response_id.encode()
         try:
             status, _, _ = await self._upstream.fetch(
@@ -637,7 +637,7 @@ class _ReplicaResponses:
 
 
 def _secret(config: RouterConfig) -> bytes | None:
-    """What routers share; None: keys of prefixes are understood by nobody else."""
+    """Return what routers share; None: keys of prefixes are understood by nobody else."""
     secret = config.board.secret
     return None if secret is None else secret.get_secret_value().encode()
 
@@ -656,7 +656,7 @@ def _gate_options(config: RouterConfig) -> GateOptions:
 
 
 def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing | None:
-    """What sends traces; None where nothing does.
+    """Make what sends traces; None where nothing does.
 
     Raises:
         ConfigError: OpenTelemetry is not installed, or a variable of it says what it must not.

@@ -403,7 +403,7 @@ def _hash_key(arguments: argparse.Namespace) -> HashKey | None:
 
 
 def _curve(arguments: argparse.Namespace) -> CurveServer | None:
-    """What encrypts the events.
+    """Return what encrypts the events.
 
     Raises:
         CurveError: A file cannot be used.

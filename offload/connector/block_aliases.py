@@ -37,7 +37,6 @@ class BlockAliases:
         """Remember the aliases of a block that is about to be stored.
 
         Args:
-            key: The offloaded block.
             block_hashes: The hashes of its GPU blocks, its own last.
         """
         if len(block_hashes) > 1:
@@ -66,7 +65,6 @@ class BlockAliases:
         last.
 
         Args:
-            key: The offloaded block.
             block_hashes: The hashes of its GPU blocks, its own last.
 
         Returns:
@@ -109,10 +107,6 @@ class BlockAliases:
 
         Where offloaded blocks cover one GPU block each, the key follows from the hash, and the tier
         may not hold it.
-
-        Args:
-            group_idx: The GPU block's group.
-            block_hash: Its hash.
         """
         if self._sizes[group_idx] == 1:
             return pack_offload_key(block_hash, group_idx)

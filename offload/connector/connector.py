@@ -113,10 +113,8 @@ class OffloadingConnector:
     ) -> None:
         """
         Args:
-            cache: The GPU's cache.
             tiers: The fastest first. Blocks are stored in all of them; a load takes each block from
                 the first that has it.
-            store_scope: Which blocks are worth storing.
             promote: Whether blocks that a load brought back are offered to the tiers that lack
                 them: what was found on disk is then found in memory the next time. Without it only
                 computed blocks are stored.
@@ -146,7 +144,7 @@ class OffloadingConnector:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all jobs have completed."""
+        """Return whether all jobs have completed."""
         return not self._flights
 
     # --- loading ----------------------------------------------------------------------------------
@@ -164,13 +162,9 @@ class OffloadingConnector:
     def find_external_hit(
         self, request: CacheRequest, computed: ComputedBlocks
     ) -> ExternalHit | None:
-        """What lower tiers add to the GPU's hit.
+        """Return what lower tiers add to the GPU's hit.
 
         None if part of it is on its way to the GPU for another request.
-
-        Args:
-            request: One that holds no blocks.
-            computed: Its hit on the GPU.
         """
         if request.request_id not in self._contexts:
             self._begin(context_of(request))
@@ -191,7 +185,6 @@ class OffloadingConnector:
 
         Args:
             request: One that was given blocks for the hit.
-            hit: As `find_external_hit` returned it in this step.
 
         Raises:
             TierStateError: The request waits for a load already, or a block was lost since the hit
@@ -212,7 +205,7 @@ class OffloadingConnector:
                 self._loading.setdefault(request.request_id, _Loading()).jobs.add(job.job_id)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether the request waits for a load."""
+        """Return whether the request waits for a load."""
         return request_id in self._loading
 
     def forget(self, request_id: str) -> None:
@@ -331,7 +324,8 @@ class OffloadingConnector:
             tier.reset()
 
     def take_events(self) -> list[Event]:
-        """What the tiers stored and removed since the last call, to publish with the cache's."""
+        """Take what the tiers stored and removed since the last call, to publish with the
+        cache's."""
         return [event for tier in self._tiers for event in tier.take_events()]
 
     def statistics(self) -> ConnectorStatistics:

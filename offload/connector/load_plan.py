@@ -1,4 +1,4 @@
-"""What lower tiers add to a request's hit on the GPU, and the copies that bring it back."""
+"""Plans what lower tiers add to a request's hit on the GPU, and the copies that bring it back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ExternalHit:
-    """What lower tiers add to a request's hit on the GPU."""
+    """Holds what lower tiers add to a request's hit on the GPU."""
 
     num_tokens: int
     """The whole hit. It may be the whole prompt: then the scheduler computes the last token again,
@@ -78,7 +78,6 @@ class LoadPlanner:
     def __init__(self, cache: CacheManager, tiers: Sequence[Tier]) -> None:
         """
         Args:
-            cache: The GPU's cache.
             tiers: The lower tiers, the fastest first.
         """
         self._cache = cache
@@ -89,12 +88,7 @@ class LoadPlanner:
         self._tiers = tiers
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
-        """What the tiers add to a hit on the GPU.
-
-        Args:
-            request: Whose prefix is looked up.
-            computed: Its hit on the GPU.
-        """
+        """Return what the tiers add to a hit on the GPU."""
         search = _Search(self._tiers, context_of(request))
         num_tokens = self._longest(request, computed.num_tokens, search)
         pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
@@ -104,7 +98,6 @@ class LoadPlanner:
         """All blocks of a request that a tier might hold, from the prompt's start.
 
         Args:
-            request: Whose blocks they are.
             most: How many at most.
         """
         found = sorted(
@@ -117,12 +110,7 @@ class LoadPlanner:
         ]
 
     def touch(self, request: CacheRequest, num_tokens: int) -> None:
-        """Mark a prefix as used in all tiers; its head is kept longest.
-
-        Args:
-            request: Whose prefix it is.
-            num_tokens: The length of the prefix.
-        """
+        """Mark a prefix as used in all tiers; its head is kept longest."""
         blocks = [
             (manager.group_idx, request.hash_at((index + 1) * manager.block_size))
             for manager in self._managers
@@ -179,7 +167,6 @@ def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Pie
 
     Args:
         pieces: Of all tiers, in the order of `ExternalHit.pieces`.
-        tier_index: The tier to copy from.
     """
     runs: dict[GroupIdx, list[list[Piece]]] = {}
     for piece in pieces:

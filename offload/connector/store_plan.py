@@ -37,12 +37,6 @@ class StorePlanner:
     """Remembers for every request how many of its blocks each tier was offered."""
 
     def __init__(self, cache: CacheManager, tiers: Sequence[Tier], scope: StoreScope) -> None:
-        """
-        Args:
-            cache: The GPU's cache.
-            tiers: The lower tiers.
-            scope: Which blocks are worth storing.
-        """
         self._managers = cache.coordinator.managers
         self._tiers = tiers
         self._scope = scope
@@ -50,14 +44,13 @@ class StorePlanner:
         """Per request, tier and group: leading blocks of the table that were considered already."""
 
     def knows(self, request_id: str) -> bool:
-        """Whether the request was started and not forgotten since."""
+        """Return whether the request was started and not forgotten since."""
         return request_id in self._offered
 
     def start(self, request_id: str, num_computed_tokens: int) -> None:
         """Begin a request behind tokens whose blocks need not be offered.
 
         Args:
-            request_id: The request.
             num_computed_tokens: Its hit, on the GPU or in all tiers.
         """
         self._offered[request_id] = [
@@ -76,7 +69,6 @@ class StorePlanner:
         """Offloaded blocks that became full since the last `mark_offered`, group by group.
 
         Args:
-            request: One that holds blocks.
             tier_index: The tier that will be offered them.
         """
         if not self.knows(request.request_id):
@@ -89,12 +81,7 @@ class StorePlanner:
         ]
 
     def mark_offered(self, request: CacheRequest, tier_index: int) -> None:
-        """Record that the tier took what it wanted of `candidates`.
-
-        Args:
-            request: Whose blocks were offered.
-            tier_index: The tier.
-        """
+        """Record that the tier took what it wanted of `candidates`."""
         offered = self._offered[request.request_id][tier_index]
         for manager in self._managers:
             offered[manager.group_idx] = max(

@@ -37,7 +37,6 @@ class Tier:
         """
         Args:
             manager: Decides what the tier holds; its own statistics are reached through it.
-            groups: The cache's groups.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; the
                 same as the tier's worker has.
 
@@ -69,13 +68,7 @@ class Tier:
     def find(
         self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
     ) -> OffloadKey | None:
-        """The offloaded block that brings back a GPU block; None if there is none to load.
-
-        Args:
-            group_idx: The GPU block's group.
-            block_hash: Its hash.
-            context: The request that asks.
-        """
+        """The offloaded block that brings back a GPU block; None if there is none to load."""
         key = self._aliases.covering_block(group_idx, block_hash)
         if key is None or self.manager.lookup(key, context) is not LookupResult.HIT:
             return None
@@ -86,7 +79,6 @@ class Tier:
 
         Args:
             blocks: Group and hash of each GPU block, the most recently used one last.
-            context: The request that uses them.
         """
         covering = (self._aliases.covering_block(*block) for block in blocks)
         self.manager.touch([key for key in covering if key is not None], context)
@@ -96,7 +88,6 @@ class Tier:
 
         Args:
             keys: Offloaded blocks that `find` returned.
-            context: The request that loads them.
 
         Raises:
             TierStateError: A block was lost since. Nothing was protected.
@@ -109,8 +100,6 @@ class Tier:
         """See `OffloadingManager.complete_load`.
 
         Args:
-            keys: As given to `prepare_load`.
-            context: The request that loaded them.
             success: Without it the blocks are bad and are dropped.
         """
         self.manager.complete_load(keys, context, success)
@@ -122,7 +111,6 @@ class Tier:
 
         Args:
             block_hashes: Per offloaded block the hashes of its GPU blocks, its own last.
-            context: The request that computed them.
         """
         agreed = self.manager.prepare_store(list(block_hashes), context)
         if agreed is None:
@@ -152,7 +140,6 @@ class Tier:
 
         Args:
             keys: The `keys_to_store` of `prepare_store`.
-            context: The request that computed them.
             success: Without it nothing is left of the blocks.
         """
         self.manager.complete_store(keys, context, success)
@@ -166,7 +153,7 @@ class Tier:
         self._aliases.cancel_all()
 
     def take_events(self) -> list[Event]:
-        """What the tier stored and removed since the last call, per group.
+        """Take what the tier stored and removed since the last call, per group.
 
         The events carry no tokens: the GPU's events of the same hashes do.
         """

@@ -1,4 +1,5 @@
-"""What the CPU tier holds, what of it is in flight, and what it evicts when room is needed.
+"""Manages the CPU tier: what it holds, what of it is in flight, and what it evicts when room is
+needed.
 
 It deals in block ids; the memory is the worker's. A key has at most one block. Its life:
 `prepare_store` makes it pending, `complete_store` makes it a hit, loads protect it, and eviction, a
@@ -32,7 +33,7 @@ from offload.tier_entries import TierCounts, TierEntries, TierEntry
 
 @dataclass(slots=True)
 class CPUTierCounts(TierCounts):
-    """What happened in the CPU tier since the start."""
+    """Counts what happened in the CPU tier since the start."""
 
     loads: int = 0
     """Protections given by `prepare_load`."""
@@ -113,7 +114,7 @@ class CPUOffloadingManager(OffloadingManager):
     # --- reading from other threads ---------------------------------------------------------------
 
     def holds(self, key: OffloadKey) -> bool:
-        """Whether a block is a hit; from any thread, and not counted as a lookup."""
+        """Return whether a block is a hit; from any thread, and not counted as a lookup."""
         block = self._blocks.get(key)
         return block is not None and block.loadable
 
@@ -124,7 +125,6 @@ class CPUOffloadingManager(OffloadingManager):
         when they have been copied are the block's.
 
         Args:
-            key: The block.
             read_slot: Copies the bytes of a block id.
         """
         block = self._blocks.get(key)

@@ -44,11 +44,9 @@ class CPUTransferWorker(TransferWorker):
     ) -> None:
         """
         Args:
-            cache: The engine's side.
             num_cpu_blocks: How many slots to allocate, pinned if the cache is on a GPU.
             blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
                 one each if left out.
-            options: How to copy.
 
         Raises:
             CacheConfigError: The numbers contradict each other.
@@ -80,7 +78,6 @@ class CPUTransferWorker(TransferWorker):
         """The first bytes of a slot, from any thread, whatever is written there meanwhile.
 
         Args:
-            block_id: The slot.
             num_bytes: At most `slot_bytes`.
         """
         return bytes(self.slots.numpy()[block_id, :num_bytes].tobytes())

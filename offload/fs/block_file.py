@@ -33,7 +33,6 @@ def header_bytes(key: OffloadKey, gpu_blocks: int = 1) -> int:
     """The length of a block's header.
 
     Args:
-        key: The block.
         gpu_blocks: How many GPU blocks it covers.
     """
     return _FIXED.size + len(key) + (gpu_blocks - 1) * _hash_bytes(key)
@@ -45,7 +44,6 @@ def encode_header(
     """The header that precedes the payload.
 
     Args:
-        key: The block.
         payload: Its bytes.
         block_hashes: The hashes of the GPU blocks it covers, its own last; empty for a single one.
     """

@@ -1,4 +1,5 @@
-"""What the disk tier holds, what of it is in flight, and what it evicts when room is needed.
+"""Manages the disk tier: what it holds, what of it is in flight, and what it evicts when room is
+needed.
 
 A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a
 hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
@@ -37,7 +38,7 @@ _KEYS_PER_EVENT = 1024
 
 @dataclass(slots=True)
 class FileTierCounts(TierCounts):
-    """What happened in the disk tier since the start."""
+    """Counts what happened in the disk tier since the start."""
 
     restored: int = 0
     """Found in the directory at the start."""

@@ -20,7 +20,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What all blocks of a directory have in common."""
+    """Holds what all blocks of a directory have in common."""
 
     payload_bytes: Sequence[int]
     """Per group, the bytes of an offloaded block."""
@@ -61,7 +61,6 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
     """Write a directory's manifest, atomically and durably.
 
     Args:
-        root: The directory.
         manifest: Replaces the one it has.
     """
     temporary = root / f"{MANIFEST}.tmp"

@@ -55,7 +55,6 @@ def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
     """The length of a block's file.
 
     Args:
-        key: The block.
         payload_bytes: Per group, the bytes of an offloaded block.
 
     Raises:
@@ -75,7 +74,7 @@ def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class StoreStatistics:
-    """What a store did since it was opened."""
+    """Counts what a store did since it was opened."""
 
     written_blocks: int = 0
     written_bytes: int = 0
@@ -86,7 +85,7 @@ class StoreStatistics:
 
 
 class BlockFiles(Protocol):
-    """What a disk tier's manager needs of its files."""
+    """Describes what a disk tier's manager needs of its files."""
 
     @property
     def payload_bytes(self) -> Sequence[int]:
@@ -177,7 +176,7 @@ class BlockStore(BlockFiles):
 
     @property
     def keeps_hashes(self) -> bool:
-        """Whether a block's hashes of GPU blocks are kept in its file."""
+        """Return whether a block's hashes of GPU blocks are kept in its file."""
         return max(self._gpu_blocks) > 1
 
     # --- blocks -----------------------------------------------------------------------------------
@@ -197,7 +196,6 @@ class BlockStore(BlockFiles):
         """Write a block's file, replacing an older one.
 
         Args:
-            key: The block.
             payload: Its bytes.
             block_hashes: The hashes of the GPU blocks it covers, its own last, where the store
                 keeps them.
@@ -230,7 +228,6 @@ class BlockStore(BlockFiles):
         """The hashes that a block's file keeps; empty where the store keeps none.
 
         Args:
-            key: The block.
             block_hashes: The hashes of the GPU blocks it covers, its own last.
 
         Raises:
@@ -251,7 +248,6 @@ class BlockStore(BlockFiles):
         """Read a block, verify it, and mark it as used.
 
         Args:
-            key: The block.
             payload: Filled with its bytes; its content is undefined after an error.
 
         Raises:
@@ -290,7 +286,7 @@ class BlockStore(BlockFiles):
             self._claim = None
 
     def statistics(self) -> StoreStatistics:
-        """What the store did since it was opened."""
+        """Return what the store did since it was opened."""
         with self._lock:
             return replace(self._counts)
 

@@ -45,7 +45,6 @@ class FileTransferWorker(TransferWorker):
     ) -> None:
         """
         Args:
-            cache: The engine's side.
             store: The directory. The manager has scanned it already.
             blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
                 one each if left out.

@@ -1,4 +1,4 @@
-"""What each kind of attention needs of the KV cache.
+"""Knows what each kind of attention needs of the KV cache.
 
 The files; each imports only what is listed above it:
 

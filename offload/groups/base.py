@@ -1,4 +1,4 @@
-"""What one group of layers holds for every request: the part that all kinds share.
+"""Holds what one group of layers has for every request: the part that all kinds share.
 
 A request's *block table* in a group lists its blocks in the order of its tokens, with the null
 block wherever none is needed any more, or none ever was. A manager decides how many blocks a
@@ -56,7 +56,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class RequestNeed:
-    """What a request needs of all groups for its next tokens."""
+    """Holds what a request needs of all groups for its next tokens."""
 
     num_tokens: int
     """Computed and new ones together."""
@@ -104,7 +104,7 @@ class GroupManager(ABC):
         """Hashes of blocks that only the next step can read."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request was admitted and not freed since."""
+        """Return whether the request was admitted and not freed since."""
         return request_id in self._tables
 
     def block_table(self, request_id: str) -> Sequence[Block]:
@@ -133,10 +133,8 @@ class GroupManager(ABC):
         """Which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
 
         Args:
-            request_id: Whose blocks they are.
             start: Index of the first block in the request's table.
             stop: Index behind the last.
-            retention: Where later requests can resume.
         """
 
     def needed_blocks(self, num_tokens: int) -> range:
@@ -158,7 +156,6 @@ class GroupManager(ABC):
         """Evict last what a request reads that resumes at *end*, if all of it is cached.
 
         Args:
-            request: Whose prefix it is.
             end: In tokens, a multiple of the scheduler block size.
         """
         cached = self.pool.cached(self.group_idx)
@@ -175,7 +172,8 @@ class GroupManager(ABC):
         return blocks_for(self.settings.max_model_len, self.block_size)
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
-        """Whether a request of this step can start from a hit's blocks, or the step writes them."""
+        """Return whether a request of this step can start from a hit's blocks, or the step writes
+        them."""
         return not computed_blocks or computed_blocks[-1].block_hash not in self._unreadable
 
     # --- allocation -------------------------------------------------------------------------------
@@ -209,7 +207,6 @@ class GroupManager(ABC):
 
         Args:
             request_id: A request that holds no blocks.
-            blocks: The hit's table.
             num_computed_tokens: Where the request goes on; blocks it will not read are left out.
         """
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
@@ -250,9 +247,7 @@ class GroupManager(ABC):
         """Make full blocks of a request findable if they can serve a hit.
 
         Args:
-            request: One that holds blocks.
             num_tokens: How far its blocks are written, or will be by the end of this step.
-            retention: Where later requests can resume.
         """
         start = self._cached_counts[request.request_id]
         stop = num_tokens // self.block_size
@@ -267,12 +262,7 @@ class GroupManager(ABC):
     # --- giving back ------------------------------------------------------------------------------
 
     def skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[Block]:
-        """Blocks the request holds and no longer needs, its latest first.
-
-        Args:
-            request_id: The request.
-            num_computed_tokens: Where it goes on.
-        """
+        """Blocks the request holds and no longer needs, its latest first."""
         table = self.block_table(request_id)
         return [table[index] for index in self._skipped_indices(request_id, num_computed_tokens)]
 
@@ -282,8 +272,6 @@ class GroupManager(ABC):
         """Give back what the request no longer needs, while it runs.
 
         Args:
-            request_id: The request.
-            num_computed_tokens: Where it goes on.
             ends: Where later requests will resume, in tokens: what they will not read is evicted
                 first. None: nothing is known of them.
         """
@@ -332,7 +320,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
     Args:
         num_tokens: How many tokens.
-        block_size: Tokens per block.
     """
     return -(-num_tokens // block_size)
 

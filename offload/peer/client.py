@@ -33,7 +33,6 @@ class PeerClient:
     def __init__(self, identity: bytes, block_bytes: int, answer_s: float) -> None:
         """
         Args:
-            identity: Of weights and pages.
             block_bytes: Of the largest block: no frame of a reply may be longer.
             answer_s: How long to wait for an answer to a question, which holds up a request.
         """
@@ -47,7 +46,6 @@ class PeerClient:
         """Ask which blocks a peer holds; none where it does not answer.
 
         Args:
-            source: The peer.
             keys: At most `MOST_ASKED`.
         """
         if not keys or self.is_silent(source):
@@ -68,7 +66,6 @@ class PeerClient:
         """The bytes of blocks, in their order.
 
         Args:
-            source: The peer.
             keys: Any number; they are fetched `MOST_FETCHED` at a time.
 
         Raises:
@@ -102,7 +99,7 @@ class PeerClient:
         return reply
 
     def is_silent(self, source: PeerSource) -> bool:
-        """Whether a peer is left alone, since it did not answer lately."""
+        """Return whether a peer is left alone, since it did not answer lately."""
         with self._lock:
             return time.monotonic() < self._silent_until.get(source, 0.0)
 

@@ -1,4 +1,5 @@
-"""What can be pulled for a request: what its peer said it holds, until a pull has failed."""
+"""Remembers what can be pulled for a request: what its peer said it holds, until a pull has
+failed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _NOBODY = PeerSource("", 0)
 
 @dataclass(slots=True)
 class PeerTierCounts:
-    """What happened since the start."""
+    """Counts what happened since the start."""
 
     pulled: int = 0
     """Blocks."""
@@ -100,5 +101,5 @@ class PeerManager(OffloadingManager):
         return []
 
     def statistics(self) -> PeerTierCounts:
-        """What happened since the start."""
+        """Return what happened since the start."""
         return replace(self._counts)

@@ -20,7 +20,7 @@ class PeerMemory(Protocol):
     """A tier in memory as another thread than the engine's may read it."""
 
     def holds(self, key: OffloadKey) -> bool:
-        """Whether the block can be loaded now."""
+        """Return whether the block can be loaded now."""
         ...
 
     def read(self, key: OffloadKey) -> bytes | None:
@@ -39,10 +39,8 @@ class PeerServer:
         """Bind, and serve until closed.
 
         Args:
-            host: To bind to.
             port: To bind to; 0 for any.
             identity: Of weights and pages; others get nothing.
-            memory: What is read.
 
         Raises:
             CacheConfigError: The address cannot be bound.

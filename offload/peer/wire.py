@@ -1,4 +1,4 @@
-"""What one engine asks another's memory, over ZMQ: a request in one frame, and its reply.
+"""Encodes what one engine asks another's memory, over ZMQ: a request in one frame, and its reply.
 
     [ask: identity, keys]      ->  [a bit for each key: is it held?]
     [fetch: identity, keys]    ->  [block] for each key, empty where it is gone
@@ -70,7 +70,6 @@ def unpack_bits(packed: bytes, count: int) -> list[bool]:
 
     Args:
         packed: From `pack_bits`, of whatever length.
-        count: How many are wanted.
     """
     whole = packed.ljust(-(-count // 8), b"\0")
     return [bool(whole[index // 8] >> index % 8 & 1) for index in range(count)]

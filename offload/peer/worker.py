@@ -26,8 +26,6 @@ class PeerTransferWorker(TransferWorker):
     ) -> None:
         """
         Args:
-            cache: The engine's side.
-            peers: Where blocks are fetched from.
             options: How to copy; a chunk is 16 MiB if left out.
         """
         options = options or TransferOptions()

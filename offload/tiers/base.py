@@ -1,4 +1,4 @@
-"""What a tier's specification must do, what it is made from, and for whom."""
+"""Defines what a tier's specification must do, what it is made from, and for whom."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class TierConfig:
 
 
 class TransferBackend(Protocol):
-    """What makes the workers of an engine's tiers."""
+    """Describes what makes the workers of an engine's tiers."""
 
     def cpu_worker(
         self, num_blocks: int, blocks_per_offloaded_block: Sequence[int]
     ) -> OffloadingWorker:
-        """What copies to and from memory.
+        """Return what copies to and from memory.
 
         Args:
             num_blocks: Room in offloaded blocks.
@@ -48,7 +48,6 @@ class TransferBackend(Protocol):
         """Open a directory, and make what copies to and from its files.
 
         Args:
-            directory: Where the files are.
             payload_bytes: Bytes of an offloaded block, per group.
             identity: Of the weights; files of other weights are refused.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
@@ -56,7 +55,7 @@ class TransferBackend(Protocol):
         ...
 
     def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
-        """What copies to and from a tier of another package.
+        """Return what copies to and from a tier of another package.
 
         Args:
             make: Given the engine's pages, a `CanonicalKVCache`. An engine without tensors does not
@@ -65,7 +64,7 @@ class TransferBackend(Protocol):
         ...
 
     def peer_worker(self, peers: PeerClient) -> OffloadingWorker:
-        """What copies from other engines' memories."""
+        """Return what copies from other engines' memories."""
         ...
 
 

@@ -55,7 +55,6 @@ def create_tiers(configs: Sequence[TierConfig], host: TierHost) -> list[MadeTier
 
     Args:
         configs: The fastest first.
-        host: The engine they are for.
 
     Raises:
         CacheConfigError: A name or an option is unknown or does not fit, or a plug-in cannot be

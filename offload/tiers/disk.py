@@ -27,10 +27,6 @@ class FileOffloadingSpec(OffloadingSpec):
 
     def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
         """
-        Args:
-            options: See `FileTierOptions`.
-            host: The engine.
-
         Raises:
             CacheConfigError: An option does not fit, or the directory is another cache's.
         """

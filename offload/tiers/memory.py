@@ -27,10 +27,6 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
         """
-        Args:
-            options: See `CPUTierOptions`.
-            host: The engine.
-
         Raises:
             CacheConfigError: An option does not fit.
         """

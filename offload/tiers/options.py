@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the built-in tiers have in common; other packages may build on it."""
+    """Holds what the built-in tiers have in common; other packages may build on it."""
 
     blocks_per_offloaded_block: Count = 1
     """For all groups but those of states, whose blocks are not adjacent."""
@@ -36,7 +36,8 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def needs_events(self, host: TierHost) -> bool:
-        """Whether the manager must report events: for the engine, or for the tier's aliases."""
+        """Return whether the manager must report events: for the engine, or for the tier's
+        aliases."""
         return host.enable_events or self.blocks_per_offloaded_block > 1
 
     def filtered(self, manager: OffloadingManager) -> OffloadingManager:
@@ -54,8 +55,6 @@ def read_options(kind: type[Options], tier: str, given: Mapping[str, Any]) -> Op
 
     Args:
         kind: The options' class; text is converted to the types of its fields.
-        tier: The specification's name, for errors.
-        given: As configured.
 
     Raises:
         CacheConfigError: An option is unknown, missing, or has a value that does not fit.

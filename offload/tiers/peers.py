@@ -36,10 +36,6 @@ class PeerTierSpec(OffloadingSpec):
 
     def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
         """
-        Args:
-            options: See `PeerTierOptions`.
-            host: The engine.
-
         Raises:
             CacheConfigError: An option does not fit, the address cannot be bound, or there is no
                 tier in memory before this one that others could read.

@@ -82,7 +82,6 @@ class TransferGeometry:
     ) -> None:
         """
         Args:
-            cache: The engine's side.
             blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
                 one each if left out.
 
@@ -108,8 +107,6 @@ class TransferGeometry:
         """Check a job against the cache and cut it into chunks.
 
         Args:
-            direction: Which way it copies.
-            gpu: The GPU's side.
             lower_count: How many offloaded blocks the lower side has.
             staging_bytes: How large a chunk may be; a single offloaded block always fits.
 
@@ -227,7 +224,6 @@ def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
     Args:
         place: Where they come from, for the error.
         ids: Each must lie in `[0, limit)`.
-        limit: How many blocks there are.
         unique: Whether each may appear only once, because the blocks are written to.
 
     Raises:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TransferStatistics:
-    """What is queued now, and what `get_finished` reported since the start."""
+    """Counts what is queued now, and what `get_finished` reported since the start."""
 
     queued_jobs: int = 0
     """Submitted and not ended."""
@@ -75,7 +75,6 @@ class TransferQueue:
 
         Args:
             job_id: Unique among the jobs that `get_finished` has not reported.
-            direction: Which way it copies.
             copy: Runs in the queue's thread and returns the bytes it copied. Whatever it raises
                 fails the job, and the next one runs.
 
@@ -117,7 +116,7 @@ class TransferQueue:
         self._executor.shutdown(wait=True)
 
     def statistics(self) -> TransferStatistics:
-        """What is queued now, and what `get_finished` reported since the start."""
+        """Return what is queued now, and what `get_finished` reported since the start."""
         with self._lock:
             queued = sum(not job.future.done() for job in self._jobs.values())
             return replace(self._counts, queued_jobs=queued)

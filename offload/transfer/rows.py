@@ -25,7 +25,6 @@ def rows_of(matrix: Bytes, first_byte: int, row_bytes: int) -> Rows:
     Args:
         matrix: `[num_rows, num_bytes]` int8.
         first_byte: The first column.
-        row_bytes: How many columns.
 
     Returns:
         `[num_rows]` of *row_bytes* bytes each.

@@ -1,4 +1,5 @@
-"""What every transfer worker is made of, whatever its lower tier: a plan, a stager, a queue."""
+"""Implements what every transfer worker is made of, whatever its lower tier: a plan, a stager, a
+queue."""
 
 from __future__ import annotations
 
@@ -51,9 +52,7 @@ class Transfers:
     def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
         """
         Args:
-            name: The queue's thread.
             geometry: The cache and how its blocks make up the tier's.
-            options: How to copy.
         """
         on_gpu = geometry.cache.device.type == "cuda"
         self.geometry = geometry
@@ -70,7 +69,6 @@ class Transfers:
         """Check a job and cut it into chunks that fit the stager's buffers.
 
         Args:
-            job: As the connector made it.
             lower_count: How many offloaded blocks its lower side has.
 
         Raises:
@@ -82,9 +80,7 @@ class Transfers:
         """Queue a planned job behind the work of the caller's stream.
 
         Args:
-            job: As the connector made it.
             plan: What `plan` returned for it.
-            side: The lower tier's blocks.
 
         Raises:
             TransferError: The queue was shut down, or another job has that id.
@@ -111,7 +107,7 @@ class Transfers:
 
 
 class TransferWorker(OffloadingWorker):
-    """What the workers of all tiers have in common; each has a `submit` of its own."""
+    """Holds what the workers of all tiers have in common; each has a `submit` of its own."""
 
     def __init__(self, transfers: Transfers) -> None:
         """

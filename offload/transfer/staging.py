@@ -46,7 +46,6 @@ class LowerSide(Protocol):
         """Copy a chunk's offloaded blocks into the tier.
 
         Args:
-            chunk: Which of the job's blocks.
             buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be read.
         """
         ...
@@ -55,7 +54,6 @@ class LowerSide(Protocol):
         """Copy a chunk's offloaded blocks out of the tier.
 
         Args:
-            chunk: Which of the job's blocks.
             buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be written.
         """
         ...
@@ -80,8 +78,6 @@ class Stager(Protocol):
         When it returns or raises, no copy is in progress.
 
         Args:
-            plan: The job.
-            side: The lower tier's blocks.
             after: As `record_event` returned it when the job was submitted.
         """
         ...
@@ -92,7 +88,6 @@ def staging_size(geometry: TransferGeometry, wanted_bytes: int) -> int:
 
     Args:
         geometry: The cache and its offloaded blocks.
-        wanted_bytes: What is asked for.
     """
     return -(-max(wanted_bytes, *geometry.offloaded_bytes) // 8) * 8
 
@@ -111,7 +106,6 @@ class HostStager(Stager):
         Args:
             geometry: The cache and how its blocks make up the tier's.
             staging_bytes: How large a chunk may be; one buffer of it is allocated.
-            copier: Moves the rows.
             pace: Called before each chunk.
         """
         self.staging_bytes = staging_size(geometry, staging_bytes)

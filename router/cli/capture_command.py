@@ -164,7 +164,7 @@ class CaptureLimits:
     seconds: float | None = None
 
     def are_reached(self, captured: Captured) -> bool:
-        """Whether what was captured is enough."""
+        """Return whether what was captured is enough."""
         return (self.batches is not None and captured.batches >= self.batches) or (
             self.queries is not None and captured.queries >= self.queries
         )
@@ -172,7 +172,7 @@ class CaptureLimits:
 
 @dataclass(slots=True)
 class Captured:
-    """What was recorded."""
+    """Holds what was recorded."""
 
     batches: int = 0
     queries: int = 0
@@ -200,7 +200,6 @@ class _Output:
     there before.
 
     Args:
-        path: Where to write.
         header: The first line; None: it comes with the others.
     Raises:
         RecordingError: Nothing can be written there.
@@ -285,7 +284,6 @@ async def capture(
     """Record an engine's stream until a limit is reached or *done* is set.
 
     Args:
-        address: What to record.
         limits: When to stop.
         output: The file to write, once there is a batch; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
@@ -337,7 +335,7 @@ def _why_nothing(subscriber: Subscriber) -> str:
 
 
 class _SeenLine(msgspec.Struct):
-    """What is counted of a line that a router sends."""
+    """Holds what is counted of a line that a router sends."""
 
     frame: str | None = None
     hit: int | None = None

@@ -34,7 +34,7 @@ _BUILT_IN = {
 """Module and help by name."""
 
 _ADD_ONS = {
-    "engine": "one replica of a small engine: a real KV cache, random weights or none",
+    "engine": "one replica of a small engine with a real KV cache",
     "demo": "hybrid engines behind a real router, and what it gained",
 }
 """Help by name of the commands of `engine/`, a distribution of its own."""
@@ -89,8 +89,7 @@ def _own(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        if error.name == "router._core":
-            import_module("router.index.compiled")  # says what is wrong with it
+        _check_core(error)
         raise
 
 
@@ -100,8 +99,15 @@ def _imported(name: str, entry: EntryPoint | None) -> ModuleType:
     try:
         module: ModuleType = entry.load()
     except ImportError as error:
+        _check_core(error)
         raise CommandUnavailable(name, f"{error}; install what its distribution needs") from error
     return module
+
+
+def _check_core(error: ImportError) -> None:
+    """Have the reason raised where the compiled core is what cannot be imported."""
+    if error.name == "router._core":
+        import_module("router.index.compiled")
 
 
 if __name__ == "__main__":

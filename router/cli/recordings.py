@@ -44,7 +44,7 @@ class RecordingError(RouterError):
 
 
 class Header(msgspec.Struct):
-    """What the recorder knew of the engine."""
+    """Holds what the recorder knew of the engine."""
 
     groups: list[GroupSpec] = []
     """By group index."""
@@ -121,7 +121,7 @@ class Query(msgspec.Struct):
 
 
 class Report(NamedTuple):
-    """What the engine reused of an earlier query."""
+    """Holds what the engine reused of an earlier query."""
 
     number: int
     hit: int

@@ -36,9 +36,7 @@ class RunningRouter:
     def __init__(self, url: str, key_variable: str, timeouts: Timeouts) -> None:
         """
         Args:
-            url: Where it listens.
             key_variable: The environment variable that holds a key, if one is needed.
-            timeouts: Of every query.
         Raises:
             QueryFailed: The URL cannot be connected to, or the key cannot be sent in a header.
         """
@@ -63,8 +61,6 @@ class RunningRouter:
         """Send one query and decode the JSON of its response.
 
         Args:
-            method: Of the HTTP request.
-            target: Path and query string.
             kind: The type to decode to, one of those in `router.doors.http`.
             body: JSON; empty for none.
         Raises:
@@ -136,12 +132,7 @@ def _message(response: bytes) -> str:
 
 class Name:
     """A name in a cell: where there is no room, its middle is left out. Names of one fleet often
-    differ only at their ends.
-
-    Args:
-        name: From outside.
-        style: One of rich's styles.
-    """
+    differ only at their ends."""
 
     def __init__(self, name: str, style: str = "") -> None:
         self._text = plain(name, style)

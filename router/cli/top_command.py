@@ -129,7 +129,7 @@ _MAX_FILTER = 100
 
 
 class TopView:
-    """What of the router is shown, as the keys have it."""
+    """Holds what of the router is shown, as the keys have it."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -247,7 +247,6 @@ def render(glance: Glance, width: int, height: int | None) -> RenderableType:
     """Everything, or as much as fits; replicas with problems come first and stay.
 
     Args:
-        glance: What to show.
         width: Columns of the terminal.
         height: Lines of the terminal; None for no limit.
     """
@@ -300,7 +299,8 @@ def _headline(glance: Glance) -> Text:
 
 
 def _store(store: StoreSummary) -> Text:
-    """What several replicas share is no replica's own, so it is not in their table."""
+    """Return the rows of stores, which are in no replica's table, since several replicas share
+    them."""
     who = "1 replica" if store.replicas == 1 else f"{store.replicas:,} replicas"
     return plain(f"store {store.name}: {store.blocks:,} blocks of {store.model}, shared by {who}")
 

@@ -1,4 +1,4 @@
-"""What stands in for event streams that are not there."""
+"""Configures what stands in for event streams that are not there."""
 
 from __future__ import annotations
 

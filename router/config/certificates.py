@@ -52,7 +52,7 @@ class Certificate(NamedTuple):
 
 
 def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
-    """What the listener shows and asks for; None for plain HTTP.
+    """Return what the listener shows and asks for; None for plain HTTP.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -70,11 +70,10 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
 
 
 def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:
-    """What replicas are asked for and shown; None to trust the system's authorities and to show
-    nothing.
+    """Return what replicas are asked for and shown; None to trust the system's authorities and to
+    show nothing.
 
     Args:
-        config: Names the files.
         place: Where it stands in the configuration.
     Raises:
         ConfigError: A file cannot be used.
@@ -99,7 +98,6 @@ async def keep_fresh(
     belong together, as between two writes, the old one stays.
 
     Args:
-        certificates: Those in use.
         on_renewed: Called when one has been read again; may raise `ConfigError`.
     """
     seen = [await asyncio.to_thread(each.stamp) for each in certificates]

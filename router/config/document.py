@@ -110,7 +110,6 @@ def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationErro
     """Several broken rules as one error, for a validator of a whole model to raise.
 
     Args:
-        title: The model's name.
         found: Each broken rule's location in the model, and its text as for `broken_rule`.
     """
     return ValidationError.from_exception_data(
@@ -129,7 +128,6 @@ def problems_in(error: ValidationError, kind: type, root: str = "") -> list[Conf
     Unknown keys come before the other problems of their mapping: they are the likely cause.
 
     Args:
-        error: Of validating the document.
         kind: The model of the whole document, searched for the keys that were meant.
         root: The path of the document itself.
     """

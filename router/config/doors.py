@@ -1,4 +1,4 @@
-"""What gateways that send requests themselves may hold here, and where they ask."""
+"""Configures what gateways that send requests themselves may hold here, and where they ask."""
 
 from __future__ import annotations
 

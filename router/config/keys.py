@@ -58,18 +58,13 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything has to be counted or checked."""
+        """Return whether anything has to be counted or checked."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.max_in_flight, self.models)
         return any(limit is not None for limit in limits)
 
 
 def same_keys(kind: str, keys: Sequence[OperatorKeyConfig]) -> Iterator[tuple[Location, str]]:
-    """Names and keys that appear twice.
-
-    Args:
-        kind: The option that lists them.
-        keys: All of them.
-    """
+    """Names and keys that appear twice."""
     for index, each in enumerate(keys):
         for other, earlier in enumerate(keys[:index]):
             if each.name == earlier.name:

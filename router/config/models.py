@@ -65,7 +65,7 @@ class LowerTierConfig(Section, frozen=True):
 
 
 class LayoutConfig(Section, frozen=True):
-    """What the engines' events leave out about a model's cache. Everything is optional."""
+    """Holds what the engines' events leave out about a model's cache. Everything is optional."""
 
     groups: Items[GroupConfig] = ()
     """By group index.
@@ -173,7 +173,7 @@ class StoreConfig(Section, frozen=True):
     Change it when not all replicas share it; `*` stands for any characters."""
 
     def is_shared_by(self, replica_id: str) -> bool:
-        """Whether a replica reads and writes it."""
+        """Return whether a replica reads and writes it."""
         if self.replicas is None:
             return True
         return any(fnmatchcase(replica_id, pattern) for pattern in self.replicas)
@@ -243,5 +243,5 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def tokenized_at_replica(self) -> bool:
-        """Whether a replica is asked for token ids."""
+        """Return whether a replica is asked for token ids."""
         return self.tokenizer == TOKENIZER_AT_REPLICA

@@ -1,4 +1,4 @@
-"""What the router says about itself: logs, metrics, traces."""
+"""Configures what the router reports about itself: logs, metrics, traces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TracingConfig(Section, frozen=True):
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """What the router says about itself."""
+    """Holds what the router says about itself."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Change it when you want less: `warning` hides changes of state of event streams, which are

@@ -82,7 +82,7 @@ class Origin:
 
     @property
     def tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """Return whether connections are encrypted."""
         return self.scheme == "https"
 
     def allowed(self, addresses: Sequence[str]) -> list[str]:
@@ -94,7 +94,6 @@ class Origin:
         """Take `http[s]://host[:port][/base/path]` apart.
 
         Args:
-            url: The base URL.
             place: Its place in the input, for the message: `replicas[2].url`.
         Raises:
             OriginError: Names place, value and rule. The value is left out where it may hold a

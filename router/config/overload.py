@@ -1,4 +1,4 @@
-"""What becomes of requests when the replicas have no room for more."""
+"""Configures what becomes of requests when the replicas have no room for more."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class OverloadConfig(Section, frozen=True):
 
     @property
     def is_queueing(self) -> bool:
-        """Whether requests wait at all."""
+        """Return whether requests wait at all."""
         return self.max_in_flight is not None or self.max_prefill_tokens is not None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:

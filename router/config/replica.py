@@ -93,7 +93,8 @@ class ReplicaAddress(Section, frozen=True):
 
 
 class ReplicaOptions(Section, frozen=True):
-    """What can be said of a replica besides where it is. What is not said, it is asked for."""
+    """Holds what can be said of a replica besides where it is. What is not said, it is asked
+    for."""
 
     models: Items[Name] | None = None
     """What it serves; null asks its GET /v1/models.

@@ -40,7 +40,8 @@ from router.policies.types import Weights
 
 
 class Overrides(NamedTuple):
-    """What the command line says besides the file; None and an empty list leave the file's."""
+    """Holds what the command line says besides the file; None and an empty list leave the
+    file's."""
 
     host: str | None = None
     port: int | None = None
@@ -107,7 +108,6 @@ class RouterConfig(Section, frozen=True):
         """Read a file. Relative paths in it start at its own directory.
 
         Args:
-            path: The YAML file.
             environ: Where `${NAME}` is looked up, as `os.environ`.
             overrides: What the command line says besides.
         Raises:
@@ -148,7 +148,7 @@ class RouterConfig(Section, frozen=True):
         return config if base_directory is None else config._relative_to(base_directory)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """What asks for a key or a priority class that is not there."""
+        """Yield the options that ask for a key or a priority class that is not there."""
         if self.observability.metrics_need_key and not self.server.operator_keys:
             place: Location = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
@@ -169,7 +169,7 @@ class RouterConfig(Section, frozen=True):
 
     @property
     def owns_priority(self) -> bool:
-        """Whether the order of requests at engines is the router's to decide: where it tells
+        """Return whether the order of requests at engines is the router's to decide: where it tells
         clients apart, or orders them itself."""
         overload = self.overload
         ordered = overload.is_queueing or overload.priority_header is not None

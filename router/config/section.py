@@ -1,4 +1,4 @@
-"""What every mapping of the configuration has in common."""
+"""Defines what every mapping of the configuration has in common."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Section(
     """A mapping in the configuration."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """What values that are valid by themselves break together, each with its location in this
-        section."""
+        """Yield what values that are valid by themselves break together, each with its location in
+        this section."""
         yield from ()
 
     @model_validator(mode="after")

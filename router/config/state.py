@@ -1,4 +1,4 @@
-"""What a router knows when it starts."""
+"""Configures what a router knows when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one value of the configuration may be: its bounds, and what it may not hold.
+"""Defines what one value of the configuration may be: its bounds, and what it may not hold.
 
 Environment variables can stand for API keys only. A URL from the environment would end up in logs
 and responses; a key never does.
@@ -204,7 +204,7 @@ def _check_policy(name: str) -> str:
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether *text* has the form of a ZMQ address; wildcards included."""
+    """Return whether *text* has the form of a ZMQ address; wildcards included."""
     return bool(_ENDPOINT.match(text)) and len(text) <= 1024
 
 
@@ -227,8 +227,8 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def is_local_host(host: str) -> bool:
-    """Whether a name or address is this machine's own, in any of the forms that resolvers take:
-    `127.1` and `0` too. A name that merely resolves to such an address is not known here."""
+    """Return whether a name or address is this machine's own, in any of the forms that resolvers
+    take: `127.1` and `0` too. A name that merely resolves to such an address is not known here."""
     name = host.strip("[]").lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -245,8 +245,8 @@ def is_local_host(host: str) -> bool:
 
 
 def is_local_endpoint(endpoint: str) -> bool:
-    """Whether a source's address leads to this machine itself; wildcards, which stand for another
-    host, do not."""
+    """Return whether a source's address leads to this machine itself; wildcards, which stand for
+    another host, do not."""
     if endpoint.startswith(POLLED):
         host = Origin.parse(reachable(endpoint, "replica")).host
         return is_local_host(host)

@@ -36,7 +36,6 @@ class Adopted:
     ) -> None:
         """
         Args:
-            reservations: Holds them.
             observers: Count and log.
             admission: Counts bodies; of these none is kept.
             entrance: Where others wait for room; None: nowhere.
@@ -62,7 +61,6 @@ class Adopted:
 
         Args:
             number: Of the gateway's question, in the core.
-            reservation_id: What the gateway was told.
             booking: Follows the request in the core's books.
             place: Among the reservations that there may be.
             reason: Why it goes there.

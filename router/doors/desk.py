@@ -38,7 +38,7 @@ _TOKEN_BYTES = 8
 
 
 class DeskParts(NamedTuple):
-    """What a desk works with."""
+    """Holds what a desk works with."""
 
     dispatcher: Dispatcher
     observers: RequestObservers
@@ -75,7 +75,6 @@ class Desk:
         """Decide, and book nothing.
 
         Args:
-            ask: The question.
             selection_id: Under which to keep the decision for a while, to be booked as it is.
         Raises:
             RequestError: It is refused.
@@ -92,7 +91,6 @@ class Desk:
         """Decide, wait for room where all replicas are full, and book.
 
         Args:
-            ask: The question.
             reservation_id: What to call it; None: something new.
         Raises:
             RequestError: It is refused; nothing is booked.

@@ -73,10 +73,7 @@ def make_picker(
     """Make what listens for gateways.
 
     Args:
-        config: The router's.
-        desk: Answers.
         guard: Checks the keys of clients, where they need any.
-        paths: What their paths stand for.
         why_not_ready: Answers health checks; None: the router is ready.
     """
     server = config.server
@@ -119,7 +116,7 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
 
 
 class Limits(NamedTuple):
-    """What a stream may cost."""
+    """Holds what a stream may cost."""
 
     body_s: float
     """In which the whole request must arrive."""
@@ -132,8 +129,6 @@ class ExtProcServer:
     """Listens between `start` and `stop`, on the running event loop.
 
     Args:
-        config: Where it listens.
-        parts: What answers.
         limits: Of each stream.
         why_not_ready: What the health checks say; None: it is ready.
     """

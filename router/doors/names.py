@@ -1,4 +1,5 @@
-"""What gateways call a replica: by address, by URL, by number; and what tells sidecars of one."""
+"""Defines what gateways call a replica: by address, by URL, by number; and what tells sidecars of
+it."""
 
 from __future__ import annotations
 

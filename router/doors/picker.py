@@ -59,7 +59,7 @@ _REQUEST_ID_BYTES = 128
 
 
 class KnownPath(Protocol):
-    """What is known of a path that goes to a replica."""
+    """Describes what is known of a path that goes to a replica."""
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -71,7 +71,7 @@ class KnownPath(Protocol):
 
 
 class PickerParts(NamedTuple):
-    """What all requests have in common."""
+    """Holds what all requests have in common."""
 
     desk: Desk
     admission: Admission
@@ -102,7 +102,7 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class _Head:
-    """Of the request."""
+    """Holds the head of the request."""
 
     headers: dict[bytes, bytes]
     path: str
@@ -134,7 +134,7 @@ class Pick:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether more of the request must come before there is an answer."""
+        """Return whether more of the request must come before there is an answer."""
         return self.stage is Stage.HEAD or self.stage is Stage.BODY
 
     async def take(self, message: Any) -> list[Any]:
@@ -147,7 +147,7 @@ class Pick:
             return [self.refused(error)]
 
     def refused(self, error: RequestError) -> Any:
-        """What the client is told in place of a response; it is over."""
+        """Respond to the client with an error; the request is over."""
         self._parts.desk.refused(error)
         self.stage, self.is_refused = Stage.OVER, True
         self._let_go_of_body()

@@ -1,5 +1,5 @@
-"""What is booked for a gateway that sends a request itself. It ends when the gateway says so, when
-its replica is removed, or when the gateway has been silent for too long."""
+"""Keeps what is booked for a gateway that sends a request itself. It ends when the gateway says so,
+when its replica is removed, or when the gateway has been silent for too long."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _ENDS = {
 
 
 class Claim:
-    """What one question takes of its caller's limits and of the memory for bodies, and its place
-    among those that wait.
+    """Holds what one question takes of its caller's limits and of the memory for bodies, and its
+    place among those that wait.
 
     Raises:
         KeyLimitReached: The caller has used what it may for now.
@@ -185,7 +185,6 @@ class Reservation:
         """So many more tokens of the response.
 
         Args:
-            tokens: How many.
             at: When, by the clock; None: now.
         """
         if not self.is_over:
@@ -193,7 +192,8 @@ class Reservation:
             self.observer.on_events(tokens)
 
     def report(self, usage: bytes) -> None:
-        """What the engine said of the tokens: a JSON object with the `usage` of its response."""
+        """Take what the engine reported of the tokens: a JSON object with the `usage` of its
+        response."""
         self.observer.on_usage(True, usage, b"")
 
     def end(
@@ -206,7 +206,6 @@ class Reservation:
         """It is over; a second call changes nothing.
 
         Args:
-            outcome: How.
             status: Of the replica's response; None: 200 where that is complete.
             failure: How the replica failed, where that is known.
             at: When, by the clock; None: now.

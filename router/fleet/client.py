@@ -61,9 +61,7 @@ class UpstreamResponse:
     ) -> None:
         """
         Args:
-            response: Its head has come.
             first: What has come of its body; empty at its end.
-            origin: Who sends it.
             idle_s: The longest silence.
         """
         self.status = response.status
@@ -135,8 +133,6 @@ class UpstreamClient:
         end) have arrived. Cancelling the call closes the connection.
 
         Args:
-            origin: The server.
-            method: As on the wire.
             target: Path and query as on the wire; the origin's base path is put before it.
             headers: Without host, content-length and hop-by-hop headers.
             body: Whole; may be empty.
@@ -186,8 +182,6 @@ class UpstreamClient:
 
         Args:
             origin: As for `send`, like all others but one.
-            method: As on the wire.
-            target: The path and query.
             body: Whole; may be empty.
             timeouts: For each phase of the exchange.
             max_bytes: Bound on the response's body.
@@ -247,7 +241,7 @@ class UpstreamClient:
         times: Timeouts,
         use: _Use,
     ) -> UpstreamError:
-        """What becomes of *error* for the caller."""
+        """Return what becomes of *error* for the caller."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return ConnectTimeout(f"{origin}: no connection within {times.connect_s:g} s")
         if resource := self._shortage(error, origin):
@@ -264,7 +258,7 @@ class UpstreamClient:
         return ResponseBroken(f"{origin}: the response is not HTTP, or over a bound")
 
     def _shortage(self, error: BaseException, origin: Origin) -> str | None:
-        """What the system ran out of; None where it is the server that cannot be reached."""
+        """Return what the system ran out of; None where it is the server that cannot be reached."""
         if isinstance(error, MemoryError):
             return "memory"
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
@@ -384,7 +378,7 @@ async def _with_first_byte(
 
 
 async def _in_time(job: Awaitable[_T], limit_s: float, rule: str, error: type[UpstreamError]) -> _T:
-    """What *job* gives, or *error* with the *rule* after so many seconds."""
+    """Return what *job* returns, or raise *error* with the *rule* after so many seconds."""
     try:
         async with timeout(limit_s):
             return await job

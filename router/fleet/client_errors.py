@@ -1,4 +1,4 @@
-"""What can go wrong between the router and one server that it asks.
+"""Defines what can go wrong between the router and one server that it asks.
 
     UpstreamError
     ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure

@@ -1,5 +1,5 @@
-"""What an engine's own metrics say about its load: the few gauges that matter, read from Prometheus
-text.
+"""Reads what an engine's own metrics say about its load: the few gauges that matter, from
+Prometheus text.
 
 Names by engine: vLLM's `vllm:*` (older versions say `gpu_cache_usage_perc` for
 `kv_cache_usage_perc`), SGLang's `sglang:*`.

@@ -60,7 +60,7 @@ class EngineOrder:
     def numbers(
         self, headers: Mapping[bytes, bytes], of_key: str | None, waited_s: float
     ) -> Callable[[int], int]:
-        """What one request's number is, by its tokens to compute; lower goes first.
+        """Return what one request's number is, by its tokens to compute; lower goes first.
 
         Args:
             headers: The request's, names in lower case.

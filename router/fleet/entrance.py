@@ -83,7 +83,6 @@ class Entrance:
         """
         Args:
             config: Which headers are read, and the classes.
-            room: Where they wait.
         """
         self.room = room
         self._max_wait_s = config.max_wait_s
@@ -104,11 +103,7 @@ class Entrance:
         at its end.
 
         Args:
-            model: Its base model.
-            uncached_tokens: To be computed.
-            holder: As for `waiter`, like the next two.
             priority: The highest class of that key.
-            share: Of that key.
         """
         waiter = self.waiter(model, {}, holder, priority, share)
         waiter.tokens = uncached_tokens
@@ -126,11 +121,8 @@ class Entrance:
         """A request that needs room at a replica.
 
         Args:
-            model: Its base model.
             headers: The request's, names in lower case.
-            holder: Whose key it came with.
             priority: The highest class of that key.
-            share: Of that key.
         Raises:
             BadRequest: A header does not say what it should.
         """

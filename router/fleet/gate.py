@@ -1,4 +1,5 @@
-"""Whether one replica may be given another request. Pure but for the clock that is passed in.
+"""Decides whether one replica may be given another request. Pure but for the clock that is passed
+in.
 
 Four things close a gate, each by itself:
 
@@ -38,7 +39,7 @@ SLOWEST = 0.1
 
 
 class GateOptions(NamedTuple):
-    """What closes a gate; as `OverloadConfig` explains. None and 0 mean: nothing."""
+    """Holds what closes a gate; as `OverloadConfig` explains. None and 0 mean: nothing."""
 
     in_flight: int | None = None
     prefill_tokens: int | None = None
@@ -76,7 +77,6 @@ class ReplicaGate:
     """The gate of one replica. It is told what happens there.
 
     Args:
-        options: What closes it.
         clock: A monotonic clock, in seconds.
     """
 
@@ -141,7 +141,6 @@ class ReplicaGate:
         """It answered that it cannot take requests for so long.
 
         Args:
-            retry_after_s: As it says.
             tenant: Whose requests these are; empty: everybody's.
         """
         self.told_off += 1
@@ -178,7 +177,7 @@ class ReplicaGate:
 
     @property
     def is_watching(self) -> bool:
-        """Whether it may say no, or slow down."""
+        """Return whether it may say no, or slow down."""
         options = self._options
         return (
             options.in_flight is not None
@@ -227,7 +226,6 @@ class ReplicaGate:
         """Why it has no room for a request that can wait; None if it has.
 
         Args:
-            requests: Under way there.
             prefill_tokens: Of those, that are still to be computed.
         """
         options = self._options

@@ -61,7 +61,7 @@ class HealthRecord:
 
     @property
     def checks_fail(self) -> bool:
-        """Whether enough checks in a row failed, whatever requests show."""
+        """Return whether enough checks in a row failed, whatever requests show."""
         return self._failed_in_a_row >= self._unhealthy_after
 
     def request_failed(self, error: str) -> bool:
@@ -90,7 +90,7 @@ class HealthRecord:
 
     @property
     def serves_requests(self) -> bool:
-        """Whether it is healthy, and few of its last requests failed."""
+        """Return whether it is healthy, and few of its last requests failed."""
         return self.health is Health.HEALTHY and self._recent.bit_count() <= _FEW_FAILED
 
     def _note_request(self, *, has_failed: bool) -> None:

@@ -1,4 +1,5 @@
-"""What the holder of a key may use: requests and tokens in a minute, requests at a time, models.
+"""Counts what the holder of a key uses, and limits it: requests and tokens in a minute, requests at
+a time, models.
 
 A minute is any 60 s, not one of the clock's, so that nobody gets twice as much around its turn.
 What other routers have counted for the same key is added: each tells its own counts, from time to
@@ -24,7 +25,7 @@ _STEPS_PER_S = 2
 
 
 class KeyCounts(NamedTuple):
-    """What was counted for one key at one router."""
+    """Holds what was counted for one key at one router."""
 
     requests: int = 0
     """In the last minute."""
@@ -49,7 +50,6 @@ class MinuteCount:
         """Count.
 
         Args:
-            amount: How much.
             now: The present time, in seconds.
         """
         self.at(now)
@@ -73,7 +73,6 @@ class MinuteCount:
         where it never will be.
 
         Args:
-            amount: How much less.
             now: The present time, in seconds.
         """
         for step, counted in self._steps:
@@ -84,10 +83,9 @@ class MinuteCount:
 
 
 class KeyUsage:
-    """What the holder of one key uses, and may use. Belongs to one event loop.
+    """Holds what the holder of one key uses, and may use. Belongs to one event loop.
 
     Args:
-        config: Of the key.
         clock: A monotonic clock, in seconds.
     """
 
@@ -116,12 +114,12 @@ class KeyUsage:
         self.refusals = dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
 
     def counts(self) -> KeyCounts:
-        """What this router has counted."""
+        """Return what this router has counted."""
         now = self._clock()
         return KeyCounts(self._requests.at(now), self._tokens.at(now), self._in_flight)
 
     def may_enter(self) -> bool:
-        """Whether `enter` lets a request in at this moment."""
+        """Return whether `enter` lets a request in at this moment."""
         config, now = self._config, self._clock()
         most, limit = config.max_in_flight, config.requests_per_minute
         if most is not None and self._in_flight + self.elsewhere.in_flight >= most:
@@ -130,7 +128,7 @@ class KeyUsage:
         return limit is None or not _is_over(limit, used, 1)
 
     def may_spend(self, prompt_tokens: int) -> bool:
-        """Whether `spend` takes a prompt at this moment."""
+        """Return whether `spend` takes a prompt at this moment."""
         limit, now = self._config.tokens_per_minute, self._clock()
         used = self._tokens.at(now) + self.elsewhere.tokens
         return limit is None or not _is_over(limit, used, prompt_tokens)
@@ -173,26 +171,22 @@ class KeyUsage:
         self._count_tokens(prompt_tokens, now)
 
     def leave(self, response_tokens: int = 0) -> None:
-        """A request is over.
-
-        Args:
-            response_tokens: Those of its response.
-        """
+        """A request is over."""
         self._in_flight -= 1
         self._count_tokens(response_tokens, self._clock())
 
     @property
     def is_for_all_models(self) -> bool:
-        """Whether there is no model to keep its holder from."""
+        """Return whether there is no model to keep its holder from."""
         return self._config.models is None
 
     def allows(self, model: str) -> bool:
-        """Whether the key is for a model or adapter."""
+        """Return whether the key is for a model or adapter."""
         models = self._config.models
         return models is None or any(fnmatchcase(model, pattern) for pattern in models)
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """What is left, in the headers that OpenAI's clients know."""
+        """Return what is left, in the headers that OpenAI's clients know."""
         config, now = self._config, self._clock()
         found: list[tuple[bytes, bytes]] = []
         for name, limit, used in (
@@ -229,8 +223,8 @@ class KeyUsage:
 
 
 def _is_over(limit: int, used: int, amount: int) -> bool:
-    """Whether that much more is too much; a prompt over all of the limit passes after an idle
-    minute."""
+    """Return whether that much more is too much; a prompt over all of the limit passes after an
+    idle minute."""
     return used + amount > limit and used > 0
 
 
@@ -238,7 +232,6 @@ class KeyLimits:
     """The usage of every key that has a limit.
 
     Args:
-        keys: All keys of clients.
         clock: A monotonic clock, in seconds.
     """
 
@@ -251,7 +244,7 @@ class KeyLimits:
         """By the name of the key."""
 
     def counts(self) -> dict[str, KeyCounts]:
-        """What this router has counted, to be told to others."""
+        """Return what this router has counted, to be published to others."""
         return {name: usage.counts() for name, usage in self.usages.items()}
 
     def take_elsewhere(self, counts: Iterable[Mapping[str, KeyCounts]]) -> None:

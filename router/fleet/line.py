@@ -113,7 +113,6 @@ def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
     """Where a request stands among others; the lowest place is next.
 
     Args:
-        tokens: What it costs.
         arrived: In seconds.
         ageing_tokens_per_s: What a second of waiting is worth.
     """
@@ -154,7 +153,7 @@ class _Heap:
 
 
 class _Tenant:
-    """What one tenant has waiting in one class, and what it may start."""
+    """Holds what one tenant has waiting in one class, and what it may start."""
 
     __slots__ = ("deficit", "in_flight", "lanes", "name", "tokens", "waiting", "weight")
 
@@ -183,7 +182,7 @@ class _Tenant:
         return max(entry for heap in self.lanes.values() for entry in heap.waiting())[2]
 
     def tokens_before(self, place: float) -> int:
-        """What those cost that come before *place*."""
+        """Return what those cost that come before *place*."""
         return sum(
             entry[2].tokens
             for heap in self.lanes.values()
@@ -280,7 +279,7 @@ class _Class:
 
     @property
     def weights(self) -> float:
-        """Of all tenants that have requests waiting."""
+        """The sum of the weights of all tenants that have requests waiting."""
         return sum(tenant.weight for tenant in self._ring)
 
     def _count(self, tenant: _Tenant, waiter: Waiter, sign: int) -> None:
@@ -341,7 +340,7 @@ class Line:
 
     @property
     def tokens(self) -> int:
-        """What they cost together."""
+        """Return what they cost together."""
         return sum(each.tokens for each in self._classes)
 
     @property
@@ -366,9 +365,6 @@ class Line:
     def put(self, waiter: Waiter, now: float) -> list[Waiter]:
         """Let a request wait.
 
-        Args:
-            waiter: It.
-            now: Its arrival.
         Returns:
             Who has to go for it, perhaps itself. They wait no longer.
         """
@@ -388,12 +384,7 @@ class Line:
         return displaced
 
     def pass_by(self, waiter: Waiter, now: float) -> None:
-        """A request starts without having waited, since nobody waits.
-
-        Args:
-            waiter: It.
-            now: Its arrival.
-        """
+        """A request starts without having waited, since nobody waits."""
         self._arrive(waiter, now)
         self._rate.add(waiter.tokens, now)
 
@@ -430,7 +421,6 @@ class Line:
         """A request is over: if it was taken, its tenant pays the difference.
 
         Args:
-            waiter: It.
             response_tokens: Those of its response; None if that is not known.
         """
         further = 0
@@ -459,7 +449,6 @@ class Line:
 
         Args:
             waiter: It; need not wait.
-            now: The present time.
             behind_all: Whether it would come after all that its tenant has waiting, whatever its
                 length.
         """

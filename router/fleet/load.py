@@ -1,6 +1,6 @@
-"""What this router has in flight at each replica, and at each of its data-parallel ranks: prompt
-tokens until the first response token, then decoding requests. What other routers have in flight
-there is kept beside it. The compiled core keeps the sums: decisions there read them.
+"""Counts what this router has in flight at each replica, and at each of its data-parallel ranks:
+prompt tokens until the first response token, then decoding requests. What other routers have in
+flight there is kept beside it. The compiled core keeps the sums: decisions there read them.
 
 Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
 not at all; after `ended` everything it added has been taken back. So the sums return to exactly
@@ -25,7 +25,8 @@ Place = str | tuple[str, int]
 
 
 class ReplicaLoad(msgspec.Struct):
-    """What this router has in flight at one replica, or one rank of it. Readers get copies."""
+    """Holds what this router has in flight at one replica, or one rank of it. Readers get
+    copies."""
 
     prefilling_requests: int = 0
     prefill_tokens: Annotated[int, gauge("kvroute_in_flight_prefill_tokens")] = 0
@@ -48,12 +49,7 @@ NO_LOAD = ReplicaLoad()
 
 
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
-    """Both together.
-
-    Args:
-        one: In flight somewhere.
-        other: In flight there as well.
-    """
+    """Both together."""
     return ReplicaLoad(
         one.prefilling_requests + other.prefilling_requests,
         one.prefill_tokens + other.prefill_tokens,
@@ -107,7 +103,6 @@ class LoadTracker:
         in a `with` statement.
 
         Args:
-            replica_id: Where it is sent.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
             dp_rank: Of the replica's ranks the one that gets it; None if the engine chooses.
@@ -117,28 +112,24 @@ class LoadTracker:
         return InFlight(flight, replica_id, visit)
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
-        """What this router has in flight at a replica; zeros for one that is unknown."""
+        """Return what this router has in flight at a replica; zeros for one that is unknown."""
         return ReplicaLoad(*self.books.load_of(replica_id))
 
     def look_at(self, replica_id: str) -> ReplicaLoad:
-        """What is known to be in flight there, that of others included."""
+        """Return what is known to be in flight there, that of others included."""
         return ReplicaLoad(*self.books.look_at(replica_id))
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
-        """What is known to be in flight at each rank of a replica. Requests whose rank the engine
-        chose are shared out equally, rounded up.
-
-        Args:
-            replica_id: The replica.
-            dp_ranks: All its ranks.
-        """
+        """Return what is in flight at each rank of a replica, as far as is known. Requests whose
+        rank the engine chose are shared out equally, rounded up."""
         found = self.books.loads_of_ranks(replica_id, dp_ranks)
         return [ReplicaLoad(*load) for load in found]
 
     # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
-        """What this router has in flight, by replica and rank; None stands for a whole replica."""
+        """Yield what this router has in flight, by replica and rank; None stands for a whole
+        replica."""
         return (
             (replica, dp_rank, ReplicaLoad(*load)) for replica, dp_rank, load in self.books.places()
         )
@@ -153,7 +144,7 @@ class LoadTracker:
         )
 
     def others_at(self, replica_id: str) -> ReplicaLoad:
-        """What others have in flight at a replica."""
+        """Return what others have in flight at a replica."""
         return ReplicaLoad(*self.books.others_at(replica_id))
 
     def statistics(self) -> LoadStatistics:
@@ -176,8 +167,6 @@ class InFlight:
     effect.
 
     Args:
-        flight: The core's.
-        replica_id: Where it is sent.
         visit: Hears of its first token and of its end there.
     """
 
@@ -207,7 +196,6 @@ class InFlight:
         """The replica failed; the request is sent to another one, from the start.
 
         Args:
-            replica_id: Where it is sent now.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it there, if that is known.
             visit: Hears of its first token and of its end there.

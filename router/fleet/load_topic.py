@@ -1,5 +1,5 @@
-"""What an engine publishes of its load: SGLang (0.5.23) with `--load-publish-endpoint`, on a PUB
-socket for each data-parallel rank.
+"""Reads what an engine publishes of its load: SGLang (0.5.23) with `--load-publish-endpoint`, on a
+PUB socket for each data-parallel rank.
 
 Three frames, `[topic, seq: i64 big-endian, msgpack]`; the last one is `["LoadStat", running
 requests, waiting requests, KV tokens in use, KV tokens that fit, rank, ...]`. Changes come at once,
@@ -88,7 +88,6 @@ class LoadTopics:
         """A connection to a rank's socket, not open yet.
 
         Args:
-            topic: Where.
             limits: Bounds.
         """
         if self._context is None:
@@ -108,7 +107,6 @@ class LoadFollower:
     """Follows what one replica publishes of its load.
 
     Args:
-        topics: Makes the sockets.
         clock: A monotonic clock, in seconds.
         allows: Whether an address may be connected to; None: every address.
     """
@@ -130,7 +128,7 @@ class LoadFollower:
 
     @property
     def is_live(self) -> bool:
-        """Whether every rank has said something lately."""
+        """Return whether every rank has said something lately."""
         since = self._clock() - STALE_AFTER_S
         heard = [at for at, _ in self._said.values() if at >= since]
         return bool(self._followed) and len(heard) == len(self._followed)

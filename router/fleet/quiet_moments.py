@@ -67,7 +67,6 @@ class QuietMoments:
         """A request is about to be sent; call `ended` when it is over.
 
         Args:
-            replica_id: Where.
             now: Seconds.
         """
         requests = self._replicas.get(replica_id)
@@ -96,10 +95,9 @@ class QuietMoments:
         return moment.number == requests.begun + requests.others + self._met(moment.replica_id)[1]
 
     def was_quiet(self, replica_id: str, began_at: float) -> bool:
-        """Whether nothing from here was at a replica since a while before *began_at*.
+        """Return whether nothing from here was at a replica since a while before *began_at*.
 
         Args:
-            replica_id: The replica.
             began_at: When a request of the company began.
         """
         requests = self._replicas.get(replica_id)
@@ -117,7 +115,6 @@ class QuietMoments:
         """Another router has a request there, or had one a moment ago.
 
         Args:
-            replica_id: Where.
             now: Seconds.
         """
         requests = self._replicas.setdefault(replica_id, _Requests())

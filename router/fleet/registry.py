@@ -47,7 +47,6 @@ class ReplicaListener(Protocol):
         """`replica.state` has changed.
 
         Args:
-            replica: In its new state.
             before: Its state until now.
         """
 
@@ -63,7 +62,6 @@ class ReplicaListener(Protocol):
         """`replica.served` has changed.
 
         Args:
-            replica: With what it serves now.
             before: What it served until now.
         """
 
@@ -74,7 +72,6 @@ class ReplicaListener(Protocol):
         restart at the same addresses is not a change: the streams themselves show it.
 
         Args:
-            replica: With its present sources.
             before: Its sources until now.
         """
 
@@ -86,10 +83,7 @@ class ReplicaRegistry:
     """All replicas. Belongs to one event loop.
 
     Args:
-        fetch: Asks replicas.
-        health: How to watch them.
         load: Read for views, and to tell this router's requests from others in the engines' load.
-        random: For jitter.
         clock: A monotonic clock, in seconds.
         gates: When replicas are given no requests; None: whenever they are healthy.
     """
@@ -135,7 +129,6 @@ class ReplicaRegistry:
         models are known.
 
         Args:
-            config: What it is.
             allows: Whether an address may be connected to for it; None: every address.
         Raises:
             ReplicaExists: Its id or its URL is taken.
@@ -214,13 +207,13 @@ class ReplicaRegistry:
         return replica
 
     def is_healthy(self, replica_id: str) -> bool:
-        """Whether the replica exists, and checks and requests succeed there."""
+        """Return whether the replica exists, and checks and requests succeed there."""
         replica = self._replicas.get(replica_id)
         return replica is not None and replica.is_healthy
 
     def is_at_ease(self, replica_id: str) -> bool:
-        """Whether the replica exists, serves its requests, and has room for another: one more does
-        it no harm."""
+        """Return whether the replica exists, serves its requests, and has room for another: one
+        more does it no harm."""
         replica = self._replicas.get(replica_id)
         return replica is not None and replica.is_at_ease(
             self._load.look_at(replica_id), self._clock(), self._health.engine_load_stale_after_s
@@ -236,7 +229,7 @@ class ReplicaRegistry:
 
     @property
     def backs_off(self) -> bool:
-        """Whether replicas that ask for it are left alone."""
+        """Return whether replicas that ask for it are left alone."""
         return self._gates.max_back_off_s > 0
 
     @property
@@ -330,7 +323,6 @@ class ReplicaRegistry:
         """Count a check.
 
         Args:
-            replica: The one that was checked.
             error: Why the check failed; None if it passed.
         """
         before = replica.state
@@ -357,7 +349,6 @@ class ReplicaRegistry:
         """Take over what a replica reports about itself.
 
         Args:
-            replica: The one that was asked.
             served: What it serves; None keeps what is known.
             sources: Where its events are; None keeps what is known.
             notes: What went wrong, and what was assumed; new ones are logged.

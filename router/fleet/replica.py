@@ -28,7 +28,6 @@ class Replica:
     """The state of one replica. The registry and its watcher write it; everything else reads it.
 
     Args:
-        config: How it was added.
         record: Its health, still unknown.
         now: On the registry's clock.
         allows: Whether an address may be connected to for it; None: every address.
@@ -86,7 +85,7 @@ class Replica:
 
     @property
     def draining(self) -> bool:
-        """Whether it is to get no new requests."""
+        """Return whether it is to get no new requests."""
         return self._draining
 
     @draining.setter
@@ -141,11 +140,11 @@ class Replica:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether checks and requests succeed, draining or not."""
+        """Return whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY
 
     def is_of(self, owner: str) -> bool:
-        """Whether it is an engine of some kind, by the owner of its models.
+        """Return whether it is an engine of some kind, by the owner of its models.
 
         Args:
             owner: `vllm` or `sglang`.
@@ -159,7 +158,7 @@ class Replica:
         return self.server_info.priority_order if order == "ask" else order
 
     def serves(self, model: str) -> bool:
-        """Whether it takes requests for this model or adapter."""
+        """Return whether it takes requests for this model or adapter."""
         return model in self.served.models or any(
             model == adapter for adapter, _ in self.served.adapters
         )
@@ -174,7 +173,6 @@ class Replica:
         """Keep what the engine's metrics report.
 
         Args:
-            load: As scraped.
             own_requests: This router's requests there at that time.
             now: That time, on the registry's clock.
             own_by_rank: Of these, those at each rank; a rank without any may be missing.
@@ -215,7 +213,7 @@ class Replica:
         return self.gate.full(load.requests, load.prefill_tokens)
 
     def is_at_ease(self, load: ReplicaLoad, now: float, engine_load_stale_after_s: float) -> bool:
-        """Whether it serves its requests and has room for another, as far as is known.
+        """Return whether it serves its requests and has room for another, as far as is known.
 
         Args:
             load: What this router has in flight there.
@@ -233,7 +231,6 @@ class Replica:
         Args:
             load: What this router has in flight there.
             now: On the registry's clock.
-            others: What other routers have.
         """
         record = self.record
         return ReplicaView(

@@ -41,7 +41,7 @@ class NoTurn:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What waits for one model in one class."""
+    """Holds what waits for one model in one class."""
 
     requests: Annotated[int, gauge("kvroute_queue_requests")]
     """Requests that wait for room at a replica."""
@@ -90,7 +90,6 @@ class WaitingRoom:
         """A request has arrived.
 
         Args:
-            waiter: It.
             is_room: Whether a replica has room for it.
         Returns:
             Whether it may start at once. Else it waits, unless it has been started meanwhile.
@@ -119,7 +118,7 @@ class WaitingRoom:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits."""
+        """Return whether nobody waits."""
         return not self._waiting
 
     def passed(self, waiter: Waiter) -> None:
@@ -133,7 +132,6 @@ class WaitingRoom:
         """A request has ended, whether it had its turn or still waited.
 
         Args:
-            waiter: It.
             response_tokens: Those of its response; None if that is not known.
         """
         line = waiter.line
@@ -170,7 +168,7 @@ class WaitingRoom:
             waiter.refuse(NoReplica(model, "no replica serves it any more"))
 
     def statistics(self) -> Mapping[str, Sequence[Waiting]]:
-        """What waits, by model and class."""
+        """Return what waits, by model and class."""
         return {
             model: [Waiting(*counts) for counts in line.by_class()]
             for model, line in self._lines.items()

@@ -1,4 +1,4 @@
-"""What a replica reports about itself, read from its responses. Pure; the result is bounded,
+"""Reads what a replica reports about itself, from its responses. Pure; the result is bounded,
 whatever a response holds.
 
 `GET /kv_event_sources` (vLLM 0.32) returns an object, data-parallel rank -> its publisher's
@@ -104,7 +104,6 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
     publishes nothing.
 
     Args:
-        body: The response's.
         host: The replica's own, which replaces wildcards.
     Raises:
         InvalidReplicaResponse: The body has another form, or names an address that cannot be
@@ -127,7 +126,7 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
 
 
 class ServerInfo(NamedTuple):
-    """What `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
+    """Holds what `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
     nothing or does not say; kvroute's engine of what it takes; both of their order."""
 
     sources: tuple[EventSource, ...] = ()
@@ -145,7 +144,6 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     to `GET /server_info`.
 
     Args:
-        body: The response's.
         host: The replica's own, which replaces wildcards.
     Raises:
         InvalidReplicaResponse: The body has another form, or names an address that cannot be

@@ -13,7 +13,7 @@ from router.fleet.load import ReplicaLoad
 
 
 class Health(Enum):
-    """What checks and requests show of a replica."""
+    """Names what checks and requests show of a replica."""
 
     STARTING = "starting"
     """Added, and no check has passed yet."""
@@ -45,7 +45,7 @@ class EventSource(msgspec.Struct, frozen=True):
 
 
 class ServedModels(msgspec.Struct, frozen=True):
-    """What a replica serves."""
+    """Holds what a replica serves."""
 
     models: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()

@@ -58,10 +58,8 @@ class Fetch(Protocol):
         """Status and body of the response to `GET <origin><path>`.
 
         Args:
-            origin: The replica.
             path: After the origin's base path.
             headers: Beside those that every request has.
-            timeout_s: For everything together.
             max_bytes: Bound on the body.
         Raises:
             UpstreamError: There is no response, or its body is longer than *max_bytes*.
@@ -89,13 +87,12 @@ class UpstreamFetch:
 
 
 class WatchListener(Protocol):
-    """What a watcher reports to: its registry."""
+    """Receives what a watcher reports; a registry does."""
 
     def on_check(self, replica: Replica, error: str | None) -> None:
         """A check is over.
 
         Args:
-            replica: The one that was checked.
             error: Why the check failed; None if it passed.
         """
 
@@ -109,7 +106,6 @@ class WatchListener(Protocol):
         """The replica has been asked about itself.
 
         Args:
-            replica: The one that was asked.
             served: What it serves; None if that is unknown this time.
             sources: Where its events are; None if that is unknown this time.
             notes: What went wrong, and what was assumed.
@@ -130,10 +126,8 @@ class Watcher:
     Args:
         replica: To be watched; its counts and times are written here.
         listener: Hears of every check and discovery.
-        fetch: Asks the replica.
         load: Tells this router's requests from others in the engine's load.
         config: How often, and how patiently.
-        random: For jitter.
         clock: A monotonic clock, in seconds.
         load_topics: Makes the sockets of those that publish their load.
         pace: How often a healthy replica is asked.
@@ -286,7 +280,7 @@ class Watcher:
         return ServedModels(configured, adapters)
 
     async def _server_info(self) -> ServerInfo | Exception:
-        """What it says of itself; vLLM says nothing (404), which is no fault."""
+        """Return what it says of itself; vLLM says nothing (404), which is no fault."""
         try:
             body = await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES)
             return parse_server_info(body, self._replica.origin.host)
@@ -316,7 +310,7 @@ class Watcher:
     def _sglang_sources(
         self, info: ServerInfo | Exception, status: int, notes: list[str]
     ) -> tuple[EventSource, ...] | None:
-        """What SGLang tells where vLLM's path returned *status*."""
+        """Return the sources that SGLang names, where vLLM's path returned *status*."""
         if isinstance(info, _Refused):
             notes.append(_unknown_cache(SOURCES_PATH, status))
             return () if info.status in (404, 405) else None

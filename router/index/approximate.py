@@ -1,4 +1,4 @@
-"""What caches hold whose events are not there, as far as requests and responses show it.
+"""Estimates what caches hold whose events are not there, as far as requests and responses show it.
 
 What was sent to a cache was stored there, an engine evicts what was used longest ago, and responses
 say how much of their prompts was cached. From that follows an estimate, over the keys that the
@@ -29,7 +29,7 @@ class ApproximateCache:
         self.eviction_age_s: Callable[[float], float | None] = estimate.eviction_age_s
 
     def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> ApproximateHit:
-        """What it may hold of a request's prompts.
+        """Return what it may hold of a request's prompts.
 
         Args:
             prompts: The keys of each, every `STEP` tokens.
@@ -74,7 +74,6 @@ class ApproximateCaches:
         been missing for long.
 
         Args:
-            source: The cache.
             cache_tokens: Its size as the engine reports it; None: it does not.
             now: On the clock.
         """
@@ -88,7 +87,6 @@ class ApproximateCaches:
         """A request is sent to a cache; None if no estimate stands in for it.
 
         Args:
-            source: The cache.
             prompts: The keys of each of its prompts, every `STEP` tokens.
             hit_tokens: That were predicted to be cached.
         """
@@ -99,7 +97,8 @@ class ApproximateCaches:
         self._core.forget(self._mirror.numbers_of(replica))
 
     def statistics(self) -> dict[SourceId, ApproximateStatistics]:
-        """Of the caches that an estimate stands in for now; those of others are dropped."""
+        """Return the state of the caches that an estimate stands in for now; those of others are
+        dropped."""
         now, found = self._clock(), {}
         for number in self._core.caches():
             source = self._mirror.source_of(number)

@@ -31,7 +31,7 @@ class SourceId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierHint:
-    """What the configuration says of a lower tier: how much it keeps together.
+    """Holds what the configuration says of a lower tier: how much it keeps together.
 
     Without it that is learned. A tier with larger blocks than the GPU's names their size: the
     largest is its unit, a smaller one the end of a prompt that does not fill it (LMCache's
@@ -63,7 +63,7 @@ class StoreHint:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHints:
-    """What the configuration says of a model's cache."""
+    """Holds what the configuration says of a model's cache."""
 
     groups: tuple[KVCacheGroup, ...] = ()
     """By group index; used where the wire is silent."""
@@ -127,7 +127,7 @@ def unpack_keys(packed: bytes) -> list[int]:
 
 
 class ApplyResult(msgspec.Struct, gc=False):
-    """What one batch did to its source, in blocks unless it says otherwise."""
+    """Holds what one batch did to its source, in blocks unless it says otherwise."""
 
     stored: int = 0
     removed: int = 0
@@ -155,7 +155,7 @@ class ApplyResult(msgspec.Struct, gc=False):
 
 
 class Hit(NamedTuple):
-    """What a source would reuse of a prompt."""
+    """Holds what a source would reuse of a prompt."""
 
     gpu_cached_tokens: int
     cached_tokens: int
@@ -180,7 +180,6 @@ def token_columns(
 
     Args:
         hits: From `match_prompt`, or sums of such, which have no junctions.
-        sources: Any.
     """
     columns = getattr(hits, "columns", None)
     if columns is not None:

@@ -42,7 +42,6 @@ def load(data: bytes, index: PrefixIndex) -> None:
     """Restore an index from the pieces of `dump`.
 
     Args:
-        data: All pieces, joined.
         index: Of the implementation that wrote them; what it holds is forgotten.
     Raises:
         DumpError: The bytes are not a whole, undamaged dump of this version and implementation.
@@ -56,7 +55,6 @@ class FrameWriter:
 
     Args:
         magic: What such a file begins with.
-        version: Of what the records say.
     """
 
     def __init__(self, magic: bytes, version: int) -> None:
@@ -64,7 +62,7 @@ class FrameWriter:
         self._checksum = 0
 
     def framed(self, record: bytes) -> bytes:
-        """What stands in front of a record; the empty one is the end."""
+        """Return what stands in front of a record; the empty one is the end."""
         self._checksum = zlib.crc32(record, self._checksum)
         return _FRAME.pack(len(record), self._checksum)
 
@@ -75,7 +73,6 @@ def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memory
     Args:
         data: The whole file.
         magic: What it must begin with.
-        version: Of what the records say.
     Raises:
         DumpError: It is not whole and undamaged, or of another version.
     """
@@ -99,7 +96,7 @@ def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memory
 
 
 def _frame(data: memoryview, position: int) -> tuple[int, int, int]:
-    """Of the frame at *position*: the record's length, the checksum, the record's start."""
+    """Read the frame at *position*: the record's length, the checksum, the record's start."""
     start = position + _FRAME.size
     if start > len(data):
         raise DumpError(f"index dump: cut off at byte {len(data)}, inside a frame")

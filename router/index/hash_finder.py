@@ -58,7 +58,8 @@ class HashFinder:
 
     @property
     def key_problem(self) -> str | None:
-        """What is wrong with the key of the source's hashes, as a sentence for an operator."""
+        """Return what is wrong with the key of the source's hashes, as a sentence for an
+        operator."""
         if self._withheld is None:
             return None
         return (
@@ -88,11 +89,9 @@ class HashFinder:
         """Try every known chain on a prompt: is one of its blocks among those held?
 
         Args:
-            token_ids: The prompt.
             spellings: From `extra_keys.spellings`.
             hash_block_size: In tokens.
             lookahead: Tokens behind a block that its hash covers too.
-            held: The source's hashes.
         """
         longest = min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY)
         tokens = token_ids[: longest + lookahead]
@@ -140,7 +139,8 @@ class _Sample:
 
 
 def _sample(event: BlockStored) -> _Sample | None:
-    """What an event proves about the chain; None unless it starts at the root without extra keys.
+    """Return what an event proves about the chain; None unless it starts at the root without extra
+    keys.
 
     A dense event proves as much with its first block as with all. In one with holes every hash must
     be in the chain over all of its tokens: which block each belongs to is not said.
@@ -171,9 +171,6 @@ def engine_hashes(
     """A prompt's hashes in the form the engine puts on the wire.
 
     Args:
-        chain: The engine's.
-        token_ids: The prompt.
-        hash_block_size: Tokens between two hashes.
         extra_keys: In one spelling, by hash block.
         lookahead: Tokens behind a block that its hash covers too.
         as_int: As 64-bit integers, else as digests.

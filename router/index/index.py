@@ -102,7 +102,7 @@ class PrefixIndex:
         return Core(point, fold, bounds, NO_HIT, ApplyResult)
 
     def number_of(self, source: SourceId) -> int:
-        """What names a source in the core for good, also before it is added and after it was
+        """Return what names a source in the core for good, also before it is added and after it was
         dropped."""
         number = self._numbers.get(source)
         if number is None:
@@ -120,7 +120,6 @@ class PrefixIndex:
         """Make a source known and empty; whatever it held before is forgotten.
 
         Args:
-            source: The cache to follow.
             hints: What the configuration says of its layout; kept until the source is dropped.
         """
         is_there = self._take_out(source)
@@ -150,7 +149,7 @@ class PrefixIndex:
         )
 
     def _drop_unread_stores(self) -> None:
-        """What nobody reads counts for nobody."""
+        """Drop the stores that no source reads."""
         if not self._stores:
             return
         read = {store.name for known in self._sources.values() for store in known.stores}
@@ -240,7 +239,7 @@ class PrefixIndex:
         done: tuple[Any, ...],
         payload: bytes | EventBatch,
     ) -> ApplyResult:
-        """What the core did, with what Python finds out from it."""
+        """Return what the core did, with what Python finds out from it."""
         (stored, removed, waiting, skipped, overflow, given_up) = done[:6]
         (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced, slot) = done[6:12]
         for store in done[12]:
@@ -336,7 +335,6 @@ class PrefixIndex:
 
         Args:
             token_ids: All tokens of the prompt.
-            lora_name: The adapter it runs with.
             cache_salt: The request's salt; only equal salts share blocks.
             extra_keys: What else decides a block's content, in the form of the events'
                 `extra_keys`: one entry per hash block.
@@ -369,12 +367,14 @@ class PrefixIndex:
 
     @property
     def slots(self) -> Mapping[SourceId, int]:
-        """Of every source. Another mapping when one comes or goes, and never changed itself."""
+        """The slot of every source. Another mapping when one comes or goes, and never changed
+        itself."""
         return self._slots
 
     @property
     def searches(self) -> bool:
-        """Whether some source's blocks are found only by its engine's own hashes of a prompt."""
+        """Return whether some source's blocks are found only by its engine's own hashes of a
+        prompt."""
         return bool(self._searching)
 
     def computed(self, prompt: HashedPrompt) -> list[Computed]:
@@ -386,7 +386,7 @@ class PrefixIndex:
         return computed
 
     def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        """As `match_prompt`, of one source.
+        """Do what `match_prompt` does, for one source.
 
         Args:
             prompt: From `prepare`.
@@ -417,7 +417,7 @@ class PrefixIndex:
         return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
 
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        """What each group of a source would allow of a prompt, by group index.
+        """Return what each group of a source would allow of a prompt, by group index.
 
         Args:
             prompt: From `prepare`.
@@ -466,7 +466,7 @@ class PrefixIndex:
     def computed_of(
         self, source: SourceId, prompts: Iterable[HashedPrompt]
     ) -> list[list[Computed]]:
-        """Of each prompt, its hashes by the source's engine, where blocks are only found by them;
+        """Return each prompt's hashes by the source's engine, where blocks are only found by them;
         empty where no prompt needs any."""
         known = self._sources.get(source)
         if known is None or source not in self._searching:
@@ -567,7 +567,7 @@ class PrefixIndex:
     # --- looking ----------------------------------------------------------------------------------
 
     def holds(self, source: SourceId) -> bool:
-        """Whether a source is known."""
+        """Return whether a source is known."""
         return source in self._sources
 
     def blocks_held(self, source: SourceId) -> int:
@@ -582,17 +582,17 @@ class PrefixIndex:
         return self.core.removals(known.slot) if known else 0
 
     def announced(self, source: SourceId) -> CacheLayout | None:
-        """What a source's publisher said of its cache itself; None where it said nothing, or the
-        source is unknown."""
+        """Return what a source's publisher said of its cache itself; None where it said nothing, or
+        the source is unknown."""
         known = self._sources.get(source)
         return known.learner.announced if known else None
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
-        """Of every known source."""
+        """Return the state of every known source."""
         return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:
-        """Of one; None where it is unknown."""
+        """Return the state of one source; None where it is unknown."""
         known = self._sources.get(source)
         return None if known is None else statistics_of(self.core, known)
 

@@ -1,4 +1,4 @@
-"""What a source's events say about its cache layout.
+"""Learns what a source's events say about its cache layout.
 
 Known beats assumed: a `CacheLayout` event, else the events' own fields, else the configuration.
 What had to be assumed is listed, so that an operator sees it.
@@ -20,7 +20,7 @@ _UNKNOWN_SIZE = "unknown, taken as full attention"
 
 @dataclass(slots=True)
 class SeenGroup:
-    """What the events of one group have said so far. Sizes in tokens."""
+    """Holds what the events of one group have said so far. Sizes in tokens."""
 
     kind: str | None = None
     """As on the wire."""
@@ -105,7 +105,6 @@ class LayoutLearner:
             lookahead: Tokens after a block that its hash covers too; None: not said.
             group: Its index; None: there is nothing to learn of a group.
             is_on_gpu: Not in a lower tier.
-            kind: As on the wire.
             sliding_window: In tokens.
             block_size: In tokens, as far as the run tells; else 0.
         """
@@ -144,7 +143,6 @@ class LayoutLearner:
 
         Args:
             announced: See the attribute of that name, as for the other arguments.
-            seen: By group index.
             smallest_step: In tokens.
             lookahead: In tokens.
         """
@@ -241,7 +239,8 @@ class LayoutLearner:
         return KVCacheGroup(GroupKind.FULL, size) if size else None
 
     def _from_below(self, index: int) -> SeenGroup | None:
-        """What lower tiers say of a group; the size that events leave out is the other groups'."""
+        """Return what lower tiers say of a group; the size that events leave out is the other
+        groups'."""
         below, hint = self.tiers_seen.get(index), self._hint(index)
         if below is None:
             return None
@@ -268,7 +267,7 @@ class LayoutLearner:
         )
 
     def assumptions(self) -> tuple[str, ...]:
-        """What is assumed rather than known, one sentence each."""
+        """Return what is assumed rather than known, one sentence each."""
         if self.announced is not None:
             return (self.error,) if self.error else ()
         return tuple(self._assumptions())

@@ -88,11 +88,7 @@ class Mirror:
         """A request is sent to a cache.
 
         Args:
-            model: Its base model.
-            index: The model's.
-            source: The cache.
             prompts: The request's, as far as they are known.
-            prompt_tokens: Of all of them.
             uncached_tokens: Of these, those that have to be computed there.
             hit_tokens: Of these, those that are cached there now.
             speed: Of the replica, relative to others.
@@ -119,9 +115,9 @@ class Mirror:
     # --- what others are told, and tell -----------------------------------------------------------
 
     def prefilling(self) -> list[Prefilling]:
-        """What is being computed for requests of this router, as far as others should know of it
-        before its events tell them, the latest last. The same objects each time, brought up to
-        date.
+        """Return what is being computed for requests of this router, as far as others should know
+        of it before its events tell them, the latest last. The same objects each time, brought up
+        to date.
 
         A short prompt that is computed at once is not among it: to tell and to hear of it costs
         more than to compute it twice.
@@ -168,11 +164,11 @@ class Mirror:
     # --- what a decision asks ---------------------------------------------------------------------
 
     def prefill_tokens_per_s(self, model: str) -> float:
-        """Of a replica of this model at speed 1."""
+        """Return the speed of a replica of this model whose own speed is 1."""
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
 
     def load_prices(self, source: SourceId) -> LoadPrices | None:
-        """What loading costs at a cache; None where nothing was sent to it yet."""
+        """Return what loading costs at a cache; None where nothing was sent to it yet."""
         cache = self._caches.get(source)
         return None if cache is None else self.core.load_prices(cache)
 
@@ -180,7 +176,6 @@ class Mirror:
         """How probable it is that something will be used again.
 
         Args:
-            model: Whose requests use it.
             idle_s: For how long nobody has.
         """
         return self.core.reuse_probability(self.number_of_model(model), idle_s)
@@ -192,10 +187,9 @@ class Mirror:
         capacity_blocks: int | None = None,
         now: float | None = None,
     ) -> CacheOutlook:
-        """What a new request would find at a cache.
+        """Return what a new request would find at a cache.
 
         Args:
-            model: Of the request.
             source: The cache; an unknown one is idle and empty.
             capacity_blocks: What the engine says of its size.
             now: On the mirror's clock, where the caller knows it.
@@ -214,8 +208,6 @@ class Mirror:
         """The same of many caches, without a name for each value: progress, and the rest.
 
         Args:
-            model: Of the request.
-            sources: The caches.
             capacity_of: What the engine says of the size of cache i.
             now: On the mirror's clock.
         """
@@ -224,7 +216,7 @@ class Mirror:
         )
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
-        """What each cache is computing of a prompt for another one now.
+        """Return what each cache is computing of a prompt for another one now.
 
         Args:
             prompt: One that is to be sent.
@@ -245,10 +237,7 @@ class Mirror:
         now: those in prefill there come first. They store their prompts, and evict others.
 
         Args:
-            source: The cache.
             prompt: One that is to be sent.
-            prompt_tokens: Its length.
-            hit_tokens: That are cached now.
             junction_tokens: Behind these, those of which only full attention is there.
         """
         cache = self._caches.get(source)
@@ -263,7 +252,7 @@ class Mirror:
     # --- numbers ----------------------------------------------------------------------------------
 
     def number_of(self, source: SourceId) -> int:
-        """What names a cache in the core, for as long as the process lives."""
+        """Return what names a cache in the core, for as long as the process lives."""
         number = self._caches.get(source)
         if number is None:
             number = self._caches[source] = len(self._sources)
@@ -271,7 +260,7 @@ class Mirror:
         return number
 
     def numbers_of(self, replica: str) -> list[int]:
-        """Of all its ranks."""
+        """Return the numbers of all its ranks."""
         return [number for number, source in enumerate(self._sources) if source.replica == replica]
 
     def source_of(self, number: int) -> SourceId:

@@ -1,4 +1,4 @@
-"""What the mirror is told and says. Plain values."""
+"""Defines what goes into the mirror and what comes out. Plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ByTier: TypeAlias = Sequence[tuple[str, int]]
 
 
 class Coming(NamedTuple):
-    """What a cache will have of a prompt, though no event says so yet. In tokens."""
+    """Holds what a cache will have of a prompt, though no event says so yet. In tokens."""
 
     tokens: int
     """A hit."""
@@ -28,7 +28,7 @@ class Coming(NamedTuple):
 
 
 class CacheOutlook(NamedTuple):
-    """What a new request would find at a cache, besides its hit."""
+    """Holds what a new request would find at a cache, besides its hit."""
 
     progress_tokens: float = 0.0
     """Of the uncached tokens in prefill there, those that are computed by now."""
@@ -80,7 +80,7 @@ class MirrorStatistics:
 
 
 class ApproximateHit(NamedTuple):
-    """What a cache may hold of a prompt."""
+    """Holds what a cache may hold of a prompt."""
 
     tokens: int
     trust: float

@@ -37,12 +37,7 @@ def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
 
 
 def written_extra_keys(algorithm: str, extra_keys: Sequence[ExtraKeys]) -> list[bytes]:
-    """Extra keys as they stand in what is hashed for a block: `None` as no bytes.
-
-    Args:
-        algorithm: Says in which form.
-        extra_keys: By block.
-    """
+    """Extra keys as they stand in what is hashed for a block: `None` as no bytes."""
     write = encode_cbor if algorithm.endswith("_cbor") else _pickled_third
     return [b"" if each is None else write(each) for each in extra_keys]
 
@@ -68,14 +63,6 @@ class HashedPrompt:
         cache_salt: str | None,
         extra_keys: Sequence[Any] | None,
     ) -> None:
-        """
-        Args:
-            core: Of the index.
-            token_ids: See `PrefixIndex.prepare`, as for the others.
-            lora_name: The adapter.
-            cache_salt: The salt.
-            extra_keys: By hash block.
-        """
         packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
         self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
         self.lora_name = lora_name
@@ -88,8 +75,8 @@ class HashedPrompt:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Of the whole prompt; not kept twice unless somebody asks for them. Few do, and prompts
-        are kept as long as a cache holds them."""
+        """The token ids of the whole prompt; not kept twice unless they are asked for. Few callers
+        do, and prompts are kept as long as a cache holds them."""
         if self._token_ids is None:
             self._token_ids = array("I", self.hashed.tokens())
         return self._token_ids
@@ -117,11 +104,9 @@ class HashedPrompt:
     def core_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
     ) -> _EngineHashes:
-        """As `engine_hashes`, in the form that the core looks up.
+        """Return `engine_hashes` in the form that the core looks up.
 
         Args:
-            chain: The engine's.
-            step: Tokens between two hashes.
             lookahead: Tokens behind a block that its hash covers too.
             as_int: As 64-bit integers, else as digests.
         """
@@ -207,8 +192,6 @@ def spellings(
     Args:
         extra_keys: One entry per block, in the events' untagged form.
         blocks: In the prompt, the last one perhaps cut short.
-        lora_name: The adapter of the prompt.
-        cache_salt: The request's salt.
     """
     if not (lora_name or cache_salt or extra_keys):
         yield []

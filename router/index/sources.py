@@ -1,4 +1,4 @@
-"""What is known of one source outside the core, and of the stores that sources share."""
+"""Holds what is known of one source outside the core, and of the stores that sources share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from router.index.layout_learner import LayoutLearner
 
 @dataclass(slots=True)
 class SharedStore:
-    """What several sources write to and read from: one file system or bucket behind many replicas.
+    """Holds what several sources write to and read from: one file system or bucket behind many
+    replicas.
 
     It is no source's own: it outlives each of them, and a block is there once, whoever announced it
     and how often. Readers take each other's word for the prefix that a hash stands for, so all have
@@ -35,7 +36,7 @@ class SharedStore:
 
 @dataclass(slots=True)
 class KnownSource:
-    """What is known of one source outside the core."""
+    """Holds what is known of one source outside the core."""
 
     slot: int
     learner: LayoutLearner
@@ -67,7 +68,7 @@ class KnownSource:
         return self.learner.lookahead if lender is None else lender.lookahead
 
     def is_opaque(self, event: Event) -> bool:
-        """Whether something that the event hides goes into its hashes; see `SourceCache`."""
+        """Return whether something that the event hides goes into its hashes; see `SourceCache`."""
         chain, layout = self.finder.chain, self.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
             return False

@@ -41,7 +41,6 @@ class PlugIn:
 
         Args:
             request: What the policy may know of it.
-            standings: All that can take it.
         Raises:
             PolicyError: The policy lost, repeated or invented a candidate, or its costs are not
                 finite, or not ascending.
@@ -56,7 +55,7 @@ class PlugIn:
         return Ranking(self._order(self._orders, request, standings), standings)
 
     def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float]:
-        """What the ranks of one replica cost, where it `chooses_ranks`.
+        """Return what the ranks of one replica cost, where it `chooses_ranks`.
 
         Args:
             request: What the policy may know of it.
@@ -81,10 +80,6 @@ class PlugIn:
 def check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
     """Hold a policy to the rules of `Policy`.
 
-    Args:
-        policy: Any.
-        able: What it was given.
-        ranked: What it returned.
     Raises:
         PolicyError: It lost, repeated or invented a candidate, or its costs are not finite and
             ascending.

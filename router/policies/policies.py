@@ -44,7 +44,6 @@ class BuiltInPolicy:
         """Order candidates, outside of the core's decisions: for a plug-in that changes something.
 
         Args:
-            request: What is known of it.
             candidates: May be empty.
         """
         if not candidates:
@@ -69,14 +68,13 @@ class BuiltInPolicy:
         """Why candidates are in their places.
 
         Args:
-            request: What is known of it.
             mean_congestion: That the order was found with.
         """
         return reasons_of(self.name, self._core, request, mean_congestion)
 
 
 def session_bytes(request: RouteRequest) -> bytes:
-    """What the client calls its session; it may send a lone surrogate."""
+    """Return what the client calls its session; it may send a lone surrogate."""
     return b"" if not request.session else request.session.encode("utf-8", "surrogatepass")
 
 
@@ -88,7 +86,7 @@ GROUP = "kvroute.policies"
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a policy is made from."""
+    """Holds what a policy is made from."""
 
     weights: Weights = field(default_factory=Weights)
     """Costs, for policies that estimate."""

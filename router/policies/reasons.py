@@ -29,9 +29,7 @@ def reasons_of(name: str, core: CorePolicy, request: RouteRequest, mean_congesti
     """Those of a built-in policy.
 
     Args:
-        name: The policy's.
         core: Says what the parts of a cost are.
-        request: What is known of it.
         mean_congestion: That the order was found with.
     """
     if name == "least_delay":

@@ -34,7 +34,7 @@ Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 
 
 class Lower(NamedTuple):
-    """What a candidate has of a prompt below its GPU; the fields are those of `Candidate`."""
+    """Holds what a candidate has of a prompt below its GPU; the fields are those of `Candidate`."""
 
     by_tier: tuple[tuple[str, int], ...] = ()
     load_price: float | None = None
@@ -72,9 +72,6 @@ class Standings:
             states: What does not depend on the prompt.
             gpu_cached_tokens: As in `Candidate`, like the next four.
             cached_tokens: At least as many.
-            junction_tokens: By candidate.
-            recent_tokens: By candidate.
-            progress_tokens: By candidate.
             outlooks: What each cache is doing.
             lower_of: Returns what candidate i has below its GPU.
         """
@@ -105,14 +102,13 @@ class Standings:
         return len(self.states)
 
     def lower_of(self, number: int) -> Lower:
-        """What candidate *number* has below its GPU."""
+        """Return what candidate *number* has below its GPU."""
         return self._lower_of(number)
 
     def lower_cost(self, number: int, weights: Weights) -> float:
-        """What a token of the hit of candidate *number* costs that is below the GPU.
+        """Return what a token of the hit of candidate *number* costs that is below the GPU.
 
         Args:
-            number: Its number.
             weights: What it costs where it was not measured.
         """
         lower = self.lower_of(number)
@@ -174,7 +170,7 @@ def state_of(candidate: Candidate) -> State:
 
 
 def lower_of_candidate(candidate: Candidate) -> Lower:
-    """What a candidate has below its GPU."""
+    """Return what a candidate has below its GPU."""
     return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
 
 
@@ -203,7 +199,7 @@ class Order(NamedTuple):
     why: Why
 
     def cost(self, number: int) -> float:
-        """Of candidate *number*."""
+        """Return the cost of candidate *number*."""
         return self.costs[number]
 
     def first(self) -> int:
@@ -234,7 +230,6 @@ class OrdersStandings(Protocol):
         """Order *standings* as `Policy.rank` would order its candidates, with the same costs.
 
         Args:
-            request: What is known of it.
             standings: At least one.
         """
 
@@ -247,7 +242,7 @@ class Ordered(Protocol):
         """The reasons."""
 
     def cost(self, number: int) -> float:
-        """Of candidate *number*."""
+        """Return the cost of candidate *number*."""
 
     def first(self) -> int:
         """The number of the best candidate."""
@@ -273,7 +268,6 @@ class Ranking(Sequence[Ranked]):
     def __init__(self, order: Ordered, standings: Stands) -> None:
         """
         Args:
-            order: Of a policy.
             standings: At least one.
         """
         self._order = order

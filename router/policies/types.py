@@ -1,4 +1,4 @@
-"""What goes into a policy and what comes out. Plain values; no I/O, no clock."""
+"""Defines what goes into a policy and what comes out. Plain values; no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2":
     config=ConfigDict(extra="forbid", use_attribute_docstrings=True),
 )
 class Weights:
-    """What things cost. The unit of every cost is *the time to prefill one prompt token* on an
-    otherwise idle replica.
+    """Holds what things cost. The unit of every cost is *the time to prefill one prompt token* on
+    an otherwise idle replica.
 
     The defaults are rules of thumb, computed for an 8B model on one data-centre GPU: 20,000 prefill
     tokens/s (50 µs a token), 128 KiB of KV cache a token, 3 TB/s of memory and 25 GB/s of PCIe.
@@ -117,7 +117,7 @@ class Weights:
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know of a request."""
+    """Holds what a policy may know of a request."""
 
     model: str
     """The model's name as replicas serve it; known to exist."""
@@ -137,7 +137,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a new request would find at a replica."""
+    """Holds what a new request would find at a replica."""
 
     queued_prefill_tokens: int = 0
     """Uncached prompt tokens this router sent there whose responses have not begun."""
@@ -209,11 +209,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the hit is an estimate from what was sent there, without events."""
+        """Return whether the hit is an estimate from what was sent there, without events."""
         return self.approximate_trust is not None
 
     def hit_in_words(self, prompt_tokens: int) -> list[str]:
-        """What is cached of a prompt, where, and how far that is trusted, in parts of a sentence.
+        """Return what is cached of a prompt, where, and how far that is trusted, in parts of a
+        sentence.
 
         Args:
             prompt_tokens: Its length; 0 if it is unknown.
@@ -259,7 +260,6 @@ class Policy(Protocol):
         Runs on the event loop for every request, so it must be quick and must not wait.
 
         Args:
-            request: What is known of it.
             candidates: Those that can take the request now; may be empty. Not to be changed.
         Returns:
             Every candidate exactly once: a failed request is retried on the rest.

@@ -1,4 +1,4 @@
-"""What can go wrong between a request body and its token ids.
+"""Defines what can go wrong between a request body and its token ids.
 
     TokenizeError
     |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
@@ -26,7 +26,6 @@ class RequestBodyError(TokenizeError):
     Args:
         place: JSON path of the value, `$.messages[3].content`.
         found: Type and size of what is there, never the value itself.
-        rule: What would have been right.
     """
 
     def __init__(self, place: str, found: str, rule: str) -> None:

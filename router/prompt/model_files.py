@@ -34,7 +34,7 @@ _TOKEN_NAMES = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the files of one model say."""
+    """Holds what the files of one model say."""
 
     path: str
     """The directory, for messages."""

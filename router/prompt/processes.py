@@ -134,7 +134,7 @@ class _Worker:
             )
 
     def call(self, work: bytes, data: bytes) -> tuple[bool, Any]:
-        """Whether it went well, and the result or what was raised."""
+        """Return whether it went well, and the result or what was raised."""
         _send(self._socket, work, data)
         result, _ = _receive(self._socket)
         succeeded, value = _Unpickler(io.BytesIO(result)).load()

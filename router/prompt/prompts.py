@@ -1,4 +1,4 @@
-"""What a request asks to be computed, and its token ids: plain values."""
+"""Defines what a request asks to be computed, and its token ids: plain values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Truncation:
     first, and the special tokens around it survive."""
 
     def cuts(self, count: int) -> bool:
-        """Whether a prompt of so many tokens is cut."""
+        """Return whether a prompt of so many tokens is cut."""
         return 0 <= self.max_tokens < count
 
 
@@ -73,7 +73,7 @@ class TextPrompt:
 
 
 class ChatPiece(NamedTuple):
-    """What one message, or one part of it, says."""
+    """Holds what one message, or one part of it, says."""
 
     text: str
     is_named: bool
@@ -170,7 +170,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_cut_to_model(self) -> bool:
-        """Whether a prompt is cut to what the model takes."""
+        """Return whether a prompt is cut to what the model takes."""
         return any(
             not isinstance(prompt, OpaquePrompt)
             and prompt.truncation is not None
@@ -235,7 +235,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Whether the ids are the engine's whole prompt."""
+        """Return whether the ids are the engine's whole prompt."""
         return self.coverage is Coverage.WHOLE
 
     def __repr__(self) -> str:

@@ -85,8 +85,6 @@ class Tokenization:
         """Use *local* first, and *remote* for prompts that it cannot tokenise.
 
         Args:
-            local: The router's own tokenizer.
-            remote: Tokenises at a replica.
             max_threads: Tokenizers that run at once beside the event loop.
             max_waiting: Requests that may be in a thread or wait for one; beyond
                 that, ids stay unknown.
@@ -120,7 +118,6 @@ class Tokenization:
         """Return one result for each prompt, in order. Raises only on cancellation.
 
         Args:
-            spec: The parsed request.
             lora_name: The adapter that `spec.model` turned out to be.
         """
         start = time.perf_counter()
@@ -136,10 +133,9 @@ class Tokenization:
     def tokenize_now(
         self, spec: PromptSpec, *, lora_name: str | None = None
     ) -> list[TokenizedPrompt] | None:
-        """As `tokenize`, without waiting; None where that may take a thread or a replica.
+        """Do what `tokenize` does, without waiting; None where that may take a thread or a replica.
 
         Args:
-            spec: The parsed request.
             lora_name: The adapter that `spec.model` turned out to be.
         """
         first = spec.prompts[0]
@@ -293,7 +289,6 @@ class _Threads:
     """A few threads and a bounded queue before them.
 
     Args:
-        max_threads: How many.
         max_waiting: The bound.
         warm: Done at once in each thread; None starts them when they are needed.
     """

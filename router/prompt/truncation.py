@@ -26,7 +26,6 @@ def ends_of(whole: TokenIds, bare: TokenIds) -> Ends | None:
     """The special tokens around a prompt; None where that cannot be told.
 
     Args:
-        whole: Its ids.
         bare: The same without special tokens.
     """
     added, size = len(whole) - len(bare), len(bare)
@@ -41,7 +40,6 @@ def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) ->
 
     Args:
         ids: Finished ids, special tokens included.
-        truncation: What the request asks for.
         ends: The special tokens around *ids*; None if they are not known.
     """
     if truncation is None or not truncation.cuts(len(ids)):

@@ -1,4 +1,4 @@
-"""What routers tell each other: one small board, with one writer for each slot.
+"""Lets routers know of each other's load: one small board, with one writer for each slot.
 
 Every router publishes its own slot and reads the others': what it has in flight at each replica
 and rank, which prefixes are being computed for it, and which replicas it found unhealthy. Nobody

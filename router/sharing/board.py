@@ -101,7 +101,6 @@ class BoardExchange:
 
         Args:
             board: Where to publish, and whom to hear.
-            collect: What to say, now.
             take: Hears what all others say, by writer, whenever it has changed.
             clock: A monotonic clock, in seconds.
             cpu_clock: The processor time of this thread, in seconds. It stands still while others

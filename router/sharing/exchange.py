@@ -1,5 +1,4 @@
-"""What this router tells the others over a board, and what it makes of what
-they tell.
+"""Publishes what this router knows over a board, and takes over what others publish.
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
 from here; what several sent there before they heard of each other counts once, since the engine
@@ -65,9 +64,7 @@ class Sharing:
 
         Args:
             load: What is in flight at each replica.
-            mirror: Which prompts are being computed.
             recent: Which prefixes were just sent where.
-            registry: The replicas' health.
             quiet: When nothing else runs at a replica.
             models: Their indexes read the keys of prefixes.
             keys: What the holders of limited keys use.
@@ -91,7 +88,7 @@ class Sharing:
     # --- telling ----------------------------------------------------------------------------------
 
     def collect(self) -> Slot:
-        """What to tell, now."""
+        """Return what to publish now."""
         return Slot(
             loads=tuple(
                 SharedLoad(
@@ -172,8 +169,8 @@ class Sharing:
         self._unhealthy = {writer: frozenset(slot.unhealthy) for writer, slot in slots.items()}
 
     def _prefilling(self, slots: Mapping[str, Slot]) -> list[Prefilling]:
-        """What is being computed for others. Each prompt is remembered as sent when it is first
-        heard of."""
+        """Return what is being computed for others. Each prompt is remembered as sent when it first
+        arrives here."""
         known, self._known = self._known, {}
         now = self._clock()
         for writer, slot in slots.items():
@@ -209,9 +206,6 @@ class Sharing:
 def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
     """The board on a server; None where none is configured.
 
-    Args:
-        config: Names the server.
-        secret: That all routers share.
     Raises:
         ConfigError: The client library is missing, or a certificate cannot be read.
     """
@@ -266,7 +260,8 @@ def _summed(
 
 
 def _queued_twice(prompts: Iterable[Prefilling]) -> Counter[SourceId]:
-    """Of the tokens that wait at each cache, those that are counted for more than one prompt."""
+    """Return, of the tokens that wait at each cache, those that are counted for more than one
+    prompt."""
     alike: dict[tuple[SourceId, int], list[Prefilling]] = {}
     for each in prompts:
         if each.queued_tokens and each.keys:
@@ -292,7 +287,7 @@ def _queued_in_both(one: Prefilling, other: Prefilling) -> int:
 
 
 def _are_equal(one: Prefilling, other: Prefilling) -> bool:
-    """As long, and equal up to the last key."""
+    """Return whether two are as long, and equal up to the last key."""
     alike = len(one.keys) == len(other.keys) and one.keys[-1] == other.keys[-1]
     return alike and one.tokens == other.tokens
 

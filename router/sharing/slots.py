@@ -1,5 +1,5 @@
-"""What one process tells the others, and its bytes. They come from other processes and machines, so
-every one of them is bounded and checked."""
+"""Encodes what one process publishes to the others. The bytes come from other processes and
+machines, so every one of them is bounded and checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SlotError(RouterError):
 
 
 class SharedLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a process has in flight at one replica, or one rank of it."""
+    """Holds what a process has in flight at one replica, or one rank of it."""
 
     replica: _Id
     dp_rank: _Rank | None

@@ -79,10 +79,7 @@ def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> V
     """A board on a server, which is connected to when it runs.
 
     Args:
-        url: Of the server.
         credentials: Who the router is to it.
-        prefix: As for `ValkeyBoard`, as the others.
-        secret: That all share.
     """
     tls: dict[str, Any] = {
         "ssl_ca_certs": credentials.ca,
@@ -155,7 +152,6 @@ class ValkeyBoard(Board):
     Args:
         server: Has no connection yet; closed at the end of `run`.
         prefix: Of the key and the channel: boards of other prefixes are others.
-        secret: That all share.
         clock: A monotonic clock, in seconds.
         wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
     """

@@ -1,4 +1,5 @@
-"""What happened, and what is wrong: metrics, logs of requests, traces, the last hour, problems.
+"""Records what happened, and what is wrong: metrics, logs of requests, traces, the last hour,
+problems.
 
 In comes what each request did (`request_observer.py`) and what the parts count; out go the
 responses of `/metrics`, `/requests` and `/overview`, spans, and sentences about replicas. A metric

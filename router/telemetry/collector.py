@@ -277,8 +277,8 @@ def _replica_metrics(
 def _scaling_metrics(
     parts: RouterParts, feeds: Mapping[SourceId, SourceFeedStatistics]
 ) -> Iterator[Metric]:
-    """What an autoscaler of the engines goes by: how long what waits will take, and whether the
-    caches are too small."""
+    """Yield what an autoscaler of the engines goes by: how long what waits will take, and whether
+    the caches are too small."""
     replicas = {view.id: view for view in parts.registry.snapshot()}
     served = [(name, view) for view in replicas.values() if (name := _model_of(parts.models, view))]
     speeds = {name: parts.mirror.prefill_tokens_per_s(name) for name, _ in served}
@@ -379,7 +379,7 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
 
 
 def _work_metrics(parts: RouterParts) -> Iterator[Metric]:
-    """What the router does at this moment, and what it lacks."""
+    """Yield what the router does at this moment, and what it lacks."""
     yield _single(
         "kvroute_requests_under_way",
         "Requests admitted and not ended.",
@@ -434,7 +434,7 @@ def _remembered_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 
 def _queue_metrics(parts: RouterParts) -> Iterator[Metric]:
-    """What waits for room at a replica; no series where nothing may wait."""
+    """Yield what waits for room at a replica; no series where nothing may wait."""
     lines = {} if parts.entrance is None else parts.entrance.room.statistics()
     found = [
         ((model, name), waiting)
@@ -445,7 +445,7 @@ def _queue_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 
 def _key_metrics(limits: KeyLimits) -> Iterator[Metric]:
-    """What the holders of limited keys use. The names of keys are the operator's."""
+    """Yield what the holders of limited keys use. The names of keys are the operator's."""
     usages = limits.usages.items()
     labels = ("key",)
     yield _counter(

@@ -41,7 +41,7 @@ class Hour:
 
 
 class _Ring:
-    """What is kept of one replica."""
+    """Holds what is kept of one replica."""
 
     def __init__(self) -> None:
         self.steps: list[array[float]] = []
@@ -56,7 +56,7 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """What a replica's caches hold, and have removed from their GPUs since the start."""
+    """Counts what a replica's caches hold, and have removed from their GPUs since the start."""
 
     gpu_blocks: int
     removed: Mapping[int, int]
@@ -64,8 +64,8 @@ class BlockCounts:
 
 
 class Removals:
-    """What sources have removed since this process follows them. One that came from a snapshot
-    counts from before that."""
+    """Counts what sources have removed since this process follows them. One that came from a
+    snapshot counts from before that."""
 
     def __init__(self) -> None:
         self._before: dict[SourceId, Mapping[int, int]] = {}
@@ -103,7 +103,6 @@ class History:
     ) -> None:
         """
         Args:
-            metrics: Whose counters are read.
             caches: What the caches of every replica hold now; those that are gone are forgotten.
             clock: A monotonic clock, in seconds.
         """

@@ -74,7 +74,6 @@ class HistogramSeries:
         """Count *value* into its bucket.
 
         Args:
-            value: What was measured.
             trace_id: Of the recorded trace that shows why; None where there is none.
         """
         bucket = bisect_left(self._bounds, value)
@@ -128,12 +127,7 @@ class _Written(Generic[_Series]):
         return self._spec.buckets
 
     def forget(self, label: str, value: str) -> None:
-        """Drop every series that has this value of a label.
-
-        Args:
-            label: Its name.
-            value: Its value.
-        """
+        """Drop every series that has this value of a label."""
         if label in self._spec.labels:
             place = self._spec.labels.index(label)
             for values in [values for values in self._by_labels if values[place] == value]:
@@ -340,19 +334,16 @@ class RouterMetrics:
         """Time a decision.
 
         Args:
-            model: The model's name.
             tokenization_s: Until the token ids were known; None without a prompt.
-            routing_s: From there to the ranking.
         """
         if tokenization_s is not None:
             self.tokenization.labels(model).observe(tokenization_s)
         self.routing.labels(model).observe(routing_s)
 
     def served(self, model: str, replica: str) -> ServedMetrics:
-        """What is counted of a replica's requests; to be asked for each time, not kept.
+        """Return what is counted of a replica's requests; to be asked for each time, not kept.
 
         Args:
-            model: The model's name.
             replica: The replica that responded, or a word for none.
         """
         found = self._served.get((model, replica))
@@ -397,8 +388,8 @@ class RouterMetrics:
 
 
 class ServedMetrics:
-    """What is counted of the requests that one replica served for one model. Each series is looked
-    up once, when it is first needed: before that it would stand in `/metrics` as a zero."""
+    """Counts the requests that one replica served for one model. Each series is looked up once,
+    when it is first needed: before that it would stand in `/metrics` as a zero."""
 
     __slots__ = (
         "_compared",
@@ -413,7 +404,6 @@ class ServedMetrics:
     def __init__(self, metrics: RouterMetrics, model: str, replica: str) -> None:
         """
         Args:
-            metrics: Has the series.
             model: Their label.
             replica: Their label.
         """
@@ -432,7 +422,6 @@ class ServedMetrics:
 
         Args:
             seconds: After its request arrived.
-            trace_id: Of its recorded trace.
         """
         if self._first_byte is None:
             self._first_byte = self._metrics.first_byte.labels(self._model, self._replica)
@@ -444,10 +433,8 @@ class ServedMetrics:
         """A request has ended.
 
         Args:
-            policy: That chose the replica.
             status: Sent to the client; None if it left before there was one.
             seconds: Since it arrived.
-            trace_id: Of its recorded trace.
         """
         series = self._requests.get((policy, status))
         if series is None:

@@ -88,9 +88,7 @@ class OtelTracing:
         """Read what is configured; nothing runs before `start`.
 
         Args:
-            config: Of tracing.
             environ: As `os.environ`, which OpenTelemetry's SDK itself reads as well.
-            counter: Counts by result.
         Raises:
             ConfigError: A variable says what is not supported.
         """
@@ -252,7 +250,7 @@ class SpanMaker:
 
 
 def _request_attributes(trace: RequestTrace) -> Iterator[tuple[str, AttributeValue]]:
-    """Of the request's span. Nothing of a prompt but its length."""
+    """Return the attributes of the request's span. Nothing of a prompt but its length."""
     yield "http.request.method", trace.method
     yield "url.path", trace.path
     if trace.route is not None:
@@ -319,7 +317,8 @@ def _error(trace: RequestTrace) -> str | None:
 
 
 def _is_servers(trace: RequestTrace) -> bool:
-    """Whether the server is at fault; a 4xx is the client's (semantic conventions for HTTP)."""
+    """Return whether the server is at fault; a 4xx is the client's (semantic conventions for
+    HTTP)."""
     end = None if trace.request is None else trace.request.end
     return (trace.status or 0) >= 500 or end in _FAILED_ENDS
 
@@ -434,12 +433,8 @@ def _check_protocol(environ: Mapping[str, str]) -> None:
 def make_tracing(
     config: TracingConfig, environ: Mapping[str, str], counter: WrittenCounter
 ) -> OtelTracing | None:
-    """What `OtelTracing` makes; None where the standard's variables turn it off.
+    """Make what `OtelTracing` makes; None where the standard's variables turn it off.
 
-    Args:
-        config: Of tracing.
-        environ: As `os.environ`.
-        counter: Counts by result.
     Raises:
         ConfigError: A variable says what is not supported.
     """

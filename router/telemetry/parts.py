@@ -32,8 +32,8 @@ from router.telemetry.shortages import Shortages
 
 
 class RouterParts:
-    """What a router is made of. `RouterService` makes, starts and stops all of it; where a part is
-    None, the configuration does not ask for it."""
+    """Holds what a router is made of. `RouterService` makes, starts and stops all of it; where a
+    part is None, the configuration does not ask for it."""
 
     config: RouterConfig
     """As it was last taken over."""

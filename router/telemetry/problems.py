@@ -1,4 +1,4 @@
-"""What is wrong with a replica, in sentences for a person who has just been woken."""
+"""Finds what is wrong with a replica, in sentences for a person who has just been woken."""
 
 from __future__ import annotations
 
@@ -107,11 +107,9 @@ def problems_of(
     tokenizer_disagreements: int,
     approximate_ranks: Container[int] | None = None,
 ) -> list[ReplicaProblem]:
-    """What is wrong with a replica, the worst first; empty if nothing is.
+    """Return what is wrong with a replica, the worst first; empty if nothing is.
 
     Args:
-        replica: The replica as of now.
-        sources: Its event streams.
         tokenizer_disagreements: Probes that it tokenises differently from the router.
         approximate_ranks: Those whose hits are estimates, since their events are not there; None
             where nothing is estimated.

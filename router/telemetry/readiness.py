@@ -38,13 +38,11 @@ class Readiness:
 
         Args:
             admission: Says whether some replica can serve at all.
-            registry: All replicas.
             feed: How far their streams have caught up.
             named: Ids of the replicas to wait for.
             wait_s: The longest wait for one of them, from its first check and again from the
                 moment it is healthy; 0 waits for none.
             unknown: Who has not said yet which replicas there are; waited for as long.
-            clock: The registry's.
         """
         self._admission = admission
         self._registry = registry
@@ -84,7 +82,8 @@ class Readiness:
         return f"waiting at most {max(waiting)[0]:.0f} s for the caches of {names}{more}"
 
     def _lags(self, replica: Replica) -> Iterator[str]:
-        """What is not known of a replica yet; nothing of one that gets no requests anyhow."""
+        """Return what is not known of a replica yet; nothing of one that gets no requests
+        anyhow."""
         if replica.state is ReplicaState.STARTING and not replica.record.failed_checks:
             yield "not checked yet"
         if replica.state is not ReplicaState.HEALTHY:

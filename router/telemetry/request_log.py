@@ -33,7 +33,6 @@ def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdic
 
     Args:
         predicted: Cached tokens.
-        actual: The same, as reported.
         is_approximate: An estimate is never exact, and near within its resolution.
     """
     if is_approximate and abs(predicted - actual) < STEP:
@@ -44,7 +43,7 @@ def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdic
 
 
 class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
-    """What is known of a request, for us and for readers of the log."""
+    """Holds what is known of a request, for us and for readers of the log."""
 
     number: int = 0
     """The larger, the later."""
@@ -127,12 +126,12 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended with a 4xx: nothing was computed for it."""
+        """Return whether it ended with a 4xx: nothing was computed for it."""
         return 400 <= (self.status or 0) < 500
 
     @property
     def has_failed(self) -> bool:
-        """Whether it failed for a reason other than its client."""
+        """Return whether it failed for a reason other than its client."""
         return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
 
 
@@ -292,7 +291,6 @@ class RequestLog:
 
         Args:
             request: As far as it was decided on.
-            error: The client's response.
         """
         request.status, request.end = error.status, error.code
         self.add(request)

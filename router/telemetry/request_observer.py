@@ -90,8 +90,6 @@ class RequestObservers:
         """Log a request that has been decided on, and make its observer.
 
         Args:
-            decision: Where it should go.
-            path: The endpoint's path.
             request_id: Ties the logs of client, router and engine together.
             trace_id: Of the distributed trace that it belongs to.
         Raises:
@@ -124,7 +122,6 @@ class RequestObservers:
 
         Args:
             number: The request's, in the data plane.
-            replica_id: The replica.
             failure: How it failed; None: it responded that it cannot now.
             retry_after_s: For how long, as it says.
             tenant: Whom it told so, where it tells several apart.
@@ -162,7 +159,6 @@ class RequestObservers:
 
         Args:
             number: The request's, in the data plane.
-            failure: How.
         """
         request = self._shown.get(number)
         if request is not None:
@@ -173,7 +169,6 @@ class RequestObservers:
 
         Args:
             replica_id: Who; may have been removed since.
-            failure: How.
         """
         if failure in RETRIED and replica_id in self.replicas:
             self.metrics.retries.labels(replica_id, failure.value).inc()
@@ -199,7 +194,6 @@ class RequestObservers:
         Args:
             number: The request's, in the data plane.
             settled: What is known of it so far.
-            path: Of its target.
             policy: The name of the policy that chose.
         """
         request = self._shown.get(number)
@@ -237,8 +231,6 @@ class RequestObservers:
 
         Args:
             number: The request's, in the data plane.
-            settled: What became of it.
-            path: Of its target.
             policy: The name of the policy that chose.
         Returns:
             As the log shows it.
@@ -318,13 +310,8 @@ class RequestObservers:
             self.repair.compare(settled.model, source, comparison)
 
     def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
-        """What an engine reported as cached. vLLM leaves a zero out, so from a replica that has
-        ever reported cached tokens, silence means zero.
-
-        Args:
-            reader: Has read the response.
-            replica_id: Whose it is.
-        """
+        """Return what an engine reported as cached. vLLM leaves a zero out, so from a replica that
+        has ever reported cached tokens, silence means zero."""
         usage = reader.usage()
         if usage.cached_tokens is not None:
             self.reporting.add(replica_id)
@@ -553,7 +540,8 @@ class RequestObserver(ProxyObserver):
         return self._responded if self._responded in self._of_all.replicas else "removed"
 
     def _end_moment(self) -> bool:
-        """Whether the request had the replica it was sent to last to itself; it has no longer."""
+        """Return whether the request had the replica it was sent to last to itself; it has no
+        longer."""
         moment, self._moment = self._moment, None
         return moment is not None and self._of_all.repair.quiet.ended(moment, self._of_all.clock())
 

@@ -56,7 +56,7 @@ class Trust(str, Enum):
 
 
 class Finding(Enum):
-    """What the last comparisons say."""
+    """Names what the last comparisons say."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -72,7 +72,8 @@ TABLE: Mapping[tuple[Trust, Finding], Trust] = {
 
 
 class Cause(str, Enum):
-    """What lasting wrong predictions likely come from: sentences whose subject is the replica."""
+    """Names what lasting wrong predictions likely come from: sentences whose subject is the
+    replica."""
 
     SALT = "only prompts with a cache_salt: its events do not show the salt, or show another"
     ADAPTER = "only prompts for a LoRA adapter: the adapter goes into its hashes in an unknown way"
@@ -100,12 +101,12 @@ class Comparison(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the two differ."""
+        """Return whether the two differ."""
         return self.predicted != self.actual
 
 
 class CacheFacts(NamedTuple):
-    """What the index says of a source, as far as it tells causes apart."""
+    """Holds what the index says of a source, as far as it tells causes apart."""
 
     block_size: int | None = None
     """Tokens in a hit's smallest step; None where it is not known."""
@@ -192,11 +193,10 @@ class SourceTrust:
 
 
 def likely_cause(comparisons: Sequence[Comparison], facts: CacheFacts) -> Cause:
-    """What wrong predictions have in common, and right ones have not.
+    """Return what wrong predictions have in common, and right ones have not.
 
     Args:
         comparisons: Of one source; some of them wrong.
-        facts: What its index says.
     """
     wrong = [each for each in comparisons if each.is_wrong]
     right = [each for each in comparisons if not each.is_wrong]
@@ -235,7 +235,6 @@ class SelfRepair:
     """The evidence on every source, and the rebuilds that follow from it.
 
     Args:
-        rebuild: Rebuilds a source.
         is_judged: Whether predictions of a source of a model must be right now: its stream is live,
             and it tokenises as the router does.
         facts_of: What the index says of a source of a model.
@@ -263,7 +262,6 @@ class SelfRepair:
         """Count a comparison that was made in a quiet moment.
 
         Args:
-            model: Whose index follows the source.
             source: The cache that the request met.
             comparison: What was predicted of it, and what came.
         """
@@ -274,7 +272,7 @@ class SelfRepair:
             self._rebuild(source)
 
     def statistics(self) -> dict[SourceId, TrustStatistics]:
-        """Of every source that was compared."""
+        """Return the trust in every source that was compared."""
         return {source: trust.statistics() for source, trust in self._trusts.items()}
 
     def forget(self, replica_id: str) -> None:

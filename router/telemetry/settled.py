@@ -1,4 +1,4 @@
-"""What is known of a request that the data plane decided by itself."""
+"""Holds what is known of a request that the data plane decided by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_CORE = "; decided by the data plane"
 
 
 class AskedInCore(NamedTuple):
-    """What such a request was."""
+    """Holds what such a request was."""
 
     path: int
     """Its place among the paths that are prepared."""
@@ -90,7 +90,7 @@ class Settled(NamedTuple):
 
     @property
     def response_tokens(self) -> int:
-        """As `RequestObserver.response_tokens`; none without a response."""
+        """The same as `RequestObserver.response_tokens`; 0 without a response."""
         if not self.first_byte_s:
             return 0
         reported = self.usage_reader.usage().completion_tokens

@@ -1,4 +1,4 @@
-"""What the system refuses this process: file descriptors, ports, buffers, memory.
+"""Notes what the system refuses this process: file descriptors, ports, buffers, memory.
 
 Such a failure is the router's own and says nothing about a replica. It is counted, logged once a
 minute, and shown as a problem of the router.
@@ -54,12 +54,7 @@ class Shortages:
         self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
         """Handle what an event loop could not raise to anyone: memory that it did not get for
-        itself, such as for what it reads from a socket, is a shortage like any other.
-
-        Args:
-            loop: Where it happened.
-            context: As `loop.call_exception_handler` takes it.
-        """
+        itself, such as for what it reads from a socket, is a shortage like any other."""
         if isinstance(context.get("exception"), MemoryError):
             self.note("memory")
         else:
@@ -71,7 +66,7 @@ class Shortages:
         return MappingProxyType(self._counts)
 
     def present(self) -> list[str]:
-        """What is short at the moment, in sentences for people."""
+        """Return what is short at the moment, in sentences for people."""
         now = self._clock()
         return [_sentence(what) for what, last in self._last.items() if now - last < SHOWN_S]
 

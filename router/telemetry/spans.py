@@ -1,4 +1,5 @@
-"""What one request does and when, kept while it runs and handed over at its end.
+"""Traces what one request does and when; a trace is kept while the request runs and handed over at
+its end.
 
 Only times and names are noted here. Spans are made of them later, in another thread, so a traced
 request costs the event loop little; one that is not traced costs it nothing.
@@ -53,7 +54,6 @@ class TracedAttempt:
     def __init__(self, attempt: Attempt, span_id: str, began: int) -> None:
         """
         Args:
-            attempt: Where it was sent.
             span_id: What the replica was told as its parent.
             began: When.
         """
@@ -127,7 +127,7 @@ class RequestTrace:
 
     @property
     def state(self) -> tuple[Header, ...]:
-        """What tracing systems have said of it, to pass on."""
+        """Return what tracing systems have said of it, to pass on."""
         state = b"" if self.context is None else self.context.state
         return ((TRACESTATE, state),) if state else ()
 
@@ -156,7 +156,6 @@ class RequestTrace:
         """It has waited until now.
 
         Args:
-            name: For what.
             seconds: How long.
         """
         now = time.perf_counter_ns()
@@ -170,7 +169,7 @@ class RequestTrace:
             yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
     def observing(self, observer: RequestObserver) -> ProxyObserver:
-        """What notes the attempts besides *observer*; itself where nothing is recorded."""
+        """Return what notes the attempts besides *observer*; itself where nothing is recorded."""
         if not self.is_sampled:
             return observer
         self.request, self.usage = observer.request, observer.usage
@@ -200,11 +199,7 @@ class RequestTrace:
 
 class PlacedTrace:
     """The trace of a request that the compiled data plane serves, which tells of attempts when they
-    are over.
-
-    Args:
-        trace: Of the request.
-    """
+    are over."""
 
     __slots__ = ("_span_id", "_tokenised", "trace")
 
@@ -226,12 +221,7 @@ class PlacedTrace:
         return (TRACEPARENT, self.trace.parent(self._span_id)), *self.trace.state
 
     def failed(self, attempt: Attempt, failure: str) -> None:
-        """A replica did not serve it.
-
-        Args:
-            attempt: Where it was sent.
-            failure: How it failed.
-        """
+        """A replica did not serve it."""
         now = time.perf_counter_ns()
         began = now if self._tokenised is None else self._tokenised.ended
         made = self._attempt(attempt, began)
@@ -242,8 +232,6 @@ class PlacedTrace:
 
         Args:
             attempt: Where it was served; None: that is not known any more.
-            settled: What became of it.
-            request: As the log shows it.
         """
         if not self.trace.is_sampled:
             return
@@ -364,8 +352,6 @@ class Tracer:
 
         Args:
             context: What its client says of its trace.
-            method: Of the request.
-            path: Of the request, decoded.
             route: The same of a fixed set, where it is of one.
         """
         trace_id = _new_id(32) if context is None else context.trace_id

@@ -56,7 +56,7 @@ class TraceContext(NamedTuple):
 
 
 def read_context(headers: Iterable[Header]) -> TraceContext | None:
-    """What a request says of its trace; None where it says nothing, or nothing valid."""
+    """Read what a request says of its trace; None where it says nothing, or nothing valid."""
     parents, states = [], []
     for name, value in headers:
         if name == TRACEPARENT:

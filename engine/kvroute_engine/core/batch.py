@@ -1,4 +1,4 @@
-"""What one step computes: some tokens of some sequences, and where their pages are."""
+"""Describes what one step computes: some tokens of some sequences, and where their pages are."""
 
 from __future__ import annotations
 

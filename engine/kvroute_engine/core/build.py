@@ -106,7 +106,7 @@ class EngineConfig:
 
 
 class Backend(TransferBackend, Protocol):
-    """What computes and copies: a model and its pages, or the time they would take."""
+    """Describes what computes and copies: a model and its pages, or the time they would take."""
 
     runner: ModelRunner
 
@@ -117,7 +117,6 @@ def build_engine(
     """Build an engine with its publisher bound and its pages allocated.
 
     Args:
-        config: The replica.
         clock: Where a simulated engine's time comes from; the machine's own if left out.
         publisher: Where events go; if left out, the one that *config* describes.
 

@@ -51,10 +51,7 @@ class Engine:
         """Take the parts that `kvroute_engine.core.build` made.
 
         Args:
-            model: What the runner computes.
-            cache: The blocks on the GPU.
             scheduler: Shares *cache* and *connector*.
-            runner: Computes or simulates batches.
             publisher: Gets the events of every step.
             connector: To lower tiers, if there are any.
             tiers: Those of *connector*, in its order; closed with the engine.
@@ -77,7 +74,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to compute, or a copy in flight."""
+        """Return whether there is something to compute, or a copy in flight."""
         return not self.scheduler.is_idle or bool(self.connector and not self.connector.is_idle)
 
     def add_request(self, request: EngineRequest) -> None:

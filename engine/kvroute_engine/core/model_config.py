@@ -1,4 +1,4 @@
-"""What a model is made of, and how its layers share the KV cache in groups."""
+"""Describes what a model is made of, and how its layers share the KV cache in groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT_BYTES = 4
 
 
 class LayerKind(Enum):
-    """What a layer sees of the tokens before it."""
+    """Names what a layer sees of the tokens before it."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -64,7 +64,8 @@ class TransformerConfig:
 
     @property
     def layers_per_group(self) -> int:
-        """As many as the rarest kind has, so that the blocks of all groups have one size."""
+        """The layers of each group: as many as the rarest kind has, so that the blocks of all
+        groups have one size."""
         return min(Counter(self.layers).values())
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it returns, token by token."""
+"""Defines what an engine is asked for and what it returns, token by token."""
 
 from __future__ import annotations
 

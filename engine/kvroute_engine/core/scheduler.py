@@ -42,7 +42,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Step:
-    """What the next step computes, while it is put together."""
+    """Holds what the next step computes, while it is put together."""
 
     budget: int
     """Tokens that it can compute besides."""
@@ -101,7 +101,6 @@ class Scheduler:
         """
         Args:
             config: The bounds.
-            cache: Where blocks come from.
             hasher: Hashes the blocks of prompts.
             eos_token_id: Ends a sequence; -1 if the model has none.
             connector: To lower tiers, if there are any.
@@ -129,7 +128,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has ended."""
+        """Return whether every request has ended."""
         return not self._sequences
 
     def statistics(self) -> SchedulerStatistics:
@@ -222,7 +221,7 @@ class Scheduler:
     # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> list[SequenceChunk]:
-        """What the next step computes; empty if nothing fits or there is nothing to do."""
+        """Return what the next step computes; empty if nothing fits or there is nothing to do."""
         self._cache.start_step()
         step = _Step(self._config.max_num_batched_tokens)
         for sequence in self._order.turns(self._running, self._waiting):

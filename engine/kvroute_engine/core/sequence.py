@@ -10,7 +10,7 @@ from offload.request import CacheRequest
 
 
 class SequenceState(Enum):
-    """What a sequence does."""
+    """Names what a sequence does."""
 
     WAITING = "waiting"
     LOADING = "loading"

@@ -119,7 +119,8 @@ class _ShortestOrder(_ArrivalOrder):
                 self._left[sequence] = self._to_compute(sequence)
 
     def _to_compute(self, sequence: SequenceInProgress) -> int:
-        """What the GPU's cache lacks; what lower tiers hold would have to be loaded."""
+        """Return how many tokens the GPU's cache lacks; what lower tiers hold would have to be
+        loaded."""
         return (
             sequence.cache.num_tokens - self._cache.get_computed_blocks(sequence.cache).num_tokens
         )
@@ -137,7 +138,6 @@ def serving_order(policy: SchedulingPolicy, cache: CacheManager) -> ServingOrder
     """Make the order of a policy.
 
     Args:
-        policy: Which.
         cache: The engine's, where hits of prompts that wait are looked up.
     """
     if policy is SchedulingPolicy.SHORTEST:

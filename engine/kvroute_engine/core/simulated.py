@@ -29,7 +29,6 @@ class SimulatedRunner:
         """
         Args:
             time_model: How long a step takes.
-            clock: Sleeps for that time.
             vocab_size: Bound on the tokens that are chosen.
         """
         self.time_model = time_model
@@ -54,9 +53,7 @@ class SimulatedRunner:
         becomes the same tokens again.
 
         Args:
-            last_token: The sequence's last token.
             length: Tokens of the sequence, this one not counted.
-            seed: The request's own.
         """
         drawn = (last_token * 2_654_435_761 + length * 40_503 + seed * 97) % 2**32
         return (
@@ -162,12 +159,7 @@ class SimulatedBackend:
         num_blocks: int,  # noqa: ARG002 (the protocol's)
         blocks_per_offloaded_block: Sequence[int],  # noqa: ARG002 (the protocol's)
     ) -> OffloadingWorker:
-        """Return a worker that takes the time of copies and copies nothing.
-
-        Args:
-            num_blocks: Ignored.
-            blocks_per_offloaded_block: Ignored.
-        """
+        """Return a worker that takes the time of copies and copies nothing."""
         return self._worker()
 
     def disk(

@@ -46,7 +46,6 @@ class GroupBlindIndex(PrefixIndex):
 
     Args:
         any_copy: Hold a block until its last copy in any group is removed; else until its first is.
-        secret: See `PrefixIndex`.
     """
 
     def __init__(self, any_copy: bool = False, secret: bytes | None = None) -> None:

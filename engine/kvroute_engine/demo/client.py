@@ -58,7 +58,6 @@ class Client:
         """The body of the response.
 
         Args:
-            path: Where to post.
             value: Sent as JSON; None for an empty body.
         Raises:
             DemoFailed: Its status is not 200.
@@ -71,8 +70,6 @@ class Client:
         """Request a streamed completion and read it to its end.
 
         Args:
-            model: The model's name.
-            prompt: Token ids.
             max_tokens: Exactly this many are generated.
         Raises:
             DemoFailed: The status of the response is not 200.

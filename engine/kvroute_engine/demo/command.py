@@ -292,7 +292,7 @@ def _ratio(plays: Sequence[Play], ours: str, other: str, measure: Any) -> str:
 
 
 def _noise(plays: Sequence[Play]) -> list[str]:
-    """What two plays of the same way say about chance."""
+    """Return what two plays of the same way say about chance."""
     tokens, ttft_s = chance(plays, reused_tokens), chance(plays, mean_ttft_s)
     if tokens is None or ttft_s is None:
         return ["Each way was played once, so chance cannot be told from a difference."]

@@ -60,23 +60,12 @@ def mean_ttft_s(play: Play) -> float:
 
 
 def of_way(plays: Sequence[Play], way: str) -> list[Play]:
-    """All plays of one way.
-
-    Args:
-        plays: Of all ways.
-        way: Its name.
-    """
+    """All plays of one way."""
     return [play for play in plays if play.way == way]
 
 
 def mean(plays: Sequence[Play], way: str, measure: Measure) -> float:
-    """The mean of a measure over the plays of a way; 0 if there are none.
-
-    Args:
-        plays: Of all ways.
-        way: Its name.
-        measure: Of one play.
-    """
+    """The mean of a measure over the plays of a way; 0 if there are none."""
     return statistics.fmean([measure(play) for play in of_way(plays, way)] or [0.0])
 
 
@@ -86,7 +75,6 @@ def chance(plays: Sequence[Play], measure: Measure) -> float | None:
 
     Args:
         plays: Of all ways, each played equally often.
-        measure: Of one play.
     """
     ways = dict.fromkeys(play.way for play in plays)
     samples = [[measure(play) for play in of_way(plays, way)] for way in ways]

@@ -133,7 +133,7 @@ async def until_read(router: Client, replica: str) -> None:
 
 
 async def _has_published(replay_endpoint: str, after: int) -> bool:
-    """Whether there is a batch with a higher number."""
+    """Return whether there is a batch with a higher number."""
     context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0

@@ -91,11 +91,6 @@ async def run_phase(
     """Send the whole workload.
 
     Args:
-        phase: How.
-        result: Where completions are counted.
-        client: Of the router.
-        model: The model's name.
-        workload: What to send.
         completed: Called after every completion; the client waits for it.
     """
 

@@ -63,7 +63,7 @@ PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What to play."""
+    """Holds what to play."""
 
     replicas: int = 5
     engine_arguments: Sequence[str] = ()
@@ -111,7 +111,6 @@ async def play(settings: DemoSettings, show: Callable[[Scene], None]) -> Scene:
     """Play every mode in turn.
 
     Args:
-        settings: What to play.
         show: Called whenever the scene has changed.
     Raises:
         DemoFailed: A process did not start, or a request failed.

@@ -36,9 +36,6 @@ class Running:
 async def running(name: str, *command: str) -> AsyncIterator[Running]:
     """Run a Python module until the block ends; inside it, the process listens.
 
-    Args:
-        name: For messages and routing.
-        command: The module and its arguments.
     Raises:
         DemoFailed: It ended, or did not listen in time.
     """
@@ -60,7 +57,6 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
     """Run engines of one kind, started together, until the block ends.
 
     Args:
-        count: How many.
         arguments: For each of them, as for `kvroute engine`.
     Raises:
         DemoFailed: One of them did not start.
@@ -95,10 +91,7 @@ async def router(
     """Run a router until the block ends.
 
     Args:
-        config: Where to write its configuration.
-        text: The configuration, in YAML.
         module: `kvroute`, or a module whose first argument is the configuration's path.
-        arguments: What follows it.
     Raises:
         DemoFailed: It did not start.
     """

@@ -92,7 +92,6 @@ def create_app(
     Args:
         service: The engine; the caller closes it.
         tokenizer: Text <-> token ids.
-        config: What clients see, and limits.
         registry: What `/metrics` shows.
     """
     app = FastAPI(
@@ -278,7 +277,7 @@ class _Api:
         return ids[:added] + self._cut(ids[added:], body, added)
 
     def _cut(self, ids: list[int], body: GenerateBody, taken: int = 0) -> list[int]:
-        """What is left of a prompt.
+        """Return what is left of a prompt.
 
         Args:
             ids: All of it, apart from what stays whatever its length.

@@ -56,7 +56,6 @@ class EngineChatTemplate:
     def __init__(self, text: str, file: str, special_tokens: Mapping[str, str]) -> None:
         """
         Args:
-            text: The template.
             file: The file it was read from, for the error.
             special_tokens: Variables for the template, such as `bos_token`.
 
@@ -145,7 +144,7 @@ class EngineChatTemplate:
         return normalised
 
     def _knows_parts(self) -> bool:
-        """Whether the template writes the parts of a content, found by rendering one.
+        """Return whether the template writes the parts of a content, found by rendering one.
 
         A template that expects text writes the list itself: `[{'type': 'text', ...}]`.
         """

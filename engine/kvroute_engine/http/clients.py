@@ -23,7 +23,6 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
     """Read the whole body.
 
     Args:
-        request: The request.
         limit_bytes: Longest body that is read.
         timeout_s: How long the client may take to send it, in seconds.
 
@@ -47,7 +46,6 @@ async def unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Res
     """Return the result of *work*, which is cancelled if the client leaves.
 
     Args:
-        work: What the client waits for.
         receive: The ASGI channel of its request, from which the body has been read.
 
     Raises:

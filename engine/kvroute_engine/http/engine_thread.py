@@ -43,7 +43,6 @@ class EngineThread:
         """Start the thread, which owns *engine* from now on and closes it at the end.
 
         Args:
-            engine: What to run.
             faults: What is wrong with the engine on purpose.
             clock: A monotonic clock, in seconds; read on both threads.
             on_outputs: Called on the loop with each step's outputs and the time of its end.

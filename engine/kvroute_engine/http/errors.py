@@ -1,4 +1,4 @@
-"""What can go wrong between an engine and its clients.
+"""Defines what can go wrong between an engine and its clients.
 
     OffloadError
     ├── EngineRequestError       (offload/errors.py) the engine refuses a request
@@ -71,9 +71,7 @@ class InvalidRequest(ApiError):
     def __init__(self, param: str, found: str, rule: str) -> None:
         """
         Args:
-            param: Path of the field.
             found: Its value, or for prompts its type or size.
-            rule: What would be valid.
         """
         super().__init__(f"{param}: {found}; {rule}", 400, "BadRequestError", param)
 

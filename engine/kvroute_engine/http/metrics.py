@@ -36,7 +36,6 @@ class RequestMetrics:
         """Register the metrics.
 
         Args:
-            registry: Where to register them.
             model_name: Value of the label of that name.
             engine: The data-parallel rank, value of the label of that name.
         """
@@ -83,7 +82,6 @@ class RequestMetrics:
 
         Args:
             gap_s: Seconds since the request's tokens before these.
-            count: How many came at once.
         """
         for _ in range(count):
             self._following.observe(gap_s / count)
@@ -107,7 +105,6 @@ class EngineCollector(Collector):
     ) -> None:
         """
         Args:
-            model: For labels and sizes.
             engine: The data-parallel rank, for the label.
             read: Returns the counts; called on the thread that scrapes.
         """
@@ -148,7 +145,8 @@ class EngineCollector(Collector):
         yield from self._groups(now)
 
     def _groups(self, now: EngineStatistics) -> Iterator[Metric]:
-        """What vLLM does not report: the cache by KV cache group, and why blocks were evicted."""
+        """Yield what vLLM does not report: the cache by KV cache group, and why blocks were
+        evicted."""
         labels = (*LABELS, "group", "kind")
         cached = GaugeMetricFamily(
             "kvroute_engine_cached_blocks", "Blocks that can be found, on the GPU.", labels=labels

@@ -14,7 +14,7 @@ from offload.request import RETENTION_HINTS
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may know about the engine."""
+    """Holds what clients may know about the engine."""
 
     name: str
     vocab_size: int
@@ -78,7 +78,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """What the assistant says; the role stands at its beginning only."""
+    """Holds what the assistant says; the role stands at its beginning only."""
 
     content: str
     role: str | UnsetType = UNSET

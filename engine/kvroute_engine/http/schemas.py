@@ -38,7 +38,7 @@ _Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream reports besides its tokens."""
+    """Holds what a stream reports besides its tokens."""
 
     include_usage: bool = False
     """A last event with the usage."""
@@ -94,12 +94,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream ends with the usage."""
+        """Return whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every event of the stream has the usage so far."""
+        """Return whether every event of the stream has the usage so far."""
         return (
             self.wants_usage
             and self.stream_options is not None
@@ -252,7 +252,6 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     """Read a body.
 
     Args:
-        body: What the client sent.
         kind: What it must be.
 
     Raises:

@@ -33,7 +33,6 @@ class LatencyObserver(Protocol):
 
         Args:
             gap_s: Seconds since its tokens before these.
-            count: How many came at once.
         """
 
     def on_end(self, since_arrival_s: float, reason: FinishReason) -> None:
@@ -77,7 +76,6 @@ class Generation:
     ) -> None:
         """
         Args:
-            request_ids: The requests.
             leave: Called with the id of a request whose further outputs are not wanted, and why.
         """
         self._open = set(request_ids)
@@ -144,8 +142,6 @@ class EngineService:
         """Start the engine's thread, which owns *engine* from now on.
 
         Args:
-            engine: What to run.
-            observer: Gets every request's latencies.
             max_in_flight: Requests that may run or wait at once; more are refused.
             clock: A monotonic clock, in seconds; read on both threads.
         """
@@ -212,7 +208,7 @@ class EngineService:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine has failed."""
+        """Return whether the engine has failed."""
         return self._thread.is_dead
 
     def statistics(self) -> ServiceStatistics:

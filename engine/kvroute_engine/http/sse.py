@@ -30,9 +30,6 @@ async def events(
     An engine that dies meanwhile is reported as an event, since the status has been sent.
 
     Args:
-        completion: What grows.
-        generation: The engine's outputs for it.
-        response: The endpoint's shapes.
         body: The client's options for the stream.
     """
     # They are sent with the first token, as by vLLM: the first event is what clients measure the
@@ -78,7 +75,6 @@ class EventStream(Response):
         """
         Args:
             events: What `events` returned.
-            generation: What it reads.
         """
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]

@@ -17,7 +17,6 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
         """
         Args:
-            detokenizer: Belongs to this response.
             stop: Strings that end the response and are not part of it; not empty.
         """
         self.stopped_by: str | None = None

@@ -62,7 +62,6 @@ class Tokenizer(Protocol):
         """Tokenise a text.
 
         Args:
-            text: Any text.
             add_special_tokens: Whether to add the special tokens that the model expects around it.
         """
 
@@ -98,7 +97,6 @@ class ByteTokenizer:
         """Return the text's bytes.
 
         Args:
-            text: Any text.
             add_special_tokens: Whether a beginning-of-sequence token precedes them.
         """
         return [*([BOS_TOKEN_ID] if add_special_tokens else []), *text.encode()]

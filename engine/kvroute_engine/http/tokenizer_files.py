@@ -34,7 +34,6 @@ class FileTokenizer:
     ) -> None:
         """
         Args:
-            tokenizer: The library's tokenizer.
             eos_token_id: The id that ends a response, if there is one.
             template: Writes chats; without one they are refused.
         """
@@ -69,7 +68,6 @@ class FileTokenizer:
         """Tokenise a text.
 
         Args:
-            text: Any text.
             add_special_tokens: Whether the tokenizer's post-processor adds its special tokens.
         """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -22,7 +22,6 @@ class KVPages:
         Args:
             model: Sizes of pages, and how many layers a group has.
             num_blocks: Blocks of the cache, with the null block.
-            device: Where the tensors are.
         """
         self._model = model
         shape = (num_blocks, model.page_bytes)

@@ -28,7 +28,6 @@ class Transformer(nn.Module):
         """Draw the weights from the configuration's seed.
 
         Args:
-            config: The model.
             pages: Where its layers read and write the cache.
         """
         super().__init__()
@@ -91,9 +90,7 @@ class Layer(nn.Module):
     ) -> None:
         """
         Args:
-            config: The model.
             kind: What the layer sees of the past.
-            pages: The cache.
             group_idx: KV cache group whose block tables it uses.
             layer_in_group: Its index there, and so the tensor of *pages* that it uses.
         """
@@ -135,7 +132,6 @@ class Attention(nn.Module):
     ) -> None:
         """
         Args:
-            config: The model.
             kind: Full, sliding window or chunked local.
             pages: `(num_blocks, 2, block_size, num_kv_heads, head_dim)` float32.
             group_idx: KV cache group whose block tables it uses.
@@ -245,7 +241,6 @@ class StateMixer(nn.Module):
     def __init__(self, config: TransformerConfig, pages: Tensor, group_idx: int) -> None:
         """
         Args:
-            config: The model.
             pages: `(num_blocks, num_kv_heads, head_dim, head_dim)` float32.
             group_idx: KV cache group whose block tables it uses.
         """
@@ -302,8 +297,6 @@ class StateMixer(nn.Module):
         Args:
             chunk: Its *n* tokens and where its states are.
             queries: `(num_kv_heads, n, head_dim)`.
-            keys: The same shape, scaled.
-            values: The same shape.
 
         Returns:
             `(num_kv_heads, n, head_dim)`.

@@ -28,10 +28,7 @@ class TorchBackend:
     ) -> None:
         """
         Args:
-            model: What to compute.
             num_blocks: Blocks of the cache, with the null block.
-            device: See `TorchRunner`.
-            cpu_threads: See `TorchRunner`.
         """
         self.runner = TorchRunner(model, num_blocks, device, cpu_threads)
         self._pages = self.runner.pages.canonical()
@@ -65,9 +62,7 @@ class TorchBackend:
         """Open a directory for blocks, or create it.
 
         Args:
-            directory: Where the files are.
             payload_bytes: Bytes of an offloaded block, per group.
-            identity: Of the weights.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
 
         Returns:

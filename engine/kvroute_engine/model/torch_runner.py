@@ -26,7 +26,6 @@ class TorchRunner:
     ) -> None:
         """
         Args:
-            config: The model.
             num_blocks: Blocks of the cache, with the null block.
             device: Where it runs, as torch names it; None means a GPU if there is one.
             cpu_threads: Threads of this process's torch on a CPU. Several replicas usually share

@@ -1,4 +1,4 @@
-"""What a tier asks of an eviction policy.
+"""Defines what a tier asks of an eviction policy.
 
 A policy only orders keys: block ids, copies and events are the manager's. A key that the tier has a
 block for is *resident*; a resident key that is being stored or loaded is *held* and is never

@@ -110,7 +110,6 @@ class WrongKeys:
 
         Args:
             endpoint: What was asked; a name of ours.
-            address: Of the peer.
         Returns:
             For how many seconds to hold the refusal back.
         """
@@ -133,7 +132,6 @@ class WrongKeys:
 
         Args:
             endpoint: What was asked; a name of ours.
-            address: Of the peer.
         Returns:
             For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
             afterwards.
@@ -185,15 +183,13 @@ class Guard:
         """Told of a `Host` by which the router may be called, when it is seen first."""
 
     def needs_key(self, role: Role) -> bool:
-        """Whether the endpoints of *role* want a key."""
+        """Return whether the endpoints of *role* want a key."""
         return bool(self._keys[role])
 
     def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
         """Check that a request may go to an endpoint; return its key where one is needed.
 
         Args:
-            role: Whose endpoint it is.
-            scope: The request's, for its peer.
             headers: The request's, names in lower case.
         Raises:
             Unauthorized: The key is missing or wrong.
@@ -215,9 +211,7 @@ class Guard:
         afterwards. A wrong key is counted and logged.
 
         Args:
-            error: What will be sent.
             endpoint: What was asked; a name of ours.
-            address: Of the peer.
         """
         if isinstance(error, Unauthorized) and error.was_given:
             return self._wrong_keys.hold(endpoint, address)
@@ -228,12 +222,10 @@ class Guard:
         self._wrong_keys.let_go()
 
     async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
-        """As `delay_s`, and wait for so long.
+        """Do what `delay_s` does, and wait for so long.
 
         Args:
-            error: What will be sent.
             endpoint: What was asked; a name of ours.
-            scope: The request's, for its peer.
         """
         delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
         if delay_s:
@@ -330,7 +322,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
-    """Whether this machine itself asks, and not for another through a reverse proxy."""
+    """Return whether this machine itself asks, and not for another through a reverse proxy."""
     peer = _address((scope.get("client") or ("",))[0])
     if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
         peer = peer.ipv4_mapped

@@ -22,14 +22,7 @@ _LINE = "kvroute.access_line"
 async def logged(
     application: _Application, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
 ) -> None:
-    """Run an application for one request, then write its line.
-
-    Args:
-        application: What responds.
-        scope: Of the request.
-        receive: Gives its body.
-        send: Takes the response.
-    """
+    """Run an application for one request, then write its line."""
     line = scope[_LINE] = AccessLine(scope)
     status: int | None = None
     body_bytes = 0
@@ -47,19 +40,15 @@ async def logged(
 
 
 def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
-    """Let the request's line say which of the router's own errors ended it.
-
-    Args:
-        scope: Of the request.
-        code: The error's.
-    """
+    """Let the request's line say which of the router's own errors ended it."""
     line = scope.get(_LINE)
     if line is not None:
         line.error = code
 
 
 class AccessLine:
-    """What is known of one request by now. The query string is left out: some put keys there."""
+    """Collects what is known of one request by now. The query string is left out: some put keys
+    there."""
 
     routed: RoutedRequest | None = None
     error: str | None = None

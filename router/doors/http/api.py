@@ -294,7 +294,7 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
 
 
 def _may_use(request: Request, model: str) -> bool:
-    """Whether the client's key is for a model or adapter."""
+    """Return whether the client's key is for a model or adapter."""
     key: Key | None = request.state.key
     return key is None or key.usage is None or key.usage.allows(model)
 
@@ -485,7 +485,7 @@ async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
 
 
 def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
-    """What this router knows of all caches, for another one that starts."""
+    """Add the path at which another router that starts gets what this one knows of all caches."""
     peer = Depends(Access("peer", parts.guard).check)
 
     @app.get("/snapshot", include_in_schema=False, dependencies=[peer])

@@ -55,7 +55,6 @@ async def read_body(
 
     Args:
         headers: The request's, names in lower case.
-        receive: Of the ASGI application.
         limit_bytes: Bound on the body.
         timeout_s: Time within which a body that comes in pieces must be complete.
         hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
@@ -103,7 +102,6 @@ def decode_body(body: bytes, kind: type[_Body]) -> _Body:
 
     Args:
         body: JSON.
-        kind: Its type.
     Raises:
         BadRequest: It is of another form. The error shows the place and the rule (a type, a bound,
             the pattern of an id), and none of the values.
@@ -130,12 +128,12 @@ def decode_json(body: bytes) -> Any:
 
 
 def is_object(body: bytes) -> bool:
-    """Whether a body can only be a JSON object, if it is JSON."""
+    """Return whether a body can only be a JSON object, if it is JSON."""
     return body[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
 
 
 def is_form(content_type: bytes) -> bool:
-    """Whether a body of this type is a multipart form."""
+    """Return whether a body of this type is a multipart form."""
     return content_type.lstrip()[:19].lower() == b"multipart/form-data"
 
 
@@ -145,7 +143,6 @@ def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
     Args:
         content_type: The header, which names the boundary between parts.
         body: The whole form.
-        name: The field.
     """
     span = _field_span(content_type, body, name)
     if span is None:
@@ -158,8 +155,6 @@ def with_form_field(content_type: bytes, name: bytes, body: bytes, value: str) -
     """A form with another value of one field; all other bytes stay. The form itself if it has none.
 
     Args:
-        content_type: As for `form_field`.
-        name: The field.
         body: The whole form.
         value: Without line ends.
     """
@@ -195,9 +190,7 @@ def check_form(content_type: bytes, body: bytes, name: bytes) -> None:
     """Check that everybody who reads a form finds the same value of one field, or none.
 
     Args:
-        content_type: As for `form_field`.
         body: The whole form.
-        name: The field.
     Raises:
         BadRequest: Of two values, or of two ways to read it, an engine may take the other one.
     """
@@ -261,7 +254,7 @@ def _ambiguous(place: str, found: bytes, rule: str) -> BadRequest:
 
 
 def _find(body: bytes, needle: bytes, start: int) -> int:
-    """As `bytes.find`, but in steps."""
+    """Do what `bytes.find` does, but in steps."""
     while start < len(body):
         found = body.find(needle, start, start + _SEARCH_STEP_BYTES + len(needle))
         if found >= 0:

@@ -46,7 +46,7 @@ _MEMORY_TIERS = ("CPU", "cpu")
 
 
 class MooncakeQuery(msgspec.Struct, frozen=True):
-    """What a conductor is asked."""
+    """Holds what a conductor is asked."""
 
     model: _Text
     token_ids: _TokenIds
@@ -57,7 +57,7 @@ class MooncakeQuery(msgspec.Struct, frozen=True):
 
 
 class DynamoQuery(msgspec.Struct, frozen=True):
-    """What an indexer is asked."""
+    """Holds what an indexer is asked."""
 
     model_name: _Text
     token_ids: _TokenIds
@@ -127,8 +127,6 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
     """Add them.
 
     Args:
-        app: Gets them.
-        parts: What they read and change.
         access: Who may ask what is cached.
         operator: Who may register replicas.
     """
@@ -196,7 +194,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
 
 
 class _Dialects:
-    """What the endpoints have in common."""
+    """Holds what the endpoints have in common."""
 
     def __init__(self, parts: ApiParts) -> None:
         self._parts = parts
@@ -338,7 +336,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 class Holding(NamedTuple):
-    """What one cache would reuse of a prompt."""
+    """Holds what one cache would reuse of a prompt."""
 
     dp_rank: int
     gpu: int
@@ -351,11 +349,10 @@ class Holding(NamedTuple):
 
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
-    """What each replica would reuse of a prompt, by replica and rank; nothing of those that would
-    reuse nothing.
+    """Return what each replica would reuse of a prompt, by replica and rank; nothing of those that
+    would reuse nothing.
 
     Args:
-        model: Whose caches.
         prompt: Prepared for its index.
     """
     found: defaultdict[str, list[Holding]] = defaultdict(list)
@@ -387,11 +384,10 @@ def _as_holding(
 
 
 def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
-    """As `POST /query` of a conductor.
+    """Answer as `POST /query` of a conductor does.
 
     Args:
         found: Of `holdings`.
-        tenant: As the question names it.
     """
     return {
         tenant: {
@@ -410,7 +406,7 @@ def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict
 
 
 def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
-    """As `POST /query` of an indexer, which names workers by numbers.
+    """Answer as `POST /query` of an indexer does, which names workers by numbers.
 
     Args:
         found: Of `holdings`.
@@ -437,7 +433,7 @@ def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
 
 
 def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
-    """Of the rank that has most."""
+    """Return the groups of the rank that has most."""
     best = max(ranks, key=lambda each: each.all_tiers)
     return {
         str(each["group"]): {"kind": each["kind"], "tokens": each["tokens"]} for each in best.groups

@@ -92,13 +92,8 @@ class Gateway:
 
         Args:
             server: Bounds and timeouts.
-            guard: Checks who sends a request.
             session_header: The header that names a client's session, in lower case.
-            admission: Lets requests in.
-            dispatcher: Decides where they go.
-            proxy: Sends them there.
             observers: Observes what becomes of them.
-            paths: Which paths they have.
             engine_order: What engines that order by numbers are told.
             logs_access: Whether each gets a line in the log.
             entrance: Where they wait for room at a replica; None: nowhere.
@@ -129,13 +124,7 @@ class Gateway:
         path: str,
         query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
     ) -> Callable[[PlaneExchange], Passage] | None:
-        """What serves a request; None if it does not go to a replica.
-
-        Args:
-            method: Of the request.
-            path: Of the request, decoded.
-            query: As on the wire.
-        """
+        """Return what serves a request; None if it does not go to a replica."""
         found = self._paths.find(path)
         # A HEAD request is a GET request whose response is sent without its body.
         if found is None or ("GET" if method == "HEAD" else method) not in found.methods:
@@ -150,7 +139,6 @@ class Gateway:
 
         Args:
             path: What is known of its path.
-            body: The request's.
             terms: What else is known of it.
             usage: What its client's key may use, if it is limited.
         Raises:
@@ -198,7 +186,6 @@ class Gateway:
         Args:
             headers: The request's, names in lower case.
             key: The client's, where one is needed.
-            salt: Of that key.
             version: Of the model, that was chosen already.
         """
         session = headers.get(self._session_header)
@@ -238,13 +225,10 @@ class Gateway:
         request_id: bytes,
         trace: Sequence[Header] = (),
     ) -> ProxyRequest:
-        """What is sent to a replica.
+        """Return what is sent to a replica.
 
         Args:
-            exchange: The client's request.
-            decision: Where it goes.
             request_id: Ties the logs of client, router and engine together.
-            trace: To which trace it belongs.
         """
         own = (b"x-request-id", request_id)
         # The first byte of a response that is not streamed comes with the last.
@@ -277,7 +261,8 @@ class Gateway:
 
 @dataclass(slots=True)
 class Begun:
-    """What was begun for a request where its prompt was read, for whoever serves it in the end."""
+    """Holds what was begun for a request where its prompt was read, for whoever serves it in the
+    end."""
 
     usage: KeyUsage | None = None
     """Of its key; it has entered."""
@@ -299,7 +284,7 @@ class Begun:
 
     @property
     def trace_id(self) -> str | None:
-        """Of its trace, if it has one."""
+        """The id of its trace, if it has one."""
         known = self.trace or self.context
         return None if known is None else known.trace_id
 
@@ -569,7 +554,7 @@ class Passage:
         return observer
 
     def _may_start(self, entrance: Entrance, decision: Decision) -> bool:
-        """Whether a replica has room for it. If not, it waits, and is sent when one has."""
+        """Return whether a replica has room for it. If not, it waits, and is sent when one has."""
         may_wait = decision.ranking or decision.may_wait
         if self._waiter is not None or not may_wait or self._exchange.is_gone:
             return True
@@ -680,7 +665,6 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
 
     Args:
         key: The client's, where one is needed.
-        path: What is asked.
     """
     if key is None or key.cache_salt is None or not salt_names(path):
         return None
@@ -688,7 +672,7 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
 
 
 def of_key(key: Key | None) -> tuple[Any, ...]:
-    """What a key says of the place of its requests in a line: holder, class and share."""
+    """Return what a key says of the place of its requests in a line: holder, class and share."""
     return () if key is None else (key.name, key.priority, key.share)
 
 

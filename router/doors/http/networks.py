@@ -61,7 +61,6 @@ class Networks:
 
         Args:
             place: Where the host was given.
-            host: Its name or address.
         Raises:
             BadRequest: One does not, or the name has none.
         """

@@ -122,8 +122,6 @@ def described(
     """Arguments for FastAPI's decorators: an endpoint's description, and the check of its key.
 
     Args:
-        tag: The section it stands in.
-        summary: One line.
         responses: By status, from `sends`; the first one is the usual one.
         access: Whose key it wants; None for no key.
         errors: One example of every error it may respond with, besides a refused key.
@@ -374,7 +372,7 @@ def _security_schemes() -> dict[str, Any]:
 
 
 def _examples() -> dict[str, dict[str, Any]]:
-    """Of bodies by their names, of responses by their types.
+    """Return the examples of bodies by their names, and of responses by their types.
 
     The paths only refer to them: from examples inside a path, FastAPI would drop every null.
     """
@@ -389,7 +387,8 @@ def _examples() -> dict[str, dict[str, Any]]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Of everything that is sent or read: msgspec's, and pydantic's of the configuration."""
+    """Return the schemas of everything that is sent or read: msgspec's, and pydantic's of the
+    configuration."""
     bodies = [kind for kind in request_bodies.EXAMPLES if kind is not ReplicaConfig]
     kinds = [*View.__subclasses__(), Overview, ReplicaDetails, EngineResponse, *bodies]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")

@@ -37,7 +37,7 @@ MAX_UNKNOWN_TOPICS = 20
 
 
 class Headline(View, frozen=True, kw_only=True):
-    """Whether anything is wrong, in one line."""
+    """Says in one line whether anything is wrong."""
 
     level: Level
     text: str
@@ -157,7 +157,6 @@ def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Over
 
     Args:
         fleet: All replicas, and what else is known at this moment.
-        log: Where requests are recorded.
         policy: The name of the routing policy.
         under_way: Requests admitted and not ended.
     """
@@ -199,8 +198,8 @@ def _tiers(replicas: Sequence[ReplicaSummary]) -> list[str]:
 
 def _stores(fleet: Fleet) -> list[StoreSummary]:
     """Each store once, whichever of the sources that share it is asked."""
-    shared_by: dict[tuple[str, str], set[str]] = msgspec.field(default_factory=dict)
-    blocks: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    shared_by: dict[tuple[str, str], set[str]] = {}
+    blocks: dict[tuple[str, str], int] = {}
     for source, cache in fleet.caches.items():
         if source not in fleet.feeds:
             continue
@@ -216,7 +215,7 @@ def _stores(fleet: Fleet) -> list[StoreSummary]:
 
 def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """Disagreements of each replica, over all its models."""
-    sums: dict[str, int] = msgspec.field(default_factory=dict)
+    sums: dict[str, int] = {}
     for (_, replica_id), count in disagreements.items():
         sums[replica_id] = sums.get(replica_id, 0) + count
     return sums
@@ -237,12 +236,7 @@ def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> H
 
 
 def minute_view(total: Totals, seconds: float) -> LastMinute:
-    """The last minute.
-
-    Args:
-        total: What happened in it.
-        seconds: How much time that is.
-    """
+    """The last minute."""
     wrong, judged = total.over + total.under, total.compared - total.estimated
     compared, routed = total.compared_tokens, total.routed_tokens
     return LastMinute(

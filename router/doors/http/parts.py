@@ -1,4 +1,4 @@
-"""What the endpoints read and change."""
+"""Holds what the endpoints read and change."""
 
 from __future__ import annotations
 

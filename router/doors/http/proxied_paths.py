@@ -13,7 +13,7 @@ from router.prompt import Endpoint
 
 
 class RoutedBy(Enum):
-    """What decides where a request goes."""
+    """Names what decides where a request goes."""
 
     CACHE = "cache"
     """What replicas have cached of its prompt."""
@@ -26,7 +26,7 @@ class RoutedBy(Enum):
 
 
 class ProxiedPath(NamedTuple):
-    """What is known of a path that goes to a replica."""
+    """Holds what is known of a path that goes to a replica."""
 
     routed_by: RoutedBy
     methods: tuple[str, ...] = ("POST",)
@@ -107,7 +107,7 @@ class ProxiedPaths:
         self._prefixes.sort(key=lambda entry: len(entry[0]), reverse=True)
 
     def find(self, path: str) -> ProxiedPath | None:
-        """What is known of *path*; None if it does not go to a replica."""
+        """Return what is known of *path*; None if it does not go to a replica."""
         found = self._exact.get(path)
         if found is None and not _DOT_SEGMENTS.isdisjoint(path.split("/")):
             # Where a server behind it resolves them (RFC 3986 5.2.4), it would be another path.

@@ -42,8 +42,6 @@ class RouteQuestions:
     ) -> None:
         """
         Args:
-            gateway: For the proxied paths.
-            dispatcher: Decides where requests would go.
             metrics: Counted and timed into.
             session_header: The header that names a client's session, in lower case.
         """
@@ -57,13 +55,7 @@ class RouteQuestions:
     def opens(
         self, method: str, path: str, query: bytes
     ) -> Callable[[PlaneExchange], Passage] | None:
-        """What serves a request; None if that is the API.
-
-        Args:
-            method: Of the request.
-            path: Of the request, decoded.
-            query: As on the wire.
-        """
+        """Return what serves a request; None if that is the API."""
         if path == _PATH:
             is_short = method == "POST" and not query
             return functools.partial(RouteQuestion, self, self._gateway) if is_short else None
@@ -135,7 +127,6 @@ def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes
     accepts anything.
 
     Args:
-        view: The answer.
         headers: The request's, names in lower case.
     """
     accepted = headers.get(b"accept", b"*/*").decode("latin-1")

@@ -55,7 +55,7 @@ class BlockCount(View, frozen=True, kw_only=True):
 
 
 class CacheView(View, frozen=True, kw_only=True):
-    """What the index knows of one cache, and what it assumes. Sizes in tokens."""
+    """Holds what the index knows of one cache, and what it assumes. Sizes in tokens."""
 
     blocks: list[BlockCount]
     stores: dict[str, list[BlockCount]] = msgspec.field(default_factory=dict)

@@ -38,7 +38,7 @@ TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
 class ProxiedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them have in common."""
+    """Holds what all of them have in common."""
 
     model: str | None = None
     """A model, an alias or an adapter; needed where the router serves several."""
@@ -146,7 +146,7 @@ class TokenIdsRequest(ProxiedRequest, frozen=True, kw_only=True):
 
 
 class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
-    """What a gateway asks about: token ids, or in their place the body of any endpoint with a
+    """Holds what a gateway asks about: token ids, or in their place the body of any endpoint with a
     prompt, beside these fields, which are the router's."""
 
     model_name: str | None = None
@@ -169,7 +169,8 @@ class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
 
 
 class ReservationRequest(SelectionRequest, frozen=True, kw_only=True):
-    """What to reserve: a selection by its id, or a request with the replica it was sent to."""
+    """Holds what to reserve: a selection by its id, or a request with the replica it was sent
+    to."""
 
     replica: ReplicaName | None = None
     """Its id, URL, or `host:port`."""
@@ -178,7 +179,7 @@ class ReservationRequest(SelectionRequest, frozen=True, kw_only=True):
 
 
 class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What has come of a response."""
+    """Holds what has come of a response."""
 
     tokens: TokenCount = 0
     """More of them since the last report."""

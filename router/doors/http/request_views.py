@@ -48,7 +48,6 @@ def requests_view(log: RequestLog, after: int, limit: int) -> RequestsView:
     """The requests that changed last.
 
     Args:
-        log: Where requests are recorded.
         after: Only those that changed after this change.
         limit: At most this many.
     """

@@ -103,7 +103,6 @@ def route_view(decision: Decision, explains: bool = False) -> RouteView:
     """Where a request would go. Some replica must be able to serve it.
 
     Args:
-        decision: On the request.
         explains: Whether to say who else would serve it, and how much of it is cached where.
     """
     best = decision.ranking[0]
@@ -159,7 +158,7 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
 
 
 def hit_view(candidate: Candidate) -> HitView:
-    """What a candidate would reuse."""
+    """Return what a candidate would reuse."""
     return HitView(
         gpu_cached_tokens=candidate.gpu_cached_tokens,
         cached_tokens=candidate.cached_tokens,
@@ -238,7 +237,6 @@ def selection_view(
     """Where a gateway should send a request. Some replica must be able to serve it.
 
     Args:
-        decision: On the request.
         attempt: How it is sent there, where that is booked.
         selection_id: Of the reservation, or of what may be reserved later.
         fields: To be set in the body.
@@ -279,7 +277,7 @@ def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]
 
 
 def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:
-    """What the engine is told; not the replica's key, which the gateway has or has not."""
+    """Return what the engine is told; not the replica's key, which the gateway has or has not."""
     names = {name for name, _ in replica.headers}
     return {
         name.decode(): value.decode("latin-1")

@@ -82,8 +82,6 @@ def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
     """Add the endpoints.
 
     Args:
-        app: Gets them.
-        parts: What they read.
         access: Who may ask: the answers say what is cached.
     """
     doors = _Doors(parts)
@@ -223,7 +221,6 @@ def take_report(
     """Note what a gateway has reported to the core of a reservation that it has made there.
 
     Args:
-        reservations: All of them.
         reservation_id: Of the reservation, which may have ended meanwhile.
         kind: `first_token`, `output` or `end`.
         body: As it came, and plain.
@@ -255,7 +252,7 @@ def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None
 
 
 class _Doors:
-    """What the endpoints have in common."""
+    """Holds what the endpoints have in common."""
 
     def __init__(self, parts: ApiParts) -> None:
         self.desk = parts.desk
@@ -317,7 +314,6 @@ def caller_of(key: Key | None, path: str) -> Caller:
 
     Args:
         key: The one that was given, where one is needed.
-        path: Whose form the body has.
     """
     if key is None:
         return NOBODY
@@ -382,7 +378,7 @@ def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
 
 
 def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict[str, Any]:
-    """What is to be set in the body, where the router's key salts it or the replica is told
+    """Return what is to be set in the body, where the router's key salts it or the replica is told
     something in it."""
     fields: dict[str, Any] = {}
     if sent is not None:

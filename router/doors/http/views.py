@@ -22,7 +22,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether the router is alive, or ready."""
+    """Shows whether the router is alive, or ready."""
 
     status: Literal["ok", "ready", "not ready"]
     reason: str | None = None
@@ -30,7 +30,7 @@ class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ErrorDetails(View, frozen=True, kw_only=True):
-    """What was wrong with a request."""
+    """Holds what was wrong with a request."""
 
     message: str
     """Place, value and rule; never anything of a prompt."""
@@ -107,7 +107,6 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
     """One model: a `ModelEntry`, and all else that the first replica says of it.
 
     Args:
-        name: Of the model or adapter.
         parent: The model that an adapter is for.
         serving: The healthy replicas that serve it.
     """
@@ -123,7 +122,8 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
 
 
 def _entry_of(name: str, replica: Replica) -> dict[str, Any]:
-    """What a replica says of a model; where it has another name for it, how much that takes."""
+    """Return what a replica says of a model; where it has another name for it, how much that
+    takes."""
     found = replica.model_entries.get(name)
     if found is not None:
         return found

@@ -58,7 +58,7 @@ class ProviderStatistics:
 
 @dataclass(slots=True)
 class _Provided:
-    """What one provider said."""
+    """Holds what one provider said."""
 
     replicas: Mapping[str, ReplicaConfig] = field(default_factory=dict)
     reports: int = 0
@@ -90,7 +90,6 @@ class ReplicaKeeper:
         """Keep nothing yet.
 
         Args:
-            registry: Where the replicas are.
             linger_s: How long one that is no longer named is kept, draining.
             clock: A monotonic clock, in seconds.
             restart_s: When to follow a provider again that has ended, as none should.
@@ -138,7 +137,6 @@ class ReplicaKeeper:
         """Take over the complete list of one provider.
 
         Args:
-            provider: Its name.
             replicas: All of its replicas; of those with one id the first counts.
             broken: What it named besides and cannot be one, each with the reason.
         """
@@ -154,12 +152,7 @@ class ReplicaKeeper:
         self._reconcile()
 
     def fail(self, provider: str, why: str) -> None:
-        """Note that a provider cannot say what its replicas are; its last list stays.
-
-        Args:
-            provider: Its name.
-            why: For operators.
-        """
+        """Note that a provider cannot say what its replicas are; its last list stays."""
         provided = self._provided.setdefault(provider, _Provided())
         provided.failures += 1
         if provided.error != why:
@@ -304,7 +297,6 @@ def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[
 
     Args:
         config: The section `discovery`.
-        environ: As `os.environ`.
     """
     return [
         *(FileProvider(each, environ) for each in config.files),
@@ -314,7 +306,7 @@ def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[
 
 
 class _Reports:
-    """What a provider reports, with its name."""
+    """Holds what a provider reports, with its name."""
 
     def __init__(self, keeper: ReplicaKeeper, provider: str) -> None:
         self.on_replicas = partial(keeper.take, provider)
@@ -322,11 +314,6 @@ class _Reports:
 
 
 def is_same_cache(one: ReplicaConfig, other: ReplicaConfig) -> bool:
-    """Whether two configurations of a replica are about the same process and its events, so that
-    what is known of its cache stays true.
-
-    Args:
-        one: As it was.
-        other: As it is now.
-    """
+    """Return whether two configurations of a replica are about the same process and its events, so
+    that what is known of its cache stays true."""
     return (one.url, one.models, one.kv_events) == (other.url, other.models, other.kv_events)

@@ -64,7 +64,7 @@ class _Pod(msgspec.Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may get requests."""
+        """Return whether it may get requests."""
         return self.metadata.deletion_timestamp is None and any(
             condition.type == "Ready" and condition.status == "True"
             for condition in self.status.conditions or ()
@@ -118,7 +118,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
     @property
     def label_selector(self) -> str:
-        """Of its pods, as a query has it."""
+        """The selector of its pods, as a query has it."""
         labels = sorted(self.spec.selector.match_labels.items())
         return ",".join(f"{name}={value}" for name, value in labels)
 
@@ -132,7 +132,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 class _PodOptions(ReplicaOptions, frozen=True):
-    """What a pod's annotation may say."""
+    """Holds what a pod's annotation may say."""
 
     port: TcpPort | None = None
     scheme: Scheme | None = None

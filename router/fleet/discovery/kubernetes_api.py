@@ -48,7 +48,7 @@ class KubernetesError(RouterError):
 
 
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
-    """What every object has."""
+    """Holds what every object has."""
 
     name: str = ""
     resource_version: str = ""
@@ -57,7 +57,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
 
 
 class KubernetesObject(Protocol):
-    """What every type of object has."""
+    """Describes what every type of object has."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -101,7 +101,6 @@ class KubernetesApi:
         """Ask nothing yet; make it inside a running event loop.
 
         Args:
-            origin: The server.
             token: Gives the account's token; asked for every request, since it is renewed.
             tls: Which certificates are trusted; None: the system's.
         """
@@ -117,7 +116,6 @@ class KubernetesApi:
         """All objects of a collection, each as JSON, and the version of the list.
 
         Args:
-            path: Of the collection.
             selector: `labelSelector` or `fieldSelector`.
         Raises:
             KubernetesError: The server refuses, or its answer cannot be read.
@@ -143,8 +141,6 @@ class KubernetesApi:
         """Yield what changes from *version* on, as it arrives, until the server ends the watch.
 
         Args:
-            path: Of the collection.
-            selector: As for the list.
             version: Of the list, or of the last change.
         Raises:
             KubernetesError: As `list_all`; its status is 410 where *version* is too old.
@@ -232,8 +228,6 @@ class Collection(Generic[T]):
         """Ask nothing yet.
 
         Args:
-            api: The server.
-            path: Of the collection.
             selector: `labelSelector` or `fieldSelector`.
             kind: What an object is read as.
         """

@@ -1,4 +1,4 @@
-"""What a provider of replicas is, and what it reports to."""
+"""Defines what a provider of replicas is, and what it reports to."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ def parse_messages(
     """Read system prompt, messages, tools and thinking options.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on messages, tools and nesting.
         truncation: What the request says of `truncate_prompt_tokens`.
     Raises:
@@ -56,8 +55,8 @@ def parse_messages(
 
 
 def _pieces(contents: Iterable[object]) -> list[ChatPiece] | None:
-    """What system prompt and messages say, where the client marks what it caches; the blocks have
-    been checked."""
+    """Return what system prompt and messages say, where the client marks what it caches; the blocks
+    have been checked."""
     pieces: list[ChatPiece] = []
     for content in contents:
         blocks = content if isinstance(content, list) else [{"text": content}]

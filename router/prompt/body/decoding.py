@@ -88,8 +88,8 @@ _PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKE
 
 
 def holds_mostly_ids(body: bytes) -> bool:
-    """Whether all but a small part of a JSON body is one list of numbers, which *pack* reads in a
-    fraction of the time that anything else takes."""
+    """Return whether all but a small part of a JSON body is one list of numbers, which *pack* reads
+    in a fraction of the time that anything else takes."""
     start, end = _first_list(body)
     if not end or start + len(body) - end > _MAX_REST_BYTES:
         return False
@@ -174,7 +174,7 @@ def _present(found: Any) -> dict[str, Any]:
 
 
 def _fault(body: bytes, error: Exception) -> str:
-    """What is wrong with JSON, where the decoder's own words would mislead."""
+    """Return what is wrong with JSON, where the decoder's own words would mislead."""
     if isinstance(error, UnicodeError):
         return "not UTF-8"
     text = str(error)

@@ -48,8 +48,6 @@ def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any
     """Return a field that must be present and not null.
 
     Args:
-        fields: The object that holds it.
-        name: The field.
         place: JSON path of the object, for the error.
         rule: What the field must be, for the error.
     Raises:
@@ -68,8 +66,6 @@ def optional_text(
     """Return a string field; None if it is absent or null.
 
     Args:
-        fields: The object that holds it.
-        name: The field.
         place: JSON path of the object, for the error.
         max_chars: Longest string allowed; None sets no bound.
     Raises:
@@ -91,8 +87,6 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
     """Return an object field; None if it is absent or null.
 
     Args:
-        fields: The object that holds it.
-        name: The field.
         place: JSON path of the outer object, for the error.
     Raises:
         RequestBodyError: It is not an object.
@@ -107,7 +101,6 @@ def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[st
     """Check that a value is a list of objects within the bounds, and return it.
 
     Args:
-        value: What the body holds there.
         place: Its JSON path, for the error.
         limits: Bounds on items, nesting and values.
     Raises:
@@ -133,7 +126,6 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
     two in the event loop; both must be known before they start.
 
     Args:
-        value: What the body holds there.
         place: Its JSON path, for the error.
         limits: `max_nesting` and `max_values` count.
     Raises:

@@ -57,7 +57,6 @@ def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict
     """Check the shape of `messages` as far as anything here relies on it.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
@@ -153,7 +152,6 @@ def parse_responses(
     message.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on messages, tools and nesting.
         truncation: What the request says of `truncate_prompt_tokens`.
     Raises:

@@ -24,7 +24,6 @@ def with_priority(
 
     Args:
         body: A JSON object that was parsed before.
-        endpoint: Where it is sent.
         number: In 64 bits.
         reads_header: Whether the engine reads vLLM's header.
     """

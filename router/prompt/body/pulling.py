@@ -29,8 +29,6 @@ def with_source(body: bytes, host: str, port: int) -> bytes:
 
     Args:
         body: A JSON object that was parsed before, without such a field, for one of `PULLING`.
-        host: Of the peer's tier.
-        port: Of the peer's tier.
     """
     source = {"kv_request_id": uuid4().hex, "remote_host": host, "remote_port": port}
     return with_members(body, TRANSFER_FIELD, msgspec.json.encode({SOURCE: source}))

@@ -78,7 +78,6 @@ def parse_request(
     Python list of them, token ids take a quarter. Fields that nothing reads are skipped.
 
     Args:
-        endpoint: Where the body was sent.
         body: The bytes as received; the caller has bounded their number.
         encoding: `msgpack` only where the caller offers it (`/route`).
         limits: Bounds on the prompt; the defaults where None.
@@ -435,12 +434,7 @@ def read_request(
     """Read a body, take out of it what is not the client's to say, and put a tenant's salt in.
 
     Args:
-        body: As for `parse_request`, like the rest.
-        endpoint: Where it was sent.
-        encoding: Of the body.
         limits: Bounds on the prompt.
-        tenant_salt: Of the client's key.
-        pack: As for `parse_request`.
         drops_priority: Whether the client's `priority` is taken out.
     Returns:
         What it asks for, with the tenant's salt; and the body to send, None if that is *body*.
@@ -482,11 +476,6 @@ def read_model(
     """Read the model that any JSON body names, and change it as `read_request` does; the rest is
     skipped.
 
-    Args:
-        body: As the client sent it.
-        tenant_salt: Of the client's key.
-        salt_names: As for `with_tenant_salt`.
-        drops_priority: As for `read_request`.
     Returns:
         The model, None if it names none; and the body to send, None if that is *body*.
     Raises:

@@ -1,4 +1,4 @@
-"""What an engine is asked to keep of a request, in the request's body.
+"""Writes into a request's body what an engine is asked to keep of it.
 
     kvroute    {"kv_transfer_params": {"kvroute": {"keep": [640, 1200], "keep_end": true}}}
     vLLM       {"vllm_xargs": {"kvroute_keep": [640, 1200], "kvroute_keep_end": 1}}
@@ -33,11 +33,7 @@ class HintForm(Enum):
     VLLM = ARGUMENTS_FIELD
 
     def is_read_at(self, endpoint: Endpoint) -> bool:
-        """Whether engines read the field in bodies of some path.
-
-        Args:
-            endpoint: The path.
-        """
+        """Return whether engines read the field in bodies of some path."""
         return endpoint in _ENDPOINTS[self]
 
 
@@ -61,8 +57,6 @@ def with_hints(
 
     Args:
         body: A JSON object that was parsed before, without hints.
-        endpoint: Where it is sent.
-        form: How the replica is told.
         keep: Lengths of prefixes in tokens.
         keep_end: Whether the response is kept as well.
     """

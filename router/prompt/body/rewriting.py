@@ -1,4 +1,4 @@
-"""What the router changes in a body before it is sent on.
+"""Changes a body before it is sent on.
 
 It takes `kv_cache_report_mode` out. Any client can send `vllm_xargs: {"kv_cache_report_mode":
 "full"}`, or the same to `/inference/v1/generate` in `sampling_params: {"extra_args": ...}`. The
@@ -115,7 +115,6 @@ def tenant_salt_of(tenant_salt: bytes, own: str | None) -> str:
 
     Args:
         tenant_salt: The same for all whose prompts may share cached blocks.
-        own: What the client sent.
     """
     # A tenant's salt has no zero byte, so no two pairs are the same text.
     text = tenant_salt + b"\0" + (own or "").encode("utf-8", "surrogatepass")
@@ -128,8 +127,6 @@ def with_tenant_salt(
     """Return a JSON body with a salt made of the tenant's and, if it has one, its own.
 
     Args:
-        body: As the client sent it.
-        tenant_salt: As for `tenant_salt_of`.
         names: The fields that engines read a salt from at this path.
     Raises:
         RequestBodyError: It is no JSON object, or its own salt breaks the rule: an engine may take

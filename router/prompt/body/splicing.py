@@ -31,7 +31,6 @@ def with_model(body: bytes, name: str) -> bytes:
 
     Args:
         body: A JSON object that was parsed before.
-        name: The model's new name.
     """
     replacement = msgspec.json.encode(name)
     return with_changed(body, "model", lambda _: replacement)
@@ -43,7 +42,6 @@ def with_changed(body: bytes, name: str, change: Callable[[bytes], bytes]) -> by
 
     Args:
         body: A JSON object that was parsed before.
-        name: Of the field.
         change: Makes the new value of the old one, both as JSON; the same object leaves it.
     """
     pieces, at = [], 0
@@ -60,7 +58,6 @@ def with_field(body: bytes, name: str, value: bytes) -> bytes:
 
     Args:
         body: A JSON object that was parsed before, and is not empty.
-        name: Of the field.
         value: As JSON.
     """
     if next(_members(body, name), None) is not None:
@@ -73,7 +70,6 @@ def without_field(body: bytes, name: str) -> bytes:
 
     Args:
         body: A JSON object that was parsed before.
-        name: Of the field.
     """
     pieces, at, is_last = [], 0, False
     for start, _, end in _members(body, name):

@@ -25,7 +25,6 @@ def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
     """Read `tools` of a chat completion; None without the field.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
@@ -44,7 +43,6 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
     Other kinds of tools (web search, MCP) stay at the server and reach no template.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
@@ -63,7 +61,6 @@ def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
     """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type.
 
     Args:
-        fields: The decoded body.
         limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.

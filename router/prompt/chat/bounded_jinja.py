@@ -83,7 +83,7 @@ class TooMuchWork(SecurityError):
 
 
 class _Allowance(threading.local):
-    """What is left of it, for the rendering in this thread."""
+    """Holds what is left of it, for the rendering in this thread."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -94,7 +94,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     Args:
         units: The allowance: about one for each character made or read.
-        options: As for `jinja2.Environment`.
     """
 
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -117,12 +116,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self._allowance.left = self._units
 
     def set_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Replace a filter by another, within the bounds.
-
-        Args:
-            name: In templates.
-            function: What it does.
-        """
+        """Replace a filter by another, within the bounds."""
         self.filters[name] = self._bounded(name, function)
 
     def charge(self, units: int) -> None:
@@ -142,7 +136,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             raise TooMuchWork("the template does too much")
 
     def text(self, value: Any) -> str:
-        """What is written, as text."""
+        """Return what is written, as text."""
         self.charge(self._weight(value))
         return str(value)
 
@@ -169,9 +163,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         """Call one of `_PLAIN_METHODS`.
 
         Args:
-            context: Of the rendering.
             owner: Whose method it is, usually a string or a dictionary.
-            name: Of the method.
             arguments: Without names.
         """
         if type(owner) is str and name not in _DICT_NAMES:
@@ -192,12 +184,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Jinja's hook for attributes.
-
-        Args:
-            obj: What has them.
-            attribute: The name.
-        """
+        """Jinja's hook for attributes."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_NAMES:
@@ -219,10 +206,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         """Jinja's hook for operators.
 
         Args:
-            context: Of the rendering.
-            operator: As written.
             left: The first operand.
-            right: The second one.
         """
         if operator == "**" and not (abs(left) <= _MAX_POWER[0] and abs(right) <= _MAX_POWER[1]):
             raise SecurityError("power too large")
@@ -238,10 +222,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         """Jinja's hook for calls.
 
         Args:
-            __context: Of the rendering.
             __obj: What is called.
-            args: Its arguments.
-            kwargs: Those with names.
         """
         if type(__obj) is Macro:  # it pays for itself
             kwargs.pop("_loop_vars", None)
@@ -428,13 +409,7 @@ class _BoundedCode(CodeGenerator):
         self.write(f" else environment.getattr(t_of, {node.attr!r}))")
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
-        """Calls, of which those of the usual methods take a short cut.
-
-        Args:
-            node: The call.
-            frame: Where it stands.
-            forward_caller: Of a block.
-        """
+        """Calls, of which those of the usual methods take a short cut."""
         callee = node.node
         has_options = node.kwargs or node.dyn_args or node.dyn_kwargs or forward_caller
         if not has_options and isinstance(callee, nodes.Getattr) and callee.attr in _PLAIN_METHODS:

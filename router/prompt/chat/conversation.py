@@ -57,7 +57,7 @@ _KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
 
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any part of any message is an image, audio or video."""
+    """Return whether any part of any message is an image, audio or video."""
     contents = [message.get("content") for message in messages]
     return any(any(map(_is_medium, content)) for content in contents if isinstance(content, list))
 
@@ -69,7 +69,6 @@ def normalise(
 
     Args:
         messages: Checked messages of a chat request.
-        form: What the template expects.
         media_mark: Text to write for images, audio and video. None gives a template of the
             `openai` form the part that it gets in the engine, and writes nothing into one of the
             `string` form.

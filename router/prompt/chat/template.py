@@ -97,7 +97,6 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            source: Its text.
             place: Where the text came from, for the error.
             form: Overrides what is detected (`--chat-template-content-format` of the engine).
             max_chars: Longest text that `render` returns.

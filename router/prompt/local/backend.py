@@ -59,7 +59,6 @@ def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenI
 
     Args:
         backend: From `build_backend`.
-        text: Any text.
         add_special_tokens: Let the post-processor add BOS, EOS and the like.
     Raises:
         UntokenizableError: See `encode_all`.
@@ -77,7 +76,6 @@ def encode_all(
 
     Args:
         backend: From `build_backend`.
-        texts: Any texts.
         add_special_tokens: Let the post-processor add BOS, EOS and the like to each.
     Raises:
         UntokenizableError: A text is not valid Unicode, or the library crashed, as it does with

@@ -104,7 +104,6 @@ class SegmentCache:
         """Keep a copy of ids, unless they would evict half of everything else by themselves.
 
         Args:
-            key: Salt and text.
             ids: Their token ids.
         """
         data = ids.tobytes()
@@ -190,7 +189,6 @@ class SegmentedTokenizer:
     """Tokenises the segments that are new. Safe to use from several threads.
 
     Args:
-        backend: The library's tokenizer.
         segmenter: Cuts the texts; None leaves them whole.
         max_bytes: Bound on the memory of the cache.
     """
@@ -204,7 +202,6 @@ class SegmentedTokenizer:
         """Cut a text and look its segments up.
 
         Args:
-            text: Any text.
             salt: Only equal salts share segments.
         """
         segments = [text] if self._segmenter is None else self._segmenter.split(text)

@@ -42,7 +42,6 @@ class EndFinder:
     def __init__(self, segmenter: Segmenter, anchor_ids: Mapping[str, int]) -> None:
         """
         Args:
-            segmenter: Finds anchors.
             anchor_ids: Their token ids.
         """
         self._segmenter = segmenter
@@ -54,7 +53,6 @@ class EndFinder:
         """Return the boundaries between the pieces.
 
         Args:
-            text: What the template wrote.
             pieces: What the messages say, in their order.
             ids: Its tokens; special ones may stand before them.
             count: How many tokens a text has.
@@ -124,7 +122,7 @@ def _boundaries(text: str, pieces: Iterable[ChatPiece]) -> Iterator[_Boundary]:
 
 
 def pieces_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatPiece]:
-    """What the messages of a chat say, in the OpenAI form: each part that is text is one."""
+    """Return what the messages of a chat say, in the OpenAI form: each part that is text is one."""
     pieces: list[ChatPiece] = []
     for message in messages:
         content = message.get("content")

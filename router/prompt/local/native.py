@@ -141,11 +141,7 @@ class _ListedFile(msgspec.Struct):
 
 
 def reason_against(tokenizer_json: str) -> str | None:
-    """Say which part of a tokenizer has no form that is listed here; None where all have.
-
-    Args:
-        tokenizer_json: As the tokenizers library writes it.
-    """
+    """Say which part of a tokenizer has no form that is listed here; None where all have."""
     file = msgspec.json.decode(tokenizer_json, type=_ListedFile)
     model = file.model
     if (
@@ -315,12 +311,7 @@ _FRAGMENTS = (
 
 
 def survives_self_test(native: NativeTokenizer, backend: Tokenizer) -> bool:
-    """Whether both give the same ids for `TEST_TEXTS` texts, the same ones each time.
-
-    Args:
-        native: What is tested.
-        backend: What it is made from.
-    """
+    """Return whether both give the same ids for `TEST_TEXTS` texts, the same ones each time."""
     texts = _test_texts(backend)
     try:
         while batch := list(islice(texts, _TEXTS_AT_ONCE)):

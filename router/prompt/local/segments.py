@@ -106,7 +106,7 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenizerRules:
-    """What `tokenizer.json` says about cutting."""
+    """Holds what `tokenizer.json` says about cutting."""
 
     is_random: bool
     """Two runs over the same text may give different ids."""
@@ -167,12 +167,7 @@ class Segmenter:
         ]
 
     def anchor_at(self, text: str, start: int) -> str:
-        """The anchor that stands at one of `starts`.
-
-        Args:
-            text: As for `starts`.
-            start: One of what it returned.
-        """
+        """The anchor that stands at one of `starts`."""
         found = self._matcher.match(text, start)
         assert found is not None
         return found.group()
@@ -315,11 +310,10 @@ def choose_segmenter(
 def survives_self_test(
     backend: Tokenizer, segmenter: Segmenter, added_tokens: Sequence[str]
 ) -> bool:
-    """Whether the pieces of a few dozen hard texts have the ids of the whole.
+    """Return whether the pieces of a few dozen hard texts have the ids of the whole.
 
     Args:
         backend: From `build_backend`.
-        segmenter: Cuts the texts.
         added_tokens: Texts of the tokenizer's added tokens, to mix in.
     """
     try:

@@ -45,7 +45,7 @@ _NATIVE_SPEEDUP = 48
 
 
 class TokenizerBackend(NamedTuple):
-    """What tokenises a model's prompts."""
+    """Holds what tokenises a model's prompts."""
 
     name: Literal["fastokens", "tokenizers"]
     """The library."""
@@ -114,7 +114,6 @@ class LocalTokenizer:
         """Load everything and decide, once, how to tokenise.
 
         Args:
-            files: The model's files.
             chat: How the engine's server renders chats.
             limits: Bounds on a prompt.
             use_native: Tokenise by fastokens where that is right.
@@ -146,7 +145,7 @@ class LocalTokenizer:
 
     @property
     def backend(self) -> TokenizerBackend:
-        """What tokenises."""
+        """Return what tokenises."""
         return TokenizerBackend(
             "tokenizers" if self._native is None else "fastokens", self._why_not_native
         )
@@ -197,7 +196,6 @@ class LocalTokenizer:
         """Where the messages of a chat end; none of a text, and none where it was cut.
 
         Args:
-            prepared: The prompt.
             ids: What `finish` returned for it.
         """
         prompt = prepared.prompt
@@ -225,7 +223,7 @@ class LocalTokenizer:
         return EndFinder(self._segmenter, known)
 
     def _count_tokens(self, text: str, prepared: PreparedPrompt) -> int:
-        """Of a part of a prompt; with the salt of that prompt."""
+        """Count the tokens of a part of a prompt; with the salt of that prompt."""
         if self._library is None or prepared.looked_up is None:
             assert self._native is not None
             return len(self._native.encode(text))
@@ -243,8 +241,8 @@ class LocalTokenizer:
         return self._certain_part(chat.text, prompt), Coverage.PREFIX
 
     def _certain_part(self, text: str, prompt: ChatPrompt) -> str:
-        """What follows the text is unknown: it may change the ids behind the last anchor, and what
-        a truncation keeps."""
+        """Return the ids that are certain although what follows the text is unknown: it may change
+        the ids behind the last anchor, and what a truncation keeps."""
         starts = self._segmenter.starts(text) if self._segmenter else []
         if not starts or not starts[-1] or prompt.truncation or prompt.add_special_tokens:
             raise UntokenizableError("media")
