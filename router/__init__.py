@@ -15,7 +15,9 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     sharing/         what routers tell each other
     telemetry/       metrics, the request log, traces, what is wrong
     doors/           who may ask what, and in which words
-    service.py       all parts wired; what follows when replicas change
+    settings.py      the options of each part, made from the configuration
+    follower.py      what follows when replicas change
+    service.py       all parts wired: what is made, in which order, who closes it
     process.py       what the process does first: its log, its sockets
     reload.py        takes over a changed configuration
     app.py           the ASGI application

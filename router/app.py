@@ -32,30 +32,17 @@ class RouterApp:
 
     def __init__(self, service: RouterService) -> None:
         self._logs_access = service.config.observability.access_log
-        dispatcher, header = service.dispatcher, service.config.policy.session_header
+        header = service.config.policy.session_header
         paths = ProxiedPaths(service.config.server.extra_paths)
         guard = _guard(service)
-        self.gateway = Gateway(
-            service.config.server,
-            guard,
-            header,
-            service.admission,
-            dispatcher,
-            service.proxy,
-            service.observers,
-            paths,
-            EngineOrder(service.config.overload),
-            self._logs_access,
-            service.entrance,
-            None if service.tracing is None else service.tracing.tracer,
-        )
+        self.gateway = Gateway(service, guard, paths)
         self.paths = paths
         self.desk = _desk(service)
         """Where gateways ask that send requests themselves."""
         traces = service.tracing is not None
         parts = ApiParts(service, guard, paths, self.desk, service.render_metrics, traces)
         self._api = create_api(parts, _with_picker(service.lifespan, self, service))
-        self.direct = RouteQuestions(self.gateway, dispatcher, service.metrics, header)
+        self.direct = RouteQuestions(self.gateway, service.dispatcher, service.metrics, header)
         """Serves what does not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

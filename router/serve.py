@@ -263,7 +263,7 @@ def _control_server(
         natives,
         check_key if guard.needs_key("client") else None,
         config.policy.session_header,
-        app.gateway.tracer,
+        app.gateway.router.tracer,
         app.gateway.engine_order,
     )
     plane = _plane(service, app, preparation, path)
@@ -419,7 +419,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(_reserved_files_from(), 2**31 - 1),
         second_share=server.retries.late_share,
-        dropped=app.gateway.dropped,
+        dropped=app.gateway.forwarding.dropped,
         prepares_all=needs_key or service.tracing is not None,
         route_path=Endpoint.ROUTE.value.encode() if tells_gateways else b"",
         select_path=SELECT_PATH.encode() if tells_gateways else b"",
@@ -428,7 +428,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         told_with=told_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
         checks_hosts=not needs_key,
-        trusted_proxies=app.gateway.trusted_proxies.prefixes(),
+        trusted_proxies=app.gateway.forwarding.trusted_proxies.prefixes(),
         prepared=tuple(
             (endpoint.value.encode(), DIALECTS.index(dialect_of(endpoint.value)))
             for endpoint in PREPARED

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from router.config.origin import Header
-from router.doors.http.access import Key
-from router.doors.http.gateway import Begun, tenant_salt
+from router.doors.http.access import Key, tenant_salt
+from router.doors.http.gateway import Begun
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
 from router.fleet.limits import KeyUsage

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from router.doors.http.access import of_key
 from router.doors.http.access_log import AccessLine
-from router.doors.http.gateway import of_key
 from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
 from router.plane import FailedFirst

@@ -18,11 +18,11 @@ The files; each imports only what is listed above it:
     self_repair.py        which sources are predicted wrongly, and what is done about it
     problems.py           what is wrong with a replica, in sentences
     readiness.py          is the router ready, and whom does it wait for?
-    parts.py              what a router is made of
-    collector.py          metrics read at a scrape, from the parts' statistics
     settled.py            a request that the data plane decided by itself
     request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context: what a client says of its trace, what a replica is told
     spans.py              what one request does and when; handed over at its end
+    parts.py              what a router is made of
+    collector.py          metrics read at a scrape, from the parts' statistics
     otel.py               spans made of that and sent, in a thread; needs the extra `otel`
 """

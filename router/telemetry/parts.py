@@ -15,6 +15,7 @@ from router.fleet.limits import KeyLimits
 from router.fleet.registry import ReplicaRegistry
 from router.index.approximate import ApproximateCaches
 from router.index.mirror import Mirror
+from router.plane import PlaneProxy
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
@@ -27,8 +28,10 @@ from router.telemetry.history import History
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.readiness import Readiness
 from router.telemetry.request_log import RequestLog
+from router.telemetry.request_observer import RequestObservers
 from router.telemetry.self_repair import SelfRepair
 from router.telemetry.shortages import Shortages
+from router.telemetry.spans import Tracer
 
 
 class RouterParts:
@@ -47,6 +50,10 @@ class RouterParts:
     """Where requests wait for room at a replica."""
     responses: StoredResponses
     recent: RecentPrefixes
+    proxy: PlaneProxy
+    observers: RequestObservers
+    tracer: Tracer | None
+    """Begins the trace of each request."""
 
     # Replicas and their caches.
     registry: ReplicaRegistry

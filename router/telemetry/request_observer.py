@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from typing_extensions import override
@@ -39,50 +40,31 @@ _NOT_HELD_AGAINST_IT = frozenset(
 _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
 
 
+@dataclass(slots=True, eq=False)
 class RequestObservers:
     """Makes the observer of each request, and knows what they all report to."""
 
-    def __init__(
-        self,
-        load: LoadTracker,
-        metrics: RouterMetrics,
-        planner: RoutePlanner,
-        replicas: ReplicaRegistry,
-        log: RequestLog,
-        responses: StoredResponses,
-        repair: SelfRepair,
-        shortages: Shortages,
-        taps: Taps,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Keep the parts that hear of requests.
-
-        Args:
-            load: Counts what is in flight at each replica.
-            metrics: Counted and timed into.
-            planner: Remembers which prompts were just sent where.
-            replicas: Hears which of them failed and which served.
-            log: Gets a line for each request.
-            responses: Learns who has which stored response.
-            repair: Judges the sources by how they were predicted.
-            shortages: Hears when memory is short.
-            taps: Who records the caches that requests are sent to.
-            clock: A monotonic clock, in seconds.
-        """
-        self.load = load
-        self.metrics = metrics
-        self.planner = planner
-        self.replicas = replicas
-        self.log = log
-        self.responses = responses
-        self.repair = repair
-        self._shown: dict[int, RoutedRequest] = {}
-        """Requests that the data plane has decided, and that are logged before their end."""
-        self.clock = clock
-        self.shortages = shortages
-        self.taps = taps
-        self.reporting: set[str] = set()
-        """Replicas whose responses have reported cached tokens at least once."""
+    load: LoadTracker
+    """Counts what is in flight at each replica."""
+    metrics: RouterMetrics
+    planner: RoutePlanner
+    """Remembers which prompts were just sent where."""
+    replicas: ReplicaRegistry
+    """Learns which of them failed and which served."""
+    log: RequestLog
+    responses: StoredResponses
+    """Learns who has which stored response."""
+    repair: SelfRepair
+    """Judges the sources by how they were predicted."""
+    shortages: Shortages
+    """Learns when memory is short."""
+    taps: Taps
+    """Record the caches that requests are sent to."""
+    clock: Callable[[], float] = time.monotonic
+    reporting: set[str] = field(default_factory=set)
+    """Replicas whose responses have reported cached tokens at least once."""
+    _shown: dict[int, RoutedRequest] = field(default_factory=dict)
+    """Requests that the data plane has decided, and that are logged before their end."""
 
     def observe(
         self, decision: Decision, path: str, request_id: str, trace_id: str | None = None

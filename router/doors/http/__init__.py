@@ -4,9 +4,10 @@ The files; each imports only what is listed above it:
 
     access_log.py         one line for each request
     networks.py           which networks addresses belong to
-    access.py             who may ask what: keys, peers, names, origins
     proxied_paths.py      which paths go to a replica, and what decides to which
+    access.py             who may ask what: keys, peers, names, origins
     bodies.py             reads the bodies of requests, and one field of a form
+    forwarding.py         what of a client's request goes on to a replica
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              bodies of responses as types: probes, errors, models
     route_views.py        where a request goes, and why
@@ -21,5 +22,6 @@ The files; each imports only what is listed above it:
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report
     dialects.py           the paths of other indexers
+    error_handlers.py     errors as responses
     api.py                the router's own endpoints, on FastAPI
 """

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import SecretStr
 
 from router.config import ClientKeyConfig, ServerConfig, key_bytes
+from router.doors.http.proxied_paths import salt_names
 from router.errors import (
     ForeignHost,
     ForeignOrigin,
@@ -40,6 +41,7 @@ from router.errors import (
 )
 from router.fleet.limits import KeyUsage
 from router.routing.stored_responses import ResponseOwner
+from router.routing.terms import TenantSalt
 
 logger = logging.getLogger(__name__)
 
@@ -327,3 +329,22 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
     if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
         peer = peer.ipv4_mapped
     return peer is not None and peer.is_loopback and not any(name in headers for name in _FORWARDED)
+
+
+# --- what comes with a key ------------------------------------------------------------------------
+
+
+def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
+    """The salt of a client's key, and where it belongs; None where there is none to add.
+
+    Args:
+        key: The client's, where one is needed.
+    """
+    if key is None or key.cache_salt is None or not salt_names(path):
+        return None
+    return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def of_key(key: Key | None) -> tuple[Any, ...]:
+    """Return what a key says of the place of its requests in a line: holder, class and share."""
+    return () if key is None else (key.name, key.priority, key.share)

@@ -13,17 +13,13 @@ from typing import Any
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
-from starlette.routing import Match, Route
-from starlette.types import Scope
 
 from router.config import ReplicaConfig, RouterConfig, read_replica
-from router.doors.http.access import Key
-from router.doors.http.access_log import note_refused
-from router.doors.http.bodies import ClientLeft, decode_json, read_body
+from router.doors.http.access import Key, tenant_salt
+from router.doors.http.bodies import decode_json, read_body
 from router.doors.http.dialects import add_dialects
-from router.doors.http.gateway import tenant_salt
+from router.doors.http.error_handlers import add_error_handlers
 from router.doors.http.live_page import add_page
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
@@ -40,7 +36,6 @@ from router.doors.http.openapi import (
 )
 from router.doors.http.overview import Overview
 from router.doors.http.parts import ApiParts
-from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
 from router.doors.http.questions import encoded, encoding_of
 from router.doors.http.replica_views import ReplicaDetails, ReplicaList, replica_details
 from router.doors.http.request_bodies import (
@@ -67,19 +62,14 @@ from router.errors import (
     BodyTooLarge,
     CaptureDisabled,
     ForeignHost,
-    MethodNotAllowed,
     NotRecordable,
-    Overloaded,
     ReplicaExists,
-    RequestError,
     UnknownModel,
     UnknownPath,
     UnknownReplica,
-    is_out_of_memory,
 )
 from router.feed.taps import Tap
 from router.index import SourceId
-from router.plane.proxied_messages import error_body
 from router.prompt import Endpoint
 from router.routing.terms import Terms
 from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
@@ -112,7 +102,7 @@ def create_api(
         redirect_slashes=False,
     )
     client, operator = Access("client", parts.guard), Access("operator", parts.guard)
-    _add_error_handlers(app, parts)
+    add_error_handlers(app, parts)
     _add_probes(app, parts, operator)
     sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
     _add_route(app, parts, sees_hits)
@@ -550,60 +540,3 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
-    """Give every error the one form, and count it."""
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        note_refused(request.scope, error.code)
-        parts.router.metrics.bad_requests.labels(error.code).inc()
-        headers = {name.decode(): value.decode() for name, value in error.headers()}
-        body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
-        return Response(body, error.status, headers, JSON)
-
-    async def refuse_path(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        allowed = _allowed_methods(app, parts.proxied_paths, request.scope)
-        if not allowed:
-            return await refuse(request, UnknownPath())
-        if request.method == "OPTIONS":
-            return Response(status_code=204, headers={"allow": allowed})
-        return await refuse(request, MethodNotAllowed(allowed))
-
-    async def count_gone(_request: Request, _error: Exception) -> Response:
-        parts.router.metrics.bad_requests.labels("client_gone").inc()
-        return Response(status_code=400)
-
-    async def refuse_for_memory(request: Request, error: Exception) -> Response:
-        if not is_out_of_memory(error):
-            raise error
-        parts.router.shortages.note("memory")
-        return await refuse(request, Overloaded("is out of memory"))
-
-    async def fail(request: Request, _error: Exception) -> Response:
-        # It is logged by whoever runs the application.
-        why = "the router failed to serve this request; its log says why"
-        return await refuse(request, RequestError(why))
-
-    app.add_exception_handler(Exception, fail)
-    for kind in (MemoryError, OSError, RuntimeError):
-        app.add_exception_handler(kind, refuse_for_memory)
-    app.add_exception_handler(RequestError, refuse)
-    app.add_exception_handler(HTTPException, refuse_path)
-    app.add_exception_handler(ClientLeft, count_gone)
-
-
-def _allowed_methods(app: FastAPI, proxied: ProxiedPaths, scope: Scope) -> str:
-    """The methods of a path, for the `Allow` header; empty for an unknown path."""
-    found: set[str] = set()
-    for route in app.router.routes:
-        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    path = proxied.find(scope["path"])
-    found.update(() if path is None else path.methods)
-    if not found:
-        return ""
-    found |= {"OPTIONS", "HEAD"} if "GET" in found else {"OPTIONS"}
-    return ", ".join(sorted(found))

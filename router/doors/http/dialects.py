@@ -17,9 +17,8 @@ from fastapi import Depends, FastAPI, Request, Response
 
 from kvevents.events import BlockHash
 from router.config import read_replica
-from router.doors.http.access import Key
+from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import decode_body, read_body
-from router.doors.http.gateway import tenant_salt
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
 from router.doors.http.parts import ApiParts

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from http import HTTPStatus
@@ -14,9 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from router.config import ServerConfig
-from router.config.origin import Header, Timeouts
-from router.doors.http.access import KEY_HEADERS, Guard, Key
+from router.doors.http.access import Guard, Key, of_key, tenant_salt
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     announced_bytes,
@@ -26,15 +24,13 @@ from router.doors.http.bodies import (
     is_object,
     with_form_field,
 )
-from router.doors.http.networks import Networks
+from router.doors.http.forwarding import Forwarding
 from router.doors.http.proxied_paths import (
     ProxiedPath,
     ProxiedPaths,
     RoutedBy,
     dialect_of,
-    salt_names,
 )
-from router.doors.names import SIDECAR_HEADERS
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -48,75 +44,40 @@ from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
-from router.plane import PlaneExchange, PlaneProxy, PlaneRelay
+from router.plane import PlaneExchange, PlaneRelay
 from router.plane.proxied_messages import error_body
-from router.plane.proxy_types import ProxyRequest
 from router.prompt import PRIORITY_HEADER, RequestBodyError, check_int64
-from router.routing.admission import Admission
 from router.routing.decision import RANK_HEADER, Decision
-from router.routing.dispatcher import Dispatcher
 from router.routing.terms import NO_HEADERS, TenantSalt, Terms
-from router.telemetry.request_observer import RequestObserver, RequestObservers
-from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
-from router.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext, read_context
+from router.telemetry.parts import RouterParts
+from router.telemetry.request_observer import RequestObserver
+from router.telemetry.spans import PlacedTrace, RequestTrace
+from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_LENGTH = 128
-_FORWARDING = (
-    *(b"forwarded", b"x-real-ip", b"x-forwarded-for", b"x-forwarded-proto"),
-    *(b"x-forwarded-host", b"x-forwarded-port"),
-)
 MAX_RANK_DIGITS = 5
 
 
 class Gateway:
     """Serves the proxied paths: a `Handler`."""
 
-    def __init__(
-        self,
-        server: ServerConfig,
-        guard: Guard,
-        session_header: str,
-        admission: Admission,
-        dispatcher: Dispatcher,
-        proxy: PlaneProxy,
-        observers: RequestObservers,
-        paths: ProxiedPaths,
-        engine_order: EngineOrder,
-        logs_access: bool = False,
-        entrance: Entrance | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        """Keep the parts that a request passes through.
-
-        Args:
-            server: Bounds and timeouts.
-            session_header: The header that names a client's session, in lower case.
-            observers: Observes what becomes of them.
-            engine_order: What engines that order by numbers are told.
-            logs_access: Whether each gets a line in the log.
-            entrance: Where they wait for room at a replica; None: nowhere.
-            tracer: Begins the trace of each; None where none is recorded.
+    def __init__(self, router: RouterParts, guard: Guard, paths: ProxiedPaths) -> None:
         """
-        self.entrance, self.server, self.guard = entrance, server, guard
-        self.trusted_proxies = Networks(server.trusted_proxies)
-        self._trusts_proxies = bool(server.trusted_proxies)
-        self._scheme = b"http" if server.tls.certificate is None else b"https"
-        self._scheme_header = (b"x-forwarded-proto", self._scheme)
-        self.dropped = _dropped_headers(server, guard, dispatcher.owns_priority)
-        self.logs_access = logs_access
-        self.tracer = tracer
+        Args:
+            router: Decides where requests go, sends them there, and observes what becomes of them.
+            guard: Checks who sends a request.
+            paths: Those that go to a replica.
+        """
+        config = router.config
+        self.router, self.server, self.guard = router, config.server, guard
+        self.forwarding = Forwarding(config.server, guard, router.dispatcher.owns_priority)
+        self.engine_order = EngineOrder(config.overload)
+        self.logs_access = config.observability.access_log
         self._paths = paths
-        self.engine_order = engine_order
-        self._session_header = session_header.encode()
-        self.admission = admission
-        self.dispatcher = dispatcher
-        self.proxy = proxy
-        self.observers = observers
+        self._session_header = config.policy.session_header.encode()
         self._open: set[asyncio.Task[Decision]] = set()
-        times = server.timeouts
-        self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
 
     def opens(
         self,
@@ -145,9 +106,9 @@ class Gateway:
             RequestError: It is refused.
         """
         if path.routed_by is RoutedBy.RESPONSE:
-            return self.dispatcher.dispatch_to_holder(path.response_id, body, terms)
+            return self.router.dispatcher.dispatch_to_holder(path.response_id, body, terms)
         if path.endpoint is not None:
-            return self.dispatcher.dispatch_now(path.endpoint, body, terms)
+            return self.router.dispatcher.dispatch_now(path.endpoint, body, terms)
         if terms.salt is not None or (usage is not None and not usage.is_for_all_models):
             return self._decide_for_key(path, body, terms)
         return self._decide_by_load(path, body, terms)
@@ -165,14 +126,17 @@ class Gateway:
 
     async def _decide_by_load(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
         content_type = terms.headers.get(b"content-type", b"")
-        needs_model, by_load = path.routed_by is RoutedBy.LOAD, self.dispatcher.dispatch_by_load
+        needs_model, by_load = (
+            path.routed_by is RoutedBy.LOAD,
+            self.router.dispatcher.dispatch_by_load,
+        )
         if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             rename = functools.partial(with_form_field, content_type, b"model")
             return by_load(model, body, terms, needs_model=needs_model, rename=rename)
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             return by_load(None, body, replace(terms, headers=NO_HEADERS), needs_model=False)
-        return await self.dispatcher.dispatch(None, body, terms, needs_model=needs_model)
+        return await self.router.dispatcher.dispatch(None, body, terms, needs_model=needs_model)
 
     def terms(
         self,
@@ -208,7 +172,7 @@ class Gateway:
             key: The client's, where one is needed.
             headers: The request's, names in lower case.
         """
-        named = "" if self.entrance is None else self.entrance.tenant(headers)
+        named = "" if self.router.entrance is None else self.router.entrance.tenant(headers)
         return named or ("" if key is None or key.owner is None else key.name)
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
@@ -217,46 +181,6 @@ class Gateway:
         self._open.add(task)
         task.add_done_callback(self._open.discard)
         return task
-
-    def request(
-        self,
-        exchange: PlaneExchange,
-        decision: Decision,
-        request_id: bytes,
-        trace: Sequence[Header] = (),
-    ) -> ProxyRequest:
-        """Return what is sent to a replica.
-
-        Args:
-            request_id: Ties the logs of client, router and engine together.
-        """
-        own = (b"x-request-id", request_id)
-        # The first byte of a response that is not streamed comes with the last.
-        is_whole = decision.spec is not None and not decision.spec.stream
-        return ProxyRequest(
-            b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
-            exchange.target,
-            exchange.headers,
-            decision.body,
-            (own,),
-            dialect_of(exchange.path),
-            (*self._forwarded(exchange), own, *trace),
-            self.dropped,
-            self._patient if is_whole else None,
-        )
-
-    def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:
-        """Who asks; what a client says of that itself goes on only from a trusted proxy."""
-        peer = exchange.client
-        last_hop = peer.encode("ascii", "replace")
-        if not self._trusts_proxies or peer not in self.trusted_proxies:
-            return (b"x-forwarded-for", last_hop), self._scheme_header
-        given = exchange.headers
-        # Lines of one name are the same as commas in one (RFC 9110, 5.3).
-        hops = [value for name, value in given if name == b"x-forwarded-for" and value]
-        proto = dict(given).get(b"x-forwarded-proto", self._scheme)
-        chain = b", ".join([*hops, last_hop])
-        return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
 
 
 @dataclass(slots=True)
@@ -355,9 +279,11 @@ class Passage:
         self._context = read_context(exchange.headers) if is_traced else None
         begun: Begun = exchange.begun or Begun()
         self._trace = begun.trace
-        if gateway.tracer is not None and self._trace is None:
+        if gateway.router.tracer is not None and self._trace is None:
             route = None if path.endpoint is None else path.endpoint.value
-            self._trace = gateway.tracer.begin(self._context, exchange.method, exchange.path, route)
+            self._trace = gateway.router.tracer.begin(
+                self._context, exchange.method, exchange.path, route
+            )
         self._stage = _Stage.NEW
         self._is_admitted = False
         self._held_bytes = 0
@@ -384,7 +310,7 @@ class Passage:
     def client_left(self) -> None:
         """The client's connection is closed."""
         if self._relay is None and self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
-            self._gateway.observers.client_left()
+            self._gateway.router.observers.client_left()
             self._close()
 
     def cancel(self) -> None:
@@ -404,7 +330,7 @@ class Passage:
             self._refuse(error)
         except Exception as error:
             if is_out_of_memory(error):
-                self._refuse(self._gateway.observers.out_of_memory())
+                self._refuse(self._gateway.router.observers.out_of_memory())
                 return
             logger.exception("a request could not be served")
             self._refuse(RequestError("the router failed to serve this request; its log says why"))
@@ -451,7 +377,7 @@ class Passage:
     def _enter(self) -> Key | None:
         """Check that there is room, and who asks; return the client's key."""
         gateway = self._gateway
-        gateway.admission.admit()
+        gateway.router.admission.admit()
         self._is_admitted = True
         if self._exchange.is_of_reserve:
             raise Overloaded("is out of file descriptors")
@@ -463,7 +389,7 @@ class Passage:
         piece = exchange.take_body()
         if self._held_bytes + len(piece) > gateway.server.max_body_bytes:
             raise BodyTooLarge(gateway.server.max_body_bytes)
-        gateway.admission.hold(len(piece))
+        gateway.router.admission.hold(len(piece))
         self._held_bytes += len(piece)
         self._body.append(piece)
         if not exchange.more_body:
@@ -511,7 +437,9 @@ class Passage:
                 trace.decided(decision.tokenization_s, decision.routing_s)
             if self._usage is not None and not self._has_spent:
                 self._usage.spend(decision.tokens)
-        if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
+        if gateway.router.entrance is not None and not self._may_start(
+            gateway.router.entrance, decision
+        ):
             return
         try:
             observer = self._observer = self._observe(decision)
@@ -523,14 +451,16 @@ class Passage:
         self._stage = _Stage.SENT
         known = trace or self._context
         trace_headers = () if known is None else known.headers()
-        request = gateway.request(self._exchange, decision, self._request_id, trace_headers)
+        request = gateway.forwarding.request(
+            self._exchange, decision, self._request_id, trace_headers
+        )
         if self._usage is not None:
             told = request.response_headers + self._usage.headers()
             request = replace(request, response_headers=told)
         of_key = None if self._key is None else self._key.priority
         number_of = gateway.engine_order.numbers(self._headers, of_key, observer.waited_s)
         attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
-        relay = gateway.proxy.start(
+        relay = gateway.router.proxy.start(
             attempts if trace is None else trace.plan(attempts),
             request,
             self._exchange,
@@ -541,7 +471,7 @@ class Passage:
             self._relay = relay
 
     def _observe(self, decision: Decision) -> RequestObserver:
-        observers, known = self._gateway.observers, self._trace or self._context
+        observers, known = self._gateway.router.observers, self._trace or self._context
         trace_id = None if known is None else known.trace_id
         request_id = self._request_id.decode("latin-1")
         observer = observers.observe(decision, self._exchange.path, request_id, trace_id)
@@ -558,7 +488,7 @@ class Passage:
         may_wait = decision.ranking or decision.may_wait
         if self._waiter is not None or not may_wait or self._exchange.is_gone:
             return True
-        dispatcher, holder = self._gateway.dispatcher, of_key(self._key)
+        dispatcher, holder = self._gateway.router.dispatcher, of_key(self._key)
         waiter = entrance.waiter(decision.model_name, self._headers, *holder)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
@@ -584,7 +514,7 @@ class Passage:
         self._respond(error)
 
     def _count_refused(self, error: RequestError) -> None:
-        self._gateway.observers.refused(error)
+        self._gateway.router.observers.refused(error)
 
     def _respond(self, error: RequestError) -> None:
         self._count_refused(error)
@@ -620,11 +550,11 @@ class Passage:
         """Make room for another request."""
         if self._timer is not None:
             self._timer.cancel()
-        self._gateway.admission.hold(-self._held_bytes)
+        self._gateway.router.admission.hold(-self._held_bytes)
         self._held_bytes = 0
         if self._is_admitted:
             self._is_admitted = False
-            self._gateway.admission.leave()
+            self._gateway.router.admission.leave()
         if self._usage is not None or self._waiter is not None:
             self._settle()
         self._observer = None
@@ -640,40 +570,9 @@ class Passage:
             if usage is not None:
                 usage.leave(tokens or 0)
             if waiter is not None:
-                entrance = self._gateway.entrance
+                entrance = self._gateway.router.entrance
                 assert entrance is not None
                 entrance.room.over(waiter, tokens)
-
-
-def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
-    """Those of a client that are not for replicas: the router writes its own, or none."""
-    return frozenset(
-        (
-            *(b"x-request-id", TRACEPARENT, TRACESTATE),
-            *_FORWARDING,
-            # The router's key is for the router only: replicas do not get to see it.
-            *(KEY_HEADERS if guard.needs_key("client") else ()),
-            *(() if server.trust_client_rank else (RANK_HEADER,)),
-            *((PRIORITY_HEADER,) if owns_priority else ()),
-            *SIDECAR_HEADERS,
-        )
-    )
-
-
-def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
-    """The salt of a client's key, and where it belongs; None where there is none to add.
-
-    Args:
-        key: The client's, where one is needed.
-    """
-    if key is None or key.cache_salt is None or not salt_names(path):
-        return None
-    return TenantSalt(key.cache_salt, salt_names(path))
-
-
-def of_key(key: Key | None) -> tuple[Any, ...]:
-    """Return what a key says of the place of its requests in a line: holder, class and share."""
-    return () if key is None else (key.name, key.priority, key.share)
 
 
 def _rank(headers: dict[bytes, bytes]) -> int | None:

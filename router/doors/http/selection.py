@@ -16,9 +16,9 @@ from starlette.types import Receive
 from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import NOBODY, Caller, Question
 from router.doors.desk import new_id
-from router.doors.http.access import Key
+from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import ClientLeft, decode_body, read_body
-from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH, tenant_salt
+from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.parts import ApiParts
 from router.doors.http.request_bodies import (

@@ -1,0 +1,96 @@
+"""What goes on to a replica of a client's request, and what the router adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.config import ServerConfig
+from router.config.origin import Header, Timeouts
+from router.doors.http.access import KEY_HEADERS, Guard
+from router.doors.http.networks import Networks
+from router.doors.http.proxied_paths import dialect_of
+from router.doors.names import SIDECAR_HEADERS
+from router.plane import PlaneExchange
+from router.plane.proxy_types import ProxyRequest
+from router.prompt import PRIORITY_HEADER
+from router.routing.decision import RANK_HEADER, Decision
+from router.telemetry.trace_context import TRACEPARENT, TRACESTATE
+
+_FORWARDING = (
+    *(b"forwarded", b"x-real-ip", b"x-forwarded-for", b"x-forwarded-proto"),
+    *(b"x-forwarded-host", b"x-forwarded-port"),
+)
+
+
+class Forwarding:
+    """Makes the requests that replicas get."""
+
+    def __init__(self, server: ServerConfig, guard: Guard, owns_priority: bool) -> None:
+        """
+        Args:
+            server: Timeouts, and whose `x-forwarded-*` go on.
+            guard: Says whether clients need a key, which replicas must not see.
+            owns_priority: Whether the order of requests at engines is the router's to decide.
+        """
+        self.trusted_proxies = Networks(server.trusted_proxies)
+        self._trusts_proxies = bool(server.trusted_proxies)
+        self._scheme = b"http" if server.tls.certificate is None else b"https"
+        self._scheme_header = (b"x-forwarded-proto", self._scheme)
+        self.dropped = _dropped_headers(server, guard, owns_priority)
+        times = server.timeouts
+        self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
+
+    def request(
+        self,
+        exchange: PlaneExchange,
+        decision: Decision,
+        request_id: bytes,
+        trace: Sequence[Header] = (),
+    ) -> ProxyRequest:
+        """Return what is sent to a replica.
+
+        Args:
+            request_id: Ties the logs of client, router and engine together.
+        """
+        own = (b"x-request-id", request_id)
+        # The first byte of a response that is not streamed comes with the last.
+        is_whole = decision.spec is not None and not decision.spec.stream
+        return ProxyRequest(
+            b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
+            exchange.target,
+            exchange.headers,
+            decision.body,
+            (own,),
+            dialect_of(exchange.path),
+            (*self._forwarded(exchange), own, *trace),
+            self.dropped,
+            self._patient if is_whole else None,
+        )
+
+    def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:
+        """Who asks; what a client says of that itself goes on only from a trusted proxy."""
+        peer = exchange.client
+        last_hop = peer.encode("ascii", "replace")
+        if not self._trusts_proxies or peer not in self.trusted_proxies:
+            return (b"x-forwarded-for", last_hop), self._scheme_header
+        given = exchange.headers
+        # Lines of one name are the same as commas in one (RFC 9110, 5.3).
+        hops = [value for name, value in given if name == b"x-forwarded-for" and value]
+        proto = dict(given).get(b"x-forwarded-proto", self._scheme)
+        chain = b", ".join([*hops, last_hop])
+        return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
+
+
+def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
+    """Those of a client that are not for replicas: the router writes its own, or none."""
+    return frozenset(
+        (
+            *(b"x-request-id", TRACEPARENT, TRACESTATE),
+            *_FORWARDING,
+            # The router's key is for the router only: replicas do not get to see it.
+            *(KEY_HEADERS if guard.needs_key("client") else ()),
+            *(() if server.trust_client_rank else (RANK_HEADER,)),
+            *((PRIORITY_HEADER,) if owns_priority else ()),
+            *SIDECAR_HEADERS,
+        )
+    )

@@ -1,0 +1,172 @@
+"""Follows the replicas: their streams, their models, and what is forgotten when one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvevents.errors import KVEventsError
+from router.config.origin import Header, Origin
+from router.config.values import POLLED
+from router.doors import address_of
+from router.feed.beginning import Beginning
+from router.fleet.registry import ReplicaListener
+from router.fleet.replica import Replica
+from router.fleet.types import EventSource, ReplicaState, ServedModels
+from router.index import SourceId
+from router.routing.models import Model
+from router.routing.planner import RoutePlanner
+from router.telemetry.parts import RouterParts
+from router.telemetry.request_observer import RequestObservers
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaFollower(ReplicaListener):
+    """Acts on a change of the replicas: their streams are followed, their
+    tokenizers compared, and what was known of them is forgotten."""
+
+    def __init__(
+        self,
+        parts: RouterParts,
+        planner: RoutePlanner,
+        observers: RequestObservers,
+        beginning: Beginning,
+    ) -> None:
+        self._parts = parts
+        self._planner = planner
+        self._observers = observers
+        self._beginning = beginning
+        self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
+        """Ends what the data plane has under way at an origin."""
+        self.on_gone: Callable[[str], object] = lambda _: None
+        """Ends what gateways have reserved at a replica."""
+        self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._feed_keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow the streams of the replicas."""
+        self._feed_keeper = asyncio.create_task(self._keep_feed(), name="feed keeper")
+
+    async def close(self) -> None:
+        """Change no stream any more."""
+        if self._feed_keeper is not None:
+            self._feed_keeper.cancel()
+            await asyncio.wait([self._feed_keeper])
+
+    # --- what the registry reports ----------------------------------------------------------------
+
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:  # noqa: ARG002
+        """A replica that failed may have lost what was sent to it; one that is healthy again may be
+        another process."""
+        if replica.state is ReplicaState.UNHEALTHY:
+            self._planner.forget(replica.id)
+        self._compare_tokenizers(replica)
+
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        """Send elsewhere what waits there for a first byte, and end the streams that are silent.
+        One that still flows is left alone: then it is only the checks that come too late."""
+        self.give_up(replica.origin.key, for_s)
+
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        """Make its models known, and feed its streams into the index of its model."""
+        self._planner.note_streams(replica)
+        for name in replica.served.models:
+            self._parts.models.discover(name)
+        for adapter, parent in replica.served.adapters:
+            self._parts.models.discover(adapter, parent)
+        if before.models != replica.served.models:
+            self._compare_tokenizers(replica)  # it may be healthy before its models are known
+        if before.models and before.models != replica.served.models:
+            self._follow(replica, replica.sources, ())
+            self._follow(replica, (), replica.sources)
+        self._forget_unserved_models()
+
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        """Follow the streams it has now."""
+        self._planner.note_streams(replica)
+        self._follow(replica, before, replica.sources)
+
+    def on_removed(self, replica: Replica) -> None:
+        """Forget it."""
+        self._planner.note_streams(replica)
+        self._planner.forget(replica.id)
+        self._parts.tokenizer_check.forget(replica.id)
+        self.on_gone(replica.id)
+        self._observers.forget_replica(replica.id)
+        self._forget_unserved_models()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _forget_unserved_models(self) -> None:
+        for model in self._parts.models.forget_all_but(self._parts.registry.models()):
+            if self._parts.entrance is not None:
+                self._parts.entrance.room.forget(model)
+            self._planner.forget_model(model)
+            self._observers.forget_model(model)
+
+    def _follow(
+        self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]
+    ) -> None:
+        """Queue the changes: leaving a stream takes a moment, and a stream must be left before it
+        is followed again."""
+        for gone in set(before) - set(now):
+            self._feed_changes.put_nowait(
+                functools.partial(self._parts.feed.remove, SourceId(replica.id, gone.dp_rank))
+            )
+        model = self._model_of(replica)
+        if model is None:
+            return
+        for new in set(now) - set(before):
+            self._feed_changes.put_nowait(functools.partial(self._add_source, replica, new, model))
+
+    def _compare_tokenizers(self, replica: Replica) -> None:
+        model = self._model_of(replica)
+        if replica.state is ReplicaState.HEALTHY and model is not None:
+            self._parts.tokenizer_check.start(replica, model)
+
+    def _model_of(self, replica: Replica) -> Model | None:
+        return (
+            self._parts.models.discover(replica.served.models[0]) if replica.served.models else None
+        )
+
+    async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
+        await self._beginning.fill(model.name, model.index)
+        if self._parts.models.get(model.name) is not model:
+            return  # it was removed again before its turn came
+        self._parts.feed.add(
+            SourceId(replica.id, source.dp_rank),
+            source.endpoint,
+            source.replay_endpoint,
+            source.topic or None,  # an empty topic subscribes to all of them
+            model.name,
+            model.hints_of(replica.id),
+            source.snapshot_endpoint,
+            replica.origin.allows,
+            source.server_key,
+            (replica.id, replica.origin.host, address_of(replica)),
+            _headers_for(source, replica),
+        )
+
+    async def _keep_feed(self) -> None:
+        await self._beginning.find()
+        while True:
+            change = await self._feed_changes.get()
+            try:
+                await change()
+            except KVEventsError as error:
+                logger.error("event streams: %s", error)
+
+
+def _headers_for(source: EventSource, replica: Replica) -> Sequence[Header]:
+    """Return what is sent to a source that is asked for its events: a replica's key goes to it
+    alone."""
+    if not source.endpoint.startswith(POLLED):
+        return ()
+    return replica.headers if Origin.parse(source.endpoint).key == replica.origin.key else ()
