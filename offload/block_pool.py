@@ -8,8 +8,8 @@ stays cached until it is given out again.
     | without a hash, latest first | never used | unwanted | least recently used first |
 
 The latest block without a hash comes first because its memory is still warm. Unwanted ones are
-cached, but nobody is expected to ask for them; the latest comes first. A request's blocks are freed
-in reverse, so its tail is evicted before its head. A free block that loses its hash in
+cached, but no request is expected to ask for them; the latest comes first. A request's blocks are
+freed in reverse, so its tail is evicted before its head. A free block that loses its hash in
 `evict_blocks` keeps its position.
 """
 
@@ -146,8 +146,8 @@ class BlockPool:
         Args:
             blocks: In the order in which they may be evicted.
             have_slid_out: Whether their request goes on without them.
-            evict_first: Whether they go before all others that are cached, for nobody is expected
-                to ask for them.
+            evict_first: Whether they go before all others that are cached, for no request is
+                expected to ask for them.
         """
         unhashed: list[Block] = []
         cached: list[Block] = []

@@ -166,8 +166,8 @@ class Coordinator(ABC):
     def free_skipped_blocks(self, request: CacheRequest, num_computed_tokens: int) -> None:
         """Give back what the request no longer needs, while it runs.
 
-        Where it began, nobody resumes any more if its session goes on: behind it is where the next
-        turn does. That leaves what it named, and where it stands.
+        Where it began, no request resumes any more if its session goes on: behind it is where the
+        next turn does. That leaves what it named, and where it stands.
         """
         ends: Sequence[int] | None = None
         if request.hints.keep_end and self.retention_interval == 0:

@@ -28,7 +28,7 @@ class _TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever a replica or a pod is called: nobody else may begin one, or tell the
+        """One line, whatever a replica or a pod is called: no one else may begin one, or tell the
         operator's terminal what to do."""
         if not record.message.isprintable():
             record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message)

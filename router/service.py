@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 
 FORGET_RESTORED_AFTER_S = 300.0
-"""What a snapshot says of replicas that nobody has named by then is forgotten."""
+"""Replicas of a snapshot that no provider has named by then are forgotten."""
 
 
 class RouterService(RouterParts):
@@ -441,4 +441,6 @@ def _report_end(task: asyncio.Task[None]) -> None:
     """The exchange ends only by cancellation; without it this process is less informed."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        logger.critical("%s ended; others are no longer heard", task.get_name(), exc_info=error)
+        logger.critical(
+            "%s ended; nothing arrives from other routers any more", task.get_name(), exc_info=error
+        )

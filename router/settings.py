@@ -93,7 +93,7 @@ class ReplicaResponses:
 
 
 def secret_of(config: RouterConfig) -> bytes | None:
-    """Return what routers share; None: keys of prefixes are understood by nobody else."""
+    """Return what routers share; None: no other router understands our keys of prefixes."""
     secret = config.board.secret
     return None if secret is None else secret.get_secret_value().encode()
 

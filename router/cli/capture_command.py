@@ -331,7 +331,7 @@ def _why_nothing(subscriber: Subscriber) -> str:
     statistics = subscriber.statistics()
     if statistics.connections:
         return f"{statistics.endpoint} has published nothing"
-    return f"nobody listens at {statistics.endpoint}"
+    return f"no process listens at {statistics.endpoint}"
 
 
 class _SeenLine(msgspec.Struct):

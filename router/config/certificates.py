@@ -29,7 +29,7 @@ class Certificate(NamedTuple):
     certificate: str | None = None
     key: str | None = None
     authorities: str | None = None
-    """That are trusted; None: the system's, or nobody is asked who they are."""
+    """That are trusted; None: the system's, or no certificate is asked for."""
 
     def load(self) -> None:
         """Read the files (again).

@@ -180,7 +180,7 @@ class RouterConfig(Section, frozen=True):
         return any(each.priority_order is not None for _, each in self._options())
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
-        """Sources that connect to where nothing listens, and keys that nobody checks there."""
+        """Sources that connect to where nothing listens, and keys that are not checked there."""
         events = self.events
         if events.listen is not None and events.curve_server_key is not None:
             rule = "events.curve_server_key is set, and who connects to the router shows no key"

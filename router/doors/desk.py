@@ -230,7 +230,7 @@ class Desk:
 
 
 def new_id() -> str:
-    """An id that nobody guesses."""
+    """An id that cannot be guessed."""
     return f"{random.SystemRandom().getrandbits(128):032x}"
 
 

@@ -151,7 +151,7 @@ class Reservation:
     ) -> None:
         self.id = reservation_id
         self.holder = holder
-        """The key that it was made with, by name; nobody else may end it."""
+        """The key that it was made with, by name; no other may end it."""
         self.prompt_tokens = prompt_tokens
         self.attempt = attempt
         """Where the gateway sends the request."""
@@ -307,7 +307,7 @@ class Reservations:
         self._idle_s = idle_s
         self.clock = clock
         self._held: OrderedDict[str, Reservation] = OrderedDict()
-        """By id; the one that was heard of last stands last."""
+        """By id; the one that was reported on last stands last."""
         self._ends: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 

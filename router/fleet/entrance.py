@@ -99,7 +99,7 @@ class Entrance:
         priority: str | None = None,
         share: float = 1.0,
     ) -> Waiter:
-        """Count a request without headers that has started, since nobody waited. Call `room.over`
+        """Count a request without headers that has started, since none waited. Call `room.over`
         at its end.
 
         Args:

@@ -1,9 +1,9 @@
 """Counts what the holder of a key uses, and limits it: requests and tokens in a minute, requests at
 a time, models.
 
-A minute is any 60 s, not one of the clock's, so that nobody gets twice as much around its turn.
+A minute is any 60 s, not one of the clock's, so that no one gets twice as much around its turn.
 What other routers have counted for the same key is added: each tells its own counts, from time to
-time, and nobody waits for that.
+time, and no request waits for that.
 """
 
 from __future__ import annotations

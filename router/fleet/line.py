@@ -16,7 +16,7 @@ of any length by none that came 4.1 s later. Without that bound the longest wait
 mean is no better. Other functions of the tokens trade the same for the same (docs/steering.md).
 
 Where the bounds are reached, the last one of whoever has most waiting in the lowest class has to
-go: a tenant that floods the line displaces its own requests, and nobody else's.
+go: a tenant that floods the line displaces its own requests, and no other's.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Heap:
         heapq.heappush(self._entries, entry)
 
     def first(self) -> _Entry | None:
-        """Who is next; None if nobody waits."""
+        """The next one; None if none waits."""
         entries = self._entries
         while entries and not entries[0][2].is_waiting:
             heapq.heappop(entries)
@@ -254,7 +254,7 @@ class _Class:
 
     def _choose(self, heads: list[tuple[_Tenant, Waiter]]) -> tuple[_Tenant, Waiter]:
         """Deficit round robin: who has the turn keeps it while its deficit lasts; each one that
-        gets it has a quantum added. As many rounds as nobody can start in are made at once."""
+        gets it has a quantum added. Rounds in which none can start are made at once."""
         tenant, head = heads[0]
         if tenant is self._turn is self._ring[0]:
             if tenant.deficit >= head.tokens:
@@ -384,12 +384,12 @@ class Line:
         return displaced
 
     def pass_by(self, waiter: Waiter, now: float) -> None:
-        """A request starts without having waited, since nobody waits."""
+        """Count a request that starts without having waited, since none waits."""
         self._arrive(waiter, now)
         self._rate.add(waiter.tokens, now)
 
     def take(self, now: float) -> Waiter | None:
-        """The next one that can start; it waits no longer. None if nobody can.
+        """The next one that can start; it waits no longer. None if none can.
 
         `Waiter.can_start` is asked once for each lane.
         """

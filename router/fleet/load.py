@@ -106,7 +106,7 @@ class LoadTracker:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
             dp_rank: Of the replica's ranks the one that gets it; None if the engine chooses.
-            visit: Hears of its first token and of its end there.
+            visit: Notes its first token and its end there.
         """
         flight = Flight(self.books, replica_id, uncached_tokens, prompt_tokens, dp_rank)
         return InFlight(flight, replica_id, visit)
@@ -167,7 +167,7 @@ class InFlight:
     effect.
 
     Args:
-        visit: Hears of its first token and of its end there.
+        visit: Notes its first token and its end there.
     """
 
     __slots__ = ("_flight", "_visit", "replica_id")
@@ -198,7 +198,7 @@ class InFlight:
         Args:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it there, if that is known.
-            visit: Hears of its first token and of its end there.
+            visit: Notes its first token and its end there.
         """
         if not self._flight.retried(replica_id, uncached_tokens, dp_rank):
             return

@@ -97,7 +97,7 @@ class LoadTopics:
         )
 
     def close(self) -> None:
-        """Nobody follows anything any more."""
+        """Follow nothing any more."""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

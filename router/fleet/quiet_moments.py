@@ -18,12 +18,12 @@ class _Requests:
     under_way: int = 0
     begun: int = 0
     others: int = 0
-    """Requests of other routers that were heard of."""
+    """Requests of other routers, as far as they are known."""
     ended_at: float = -math.inf
 
 
 class Company(Protocol):
-    """Requests at replicas that somebody else sends there, and counts."""
+    """Requests that others send to replicas, and count."""
 
     def company(self, replica_id: str) -> tuple[int, int, float]:
         """Under way, begun in all, and when the last ended: seconds by the same clock, or -inf."""

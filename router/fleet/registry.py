@@ -38,9 +38,9 @@ MAX_REPLICAS = 4096
 
 
 class ReplicaListener(Protocol):
-    """Hears of changes, on the event loop and in their order. It must not block and must not raise.
+    """Receives changes, on the event loop and in their order. It must not block and must not raise.
 
-    A listener that inherits from this class overrides only what it wants to hear.
+    A listener that inherits from this class overrides only what it wants to know.
     """
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:

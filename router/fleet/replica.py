@@ -46,7 +46,7 @@ class Replica:
         self.gate = gate or ReplicaGate(GateOptions())
         self.id = config.replica_id
         self.listeners: list[Callable[[Replica], None]] = []
-        """Hear of every change of what decisions look at."""
+        """Have *call* called at every change of what decisions look at."""
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record

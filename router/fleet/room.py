@@ -1,4 +1,4 @@
-"""The lines of all models, and the turns of those who wait: who may start, and when somebody is
+"""The lines of all models, and the turns of those who wait: who may start, and when one is
 told that there is no room."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Waiting:
 
 
 class RoomListener(NamedTuple):
-    """Hears what becomes of requests. Models, and classes by their number."""
+    """Receives what becomes of requests: models, and classes by their number."""
 
     started: Callable[[str, int, float], object] = lambda _model, _priority, _waited_s: None
     refused: Callable[[str, int, str], object] = lambda _model, _priority, _why: None
@@ -70,7 +70,7 @@ class WaitingRoom:
         """
         Args:
             limits: Of each line.
-            listener: Hears what becomes of requests.
+            listener: Receives what becomes of requests.
             clock: A monotonic clock, in seconds.
             random: Spreads the times at which clients are to come back.
         """
@@ -79,7 +79,7 @@ class WaitingRoom:
         self.clock = clock
         self._random = (random or Random()).random
         self.on_turned: Callable[[], object] = lambda: None
-        """Called when somebody waits, and nobody did, or the other way round."""
+        """Called when a first request waits, and when none waits any more."""
         self._lines: OrderedDict[str, Line] = OrderedDict()
         """By model; the one that was served last stands last."""
         self._waiting = 0
@@ -118,12 +118,12 @@ class WaitingRoom:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nobody waits."""
+        """Return whether no request waits."""
         return not self._waiting
 
     def passed(self, waiter: Waiter) -> None:
-        """A request has started elsewhere, since nobody waited and there was room. Call `over` at
-        its end."""
+        """Count a request that has started elsewhere, since none waited and there was room. Call
+        `over` at its end."""
         line = waiter.line = self._line(waiter.model)
         line.pass_by(waiter, self.clock())
         self._listener.started(waiter.model, waiter.priority, 0.0)
@@ -158,7 +158,7 @@ class WaitingRoom:
         self._let_in()
 
     def forget(self, model: str) -> None:
-        """No replica serves this model any more: nobody who waits for it will have a turn."""
+        """Refuse what waits for a model that no replica serves any more."""
         line = self._lines.pop(model, None)
         waiting = [] if line is None else line.all_waiting()
         self._count()

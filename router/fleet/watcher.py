@@ -125,7 +125,7 @@ class Watcher:
 
     Args:
         replica: To be watched; its counts and times are written here.
-        listener: Hears of every check and discovery.
+        listener: Receives every check and discovery.
         load: Tells this router's requests from others in the engine's load.
         config: How often, and how patiently.
         clock: A monotonic clock, in seconds.

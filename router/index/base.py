@@ -110,7 +110,7 @@ class SourceLimits:
     as long as it is not too much with that."""
     cleared_at_once: int = 4096
     """Blocks of one tier that are taken away within the call that clears them; what an index leaves
-    behind of more than these, nobody finds, and `PrefixIndex.tidy` takes it away."""
+    behind of more than these, no prompt finds, and `PrefixIndex.tidy` takes it away."""
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:

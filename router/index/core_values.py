@@ -64,7 +64,7 @@ def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
 
 
 def _size_or_none(size: int | None) -> int | None:
-    """A size that is no size is one of a group of another kind: nobody asks for it."""
+    """A negative size is that of a group of another kind, and is not asked for."""
     return None if size is None or size < 0 else size
 
 

@@ -86,7 +86,7 @@ class PrefixIndex:
         self._searching: dict[SourceId, KnownSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
         self._has_leftovers = False
-        """Of sources that were dropped; nobody finds these."""
+        """Whether blocks of dropped sources are left, which no prompt finds."""
 
     def _new_core(self) -> Core:
         limits, (point, fold) = self.limits, self._secrets
@@ -317,7 +317,7 @@ class PrefixIndex:
 
     def tidy(self) -> bool:
         """Take away, for a millisecond, what is left of sources that were dropped or cleared;
-        returns whether to call again. Nobody finds it any more, but it takes memory."""
+        returns whether to call again. No prompt finds it any more, but it takes memory."""
         self._has_leftovers = self._has_leftovers and self.core.tidy()
         return self._has_leftovers
 

@@ -119,7 +119,7 @@ class Mirror:
         of it before its events tell them, the latest last. The same objects each time, brought up
         to date.
 
-        A short prompt that is computed at once is not among it: to tell and to hear of it costs
+        A short prompt that is computed at once is not among it: to publish and to receive it costs
         more than to compute it twice.
         """
         before, self._told = self._told, {}

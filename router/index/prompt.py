@@ -148,7 +148,7 @@ class HashedPrompt:
         self, chain: HashChain, step: int, lookahead: int, extra_keys: Sequence[ExtraKeys]
     ) -> list[BlockHash] | None:
         """Hashes under a key: the chain of the core, sealed here. None where that has no such
-        chain, or nobody gave us the key."""
+        chain, or its key is not known here."""
         key = held_key(chain.key_id or "")
         written = written_extra_keys(chain.algorithm, extra_keys)
         digests = _block_hashes(

@@ -29,7 +29,7 @@ class SharedStore:
     tiers: tuple[tuple[str, TierHint], ...]
     """What the configuration says of units."""
     layout: KVCacheLayout | None = None
-    """Of the writer heard last: readers lay out their blocks alike."""
+    """The layout of the last writer: readers lay out their blocks alike."""
     lookahead: int = 0
     """Of the same."""
 

@@ -1,4 +1,4 @@
-"""Lets a policy of somebody else order what can take a request, and holds it to its rules."""
+"""Lets a policy of another package order what can take a request, and holds it to its rules."""
 
 from __future__ import annotations
 

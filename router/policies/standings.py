@@ -2,7 +2,7 @@
 them.
 
 A router decides for every request, and of a decision it needs the first place only. So candidates,
-their reasons, and all places behind the first are made when somebody asks for them: a retry, an
+their reasons, and all places behind the first are made when they are asked for: a retry, an
 explanation, or a policy that ranks `Candidate` objects.
 """
 

@@ -1,7 +1,7 @@
 """Work on large bodies in processes of their own, started when the first one comes.
 
 JSON parsers hold Python's interpreter lock from the first byte of a body to the last, in a thread
-as well: 16 MB would stop every stream for a second. A process of its own stops nobody. What comes
+as well: 16 MB would stop every stream for a second. A process of its own stops none. What comes
 back is made in this process again, but in small pieces, so that other threads get their turn.
 """
 

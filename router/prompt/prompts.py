@@ -231,7 +231,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     extra_keys: tuple[Any, ...] | None = None
     """Multimodal keys by block; None as long as ids end before the first medium."""
     ends: MessageEnds = NO_ENDS
-    """Where its messages end; empty where nobody asked for them."""
+    """Where its messages end; empty where they were not asked for."""
 
     @property
     def exact(self) -> bool:

@@ -1,9 +1,9 @@
 """Lets routers know of each other's load: one small board, with one writer for each slot.
 
 Every router publishes its own slot and reads the others': what it has in flight at each replica
-and rank, which prefixes are being computed for it, and which replicas it found unhealthy. Nobody
-waits for the board, and nobody needs it: without it each decides by what it knows itself. Another
-board than Valkey needs one class, of `board.Board`.
+and rank, which prefixes are being computed for it, and which replicas it found unhealthy. No
+request waits for the board, and none needs it: without it each decides by what it knows itself.
+Another board than Valkey needs one class, of `board.Board`.
 
 The files; each imports only what is listed above it:
 

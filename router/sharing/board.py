@@ -27,8 +27,8 @@ INTERVAL_S = 0.02
 SPACING_S = 0.002
 """Between two that are asked for."""
 MOST_SHARE = 0.05
-"""Of a processor's time, the most that saying may take, and hearing as well: where there is much to
-say, it is said less often."""
+"""The most of a processor's time that publishing may take, and receiving as well: where there is
+much to say, it is said less often."""
 MOST_PAUSE_S = 0.25
 """But no less often than this, however much that is."""
 
@@ -97,11 +97,11 @@ class BoardExchange:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Say and hear nothing yet.
+        """Publish and receive nothing yet.
 
         Args:
-            board: Where to publish, and whom to hear.
-            take: Hears what all others say, by writer, whenever it has changed.
+            board: Where to publish, and from where to receive.
+            take: Takes what all others publish, by writer, whenever it has changed.
             clock: A monotonic clock, in seconds.
             cpu_clock: The processor time of this thread, in seconds. It stands still while others
                 have the processor, however long that is.
@@ -142,7 +142,7 @@ class BoardExchange:
             self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)
 
     def catch_up(self) -> None:
-        """Hear what others have said since the last look, unless that was just now."""
+        """Take what others have published since the last look, unless that was just now."""
         if self._clock() >= self._hear_after:
             self._read()
 

@@ -1,7 +1,7 @@
 """Publishes what this router knows over a board, and takes over what others publish.
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
-from here; what several sent there before they heard of each other counts once, since the engine
+from here; what several sent there before they knew of each other counts once, since the engine
 computes it once. A replica that one of them finds unhealthy is checked at once, and believed to be
 if that check fails: a router that is cut off must not take the fleet from the others. A moment with
 their requests is not quiet, so predictions made in it prove nothing.
@@ -60,7 +60,7 @@ class Sharing:
         keys: KeyLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the parts that are told of, and that hear.
+        """Keep the parts that are published, and those that take over what others publish.
 
         Args:
             load: What is in flight at each replica.
@@ -83,9 +83,10 @@ class Sharing:
         self._unhealthy: dict[str, frozenset[str]] = {}
         self._begun: dict[str, Mapping[str, int]] = {}
         self.foreign_prefixes = 0
-        """Heard and of no use, since they were made with another secret."""
+        """Prompts that arrived and are of no use, since their keys were made with another
+        secret."""
 
-    # --- telling ----------------------------------------------------------------------------------
+    # --- publishing -------------------------------------------------------------------------------
 
     def collect(self) -> Slot:
         """Return what to publish now."""
@@ -140,7 +141,7 @@ class Sharing:
             pack_keys(each.keys[:MAX_KEYS]),
         )
 
-    # --- hearing ----------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def take(self, slots: Mapping[str, Slot]) -> None:
         """Take over what all others tell, in place of what they told before.

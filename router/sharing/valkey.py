@@ -1,12 +1,12 @@
 """The board of routers on several machines: Valkey or Redis.
 
 Each process has a key of its own, which expires, and says every change on one channel: whoever
-listens hears it at once, and whoever comes later finds the keys. Both take one round trip, in a
+listens receives it at once, and whoever comes later finds the keys. Both take one round trip, in a
 task of their own, with at most one under way. While the server is away, what the others said
 expires here as it does there, and each process goes on with what it knows itself.
 
-What comes from the server is sealed with the secret that all share: without it nobody who reaches
-the server can make up load or read whose keys are whose. Nor can words be said again that somebody
+What comes from the server is sealed with the secret that all share: without it no one who reaches
+the server can make up load or read whose keys are whose. Nor can messages be repeated that someone
 recorded there. Sealed with them are a name that each process draws at its start, a number that
 grows with every word, and the time:
 
@@ -14,8 +14,8 @@ grows with every word, and the time:
 
 A word of a known name must have a higher number than the last one. Any word must be of the present:
 a process that has just started knows no names yet. A name is known for longer than its words are of
-the present, so no recorded word counts but to a process that did not hear it, and to that for a few
-seconds.
+the present, so no recorded message counts but to a process that did not receive it, and to that for
+a few seconds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> V
 
 
 class _Word(NamedTuple):
-    """The last one that was heard of a name."""
+    """The last one that arrived under a name."""
 
     number: int
     at: float
@@ -139,7 +139,7 @@ class ClockDoubt:
             side = "ahead of" if off_s > 0 else "behind"
             logger.warning(
                 "board: the clock here is %.1f s %s another router's, whose words are not believed:"
-                " they must agree within %g s (NTP); or somebody repeats old words",
+                " they must agree within %g s (NTP); or old messages are repeated",
                 abs(off_s),
                 side,
                 MOST_OFF_S,
@@ -275,7 +275,7 @@ class ValkeyBoard(Board):
     def _seal(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, digest_size=_SEAL_BYTES, key=self._secret).digest()
 
-    # --- hearing ----------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     async def _hear(self, on_news: Callable[[], None]) -> None:
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
@@ -335,11 +335,11 @@ class ValkeyBoard(Board):
             self._failures += 1
             self._doubt.note(age_s)
             return
-        # The same object while it is the same, so that nobody decodes it again.
+        # The same object while it is the same, so that it is not decoded again.
         kept = known.slot if known is not None and known.slot == slot else slot
         self._heard[name] = _Word(number, self._clock(), kept)
 
     def _note_away(self, was_up: bool, error: BaseException) -> None:
         self._failures += 1
         if was_up:
-            logger.warning("board: the server is away, others are not heard: %s", error)
+            logger.warning("board: the server is away, nothing arrives from others: %s", error)

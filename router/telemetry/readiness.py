@@ -2,7 +2,7 @@
 
 A router that has just started knows no cache, so it would send its first requests anywhere. It is
 ready only when it knows its replicas, and their event streams have caught up. The wait is bounded
-for each replica, and happens once: later a replica that comes or returns is waited for by nobody.
+for each replica, and happens once: a replica that comes or returns later is not waited for.
 """
 
 from __future__ import annotations

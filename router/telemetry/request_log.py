@@ -86,7 +86,7 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     pull_from: str | None = None
     """The replica from whose memory that is pulled."""
     expected_tokens: int | None = None
-    """Predicted to be cached there when the engine admits it; None where nobody knows."""
+    """Predicted to be cached there when the engine admits it; None where that is not known."""
     suspect: bool = False
     approximate: bool = False
     """Whether the prediction is an estimate, without events."""

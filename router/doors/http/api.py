@@ -512,7 +512,7 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _add_description(app: FastAPI, client: Access) -> None:
-    """Serve the OpenAPI document. Nobody needs a key for it."""
+    """Serve the OpenAPI document, for which no key is needed."""
 
     @functools.cache
     def encoded() -> bytes:

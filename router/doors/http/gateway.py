@@ -213,7 +213,7 @@ class Begun:
         return None if known is None else known.trace_id
 
     def left(self) -> None:
-        """The client has left, and nobody serves it."""
+        """The client has left, and its request is not served."""
         if self.usage is not None:
             self.usage.leave()
         if self.trace is not None:

@@ -1,4 +1,4 @@
-"""Makes the registry follow what providers report: new replicas are added, those that nobody names
+"""Makes the registry follow what providers report: new replicas are added, those that none names
 any more are drained, and removed when they have been away for a while.
 
 What an operator does by hand stands: a replica that he drained stays drained, and one that he

@@ -12,7 +12,7 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 
 
 class ProviderListener(Protocol):
-    """Hears of what one provider finds, on the event loop."""
+    """Receives what one provider finds, on the event loop."""
 
     def on_replicas(self, replicas: Sequence[ReplicaConfig], broken: Sequence[str] = ()) -> None:
         """These are all of its replicas from now on.
