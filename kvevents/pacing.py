@@ -93,7 +93,7 @@ class WorkSlice:
         self._pacer = pacer
         self._ends_at = 0.0
 
-    async def breathe(self) -> None:
+    async def yield_to_loop(self) -> None:
         """Let the others work if the slice is used up; call it before each batch."""
         if monotonic() >= self._ends_at:
             self._ends_at = await self._pacer.turn()

@@ -280,7 +280,7 @@ class Questions:
             await self._learn_last()
             self._counters.replays += self._next is not None
             while self._next is not None:
-                await self._work.breathe()
+                await self._work.yield_to_loop()
                 fate = self._delivery.take(self._next)
                 if fate in _STOPS and not (past_holes and self._may_pass(fate)):
                     yield Result(self._stopped(fate))
@@ -334,7 +334,7 @@ class Questions:
             self._delivery.begin_snapshot(named)
         try:
             while self._next is not None:
-                await self._work.breathe()
+                await self._work.yield_to_loop()
                 fate = self._delivery.take_snapshot(self._next)
                 if fate is not Input.NEXT:
                     yield Result(fate)

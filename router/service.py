@@ -337,8 +337,8 @@ class RouterService(RouterParts):
         )
         exchange = BoardExchange(board, sharing.collect, sharing.take)
         # Only where chance decides between equals, not where it decides everything.
-        has_lots = self.config.policy.name in ("prefix", LEAST_DELAY)
-        planner.share(exchange.catch_up, exchange.soon, has_lots)
+        breaks_ties = self.config.policy.name in ("prefix", LEAST_DELAY)
+        planner.share(exchange.catch_up, exchange.soon, breaks_ties)
         return exchange
 
     def tell_others_soon(self) -> None:

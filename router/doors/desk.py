@@ -196,7 +196,7 @@ class Desk:
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         turn: asyncio.Future[DecidedReservation] = asyncio.get_running_loop().create_future()
         # It is booked at once: whoever is looked at next must find it there.
-        waiter.start = lambda: _settle(turn, lambda: book(dispatcher.again(decision)))
+        waiter.start = lambda: _settle(turn, lambda: book(dispatcher.redecide(decision)))
         waiter.refuse = lambda error: None if turn.done() else turn.set_exception(error)
         claim.waiter = waiter
         if entrance.room.enter(waiter, is_room=bool(decision.ranking)):

@@ -74,7 +74,7 @@ class HealthRecord:
         enough = self._failed_requests_in_a_row >= self._unhealthy_after
         return enough and self.health is Health.HEALTHY and self._become_unhealthy()
 
-    def doubt(self) -> bool:
+    def mark_suspect(self) -> bool:
         """Another router found it unhealthy; True if the next check is to decide. What another
         cannot reach may well be reached from here."""
         if self.health is not Health.HEALTHY:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.config.schema import HealthConfig
+from router.config.health import HealthConfig
 
 QUIET_AFTER = 5
 """Intervals without a request."""

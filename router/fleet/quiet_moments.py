@@ -35,7 +35,7 @@ class Company(Protocol):
         """Forget a replica that was removed."""
 
 
-class Moment(msgspec.Struct, frozen=True):
+class QuietSample(msgspec.Struct, frozen=True):
     """A request at a replica."""
 
     replica_id: str
@@ -63,7 +63,7 @@ class QuietMoments:
     def _met(self, replica_id: str) -> tuple[int, int, float]:
         return (0, 0, -math.inf) if self._company is None else self._company.company(replica_id)
 
-    def began(self, replica_id: str, now: float) -> Moment:
+    def began(self, replica_id: str, now: float) -> QuietSample:
         """A request is about to be sent; call `ended` when it is over.
 
         Args:
@@ -78,9 +78,9 @@ class QuietMoments:
         ended_at = max(requests.ended_at, met_until)
         is_alone = requests.under_way + met == 1 and now - ended_at >= self._quiet_s
         number = requests.begun + requests.others + met_in_all
-        return Moment(replica_id, number if is_alone else None)
+        return QuietSample(replica_id, number if is_alone else None)
 
-    def ended(self, moment: Moment, now: float) -> bool:
+    def ended(self, moment: QuietSample, now: float) -> bool:
         """A request is over; returns whether it was alone from its beginning to its end.
 
         Args:

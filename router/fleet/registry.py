@@ -303,10 +303,10 @@ class ReplicaRegistry:
             replica.gate.busy(retry_after_s, tenant)
             replica.look_at_gate()
 
-    def doubt(self, replica_id: str) -> None:
+    def mark_suspect(self, replica_id: str) -> None:
         """Another router found it unhealthy: check it now, and believe the check if it fails."""
         replica = self._replicas.get(replica_id)
-        if replica is not None and replica.record.doubt():
+        if replica is not None and replica.record.mark_suspect():
             self._watchers[replica_id].check_soon()
 
     def snapshot(self) -> tuple[ReplicaView, ...]:

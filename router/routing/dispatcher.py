@@ -197,8 +197,8 @@ class Dispatcher:
         tenant = decision.tenant if decision.told_off_by else ""
         return self._planner.have_room(self._replicas_of(decision).values(), tenant)
 
-    def again(self, decision: Decision) -> Decision:
-        """Decide once more where a request goes, by how the replicas are now."""
+    def redecide(self, decision: Decision) -> Decision:
+        """Rank the replicas again, by their present load."""
         asked, replicas = decision.asked, self._replicas_of(decision)
         if asked is None:
             again = self._by_load(

@@ -165,7 +165,7 @@ class Sharing:
                     if count != known.get(replica, 0) and replica in self._registry:
                         self._quiet.disturbed(replica, now)
             for replica in frozenset(slot.unhealthy) - self._unhealthy.get(writer, frozenset()):
-                self._registry.doubt(replica)
+                self._registry.mark_suspect(replica)
         self._begun = {writer: slot.begun for writer, slot in slots.items()}
         self._unhealthy = {writer: frozenset(slot.unhealthy) for writer, slot in slots.items()}
 

@@ -14,7 +14,7 @@ from router._core import EstimatedVisit, Visit
 from router.errors import KeyLimitReached, NoReplica, Overloaded, RequestError
 from router.feed.taps import Tap, Taps
 from router.fleet.load import InFlight, LoadTracker
-from router.fleet.quiet_moments import Moment
+from router.fleet.quiet_moments import QuietSample
 from router.fleet.registry import ReplicaRegistry
 from router.index import SourceId
 from router.plane.attempts import RETRIED, Attempt, Failure, Unretried, failure_of
@@ -367,7 +367,7 @@ class RequestObserver(ProxyObserver):
         self._response_id = ResponseIdReader() if stores else None
         self._in_flight: InFlight | None = None
         self._approximate: EstimatedVisit | None = None
-        self._moment: Moment | None = None
+        self._moment: QuietSample | None = None
         self.usage = UsageReader()
         """Reads what the response reports."""
         self.exemplar: str | None = None

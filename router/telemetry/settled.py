@@ -109,4 +109,4 @@ def in_words(settled: Settled) -> str:
         suspect=settled.suspect,
         approximate_trust=settled.approximate_trust,
     )
-    return "; ".join(found.hitin_words(prompt_tokens)) + BY_CORE
+    return "; ".join(found.hit_in_words(prompt_tokens)) + BY_CORE

@@ -19,7 +19,7 @@ import pytest
 from tests.support.actual_hits import until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
 from tests.support.router_process import RouterProcess, router_process
-from tests.support.signals import heed_signals
+from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import VllmPublisher
 from tests.support.waiting import DEADLINE_S, eventually
 
@@ -33,7 +33,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_signals,
+        preexec_fn=reset_signal_handlers,
     )
 
 

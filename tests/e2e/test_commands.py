@@ -23,7 +23,7 @@ from tests.support.engine_stub import engines, unique
 from tests.support.hybrid_stub import HybridStub
 from tests.support.recorded_publisher import RecordedStreamPublisher
 from tests.support.router_process import router_process
-from tests.support.signals import heed_signals
+from tests.support.signals import reset_signal_handlers
 from tests.support.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "router.cli.main"]
@@ -141,7 +141,7 @@ def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=heed_signals,
+            preexec_fn=reset_signal_handlers,
         )
         assert recording.stderr is not None
         while "live" not in recording.stderr.readline():
@@ -380,7 +380,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             env=environ,
-            preexec_fn=heed_signals,
+            preexec_fn=reset_signal_handlers,
         )
         os.close(theirs)
 

@@ -36,7 +36,7 @@ from kvroute_engine.demo.workload import WorkloadSizes, questions_about_document
 from router.index import DumpError, PrefixIndex, SourceId
 from router.index.dump import dump, load
 from tests.support.router_process import ROOT
-from tests.support.signals import heed_signals
+from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import eventually
 
@@ -82,7 +82,7 @@ async def test_a_demo_ended_by_a_signal_leaves_no_process_behind(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=heed_signals,
+        preexec_fn=reset_signal_handlers,
     )
     assert demo.stderr is not None
     try:

@@ -68,7 +68,7 @@ _MAX_HELD = 256
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One that was given, and is right."""
+    """A key that was presented and accepted."""
 
     name: str
     secret: bytes = field(repr=False)

@@ -492,7 +492,7 @@ class Passage:
         waiter = entrance.waiter(decision.model_name, self._headers, *holder)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
-        waiter.start = lambda: self._take(lambda: self._send(dispatcher.again(decision)))
+        waiter.start = lambda: self._take(lambda: self._send(dispatcher.redecide(decision)))
         waiter.refuse = self._refuse
         self._waiter, self._stage = waiter, _Stage.WAITING
         return entrance.room.enter(waiter, is_room=bool(decision.ranking))

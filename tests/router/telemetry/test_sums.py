@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from router._core import RequestSums, plain_usage
 from router.plane.usage import UsageReader
-from router.telemetry.request_observer import AskedInCore, Settled
+from router.telemetry.settled import AskedInCore, Settled
 from router.telemetry.sums import RequestSum
 from tests.router.telemetry.test_request_observer import Observed
 

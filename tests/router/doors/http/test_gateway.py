@@ -72,7 +72,7 @@ async def test_a_request_whose_decision_is_cancelled_gets_a_response(
         deciding()[0].cancel()
         answer = await client.read_answer()
         assert (answer.status, answer.error["code"]) == (500, "internal_error")
-        assert app.gateway.admission.under_way == 0
+        assert app.gateway.router.admission.under_way == 0
         again = await client.ask("POST", "/v1/completions", b"{}")
         assert again.status == 400
 
@@ -87,7 +87,7 @@ async def test_a_connection_that_is_cut_ends_its_decision_and_sends_nothing(
         await eventually(deciding, "a replica is being chosen")
         plane.cut_all()
         await eventually(lambda: not deciding(), "nobody chooses any more")
-        await eventually(lambda: app.gateway.admission.under_way == 0, "its place is free")
+        await eventually(lambda: app.gateway.router.admission.under_way == 0, "its place is free")
 
 
 SLOW_BODIES = "server: {host_names: [router], timeouts: {client_body_s: 0.1}}"
@@ -105,7 +105,7 @@ async def test_a_body_that_does_not_come_ends_its_request(
         answer = await client.read_answer()
         assert answer.status == 400
         assert "must arrive within 0.1 s" in answer.error["message"]
-        assert app.gateway.admission.under_way == 0
+        assert app.gateway.router.admission.under_way == 0
 
 
 KEYED = "server: {client_api_key: right, wrong_key_delay_s: 0.01}"
@@ -123,5 +123,5 @@ async def test_refusals_are_counted_and_held_back_however_many_there_were(
             answer = await client.ask("POST", "/v1/completions", b"{}", wrong)
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
     assert gateway.guard.delay_s(Unauthorized(was_given=True), "x", "127.0.0.1") > 0
-    counted = gateway.observers.metrics.bad_requests.labels("invalid_api_key")
+    counted = gateway.router.observers.metrics.bad_requests.labels("invalid_api_key")
     assert counted.value == 300
