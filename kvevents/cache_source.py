@@ -25,7 +25,7 @@ _ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, Attrib
 
 
 class EngineStep(NamedTuple):
-    """What one engine step published."""
+    """Holds what one engine step published."""
 
     ts: float
     """Seconds since the epoch."""
@@ -46,9 +46,6 @@ class CacheSource:
     ) -> None:
         """
         Args:
-            announcement: The layout.
-            data_parallel_rank: Written into every batch.
-            with_block_size: See `PublisherConfig`.
             hash_key: Under which blocks are announced; nothing else leaves this object, nor is
                 kept in it.
         """
@@ -184,7 +181,7 @@ class CacheSource:
         return encode(EventBatch(ts, events, self._rank))
 
     def _block_size(self, event: BlockStored) -> int:
-        """Of the event's blocks; 0 for a lower tier's that show no tokens."""
+        """Return the size of the event's blocks; 0 for a lower tier's that show no tokens."""
         shown = event.block_size or event.tokens_per_block
         groups, index = self.state.layout.groups, event.group_idx or 0
         if event.tier != GPU or index >= len(groups):

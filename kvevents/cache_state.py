@@ -40,7 +40,7 @@ the GPU has evicted it."""
 
 
 class _Content(msgspec.Struct, frozen=True, gc=False):
-    """What a block's event said about its content. Packed, since there is one per block."""
+    """Holds what a block's event said about its content. Packed, since there is one per block."""
 
     parent: BlockHash | None
     packed_tokens: bytes
@@ -75,7 +75,7 @@ _Contents: TypeAlias = dict[BlockHash, _Content]
 
 
 class _GroupLabel(NamedTuple):
-    """What every event of a group repeats."""
+    """Holds what every event of a group repeats."""
 
     group_idx: int | None = None
     kind: str | None = None
@@ -200,7 +200,7 @@ def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, 
 
 
 class CacheState:
-    """What a publisher's cache holds at this moment. Not thread-safe."""
+    """Holds what a publisher's cache holds at this moment. Not thread-safe."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
@@ -324,8 +324,8 @@ def _anchored(
 ) -> list[list[BlockHash]]:
     """Cut a run that leans on an evicted block behind its first block that is announced already.
 
-    A consumer cannot place such a run, since it never hears of the parent; it can place whatever
-    follows a block that another group or tier has announced:
+    A consumer cannot place such a run, since the parent is never announced to it; it can place
+    whatever follows a block that another group or tier has announced:
 
         run      b3  b4  b5  b6      the parent b2 is evicted everywhere
         before           b5          announced by the group of full attention

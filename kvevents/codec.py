@@ -77,7 +77,7 @@ class _MapBatch(msgspec.Struct, array_like=True):
 
 
 class _SglangMetadata(msgspec.Struct):
-    """What SGLang 0.5.18 and 0.5.19 write where vLLM has the adapter's name."""
+    """Reads what SGLang 0.5.18 and 0.5.19 write where vLLM has the adapter's name."""
 
     cache_salt: str | None = None
 
@@ -173,7 +173,6 @@ def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
     """The event in a form that readers accept which require `block_size`, as vLLM's own class does.
 
     Args:
-        event: Of ours.
         block_size: In tokens; 0 where there is none to tell.
     """
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
@@ -256,7 +255,7 @@ def _read_batch(payload: bytes) -> EventBatch:
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read of a batch so far; see `EventBatch`."""
+    """Holds what has been read of a batch so far; see `EventBatch`."""
 
     events: list[Event] = field(default_factory=list)
     skipped: int = 0
@@ -292,7 +291,7 @@ class _Reading:
 
 
 def names_a_removal(kind: str) -> bool:
-    """Whether the name of an event's type, which is not known, says that blocks go."""
+    """Return whether the name of an event's type, which is not known, says that blocks go."""
     return _TAKING_AWAY.search(kind) is not None
 
 
@@ -307,8 +306,8 @@ def _why_no_batch(payload: bytes) -> str:
 
 
 def without_values(error: Exception) -> str:
-    """What msgspec says, without the tag that it may quote: bytes from the wire stay out of the
-    log."""
+    """Return what msgspec says, without the tag that it may quote: bytes from the wire stay out of
+    the log."""
     return str(error).split("value '", 1)[0]
 
 
@@ -366,7 +365,7 @@ def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, A
             if salt is not None:
                 rule = "must be empty where tenant_id is not the default one: a prompt has one salt"
                 raise MalformedBatch(f"{place}.additional_salt: {rule}")
-            salt = tenant  # nobody else's prompts are meant
+            salt = tenant  # no other's prompts are meant
         if salt is not None:
             known["cache_salt"] = salt
     return kind, known

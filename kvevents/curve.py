@@ -39,7 +39,7 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class CurveServer:
-    """What a publisher needs."""
+    """Holds what a publisher needs."""
 
     keys: CurveKeys
     clients: frozenset[bytes] | None = None
@@ -52,7 +52,8 @@ class CurveServer:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
 
     def start_authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator | None:
-        """What checks the clients' keys, until it is stopped; None where there is nothing to check.
+        """Return what checks the clients' keys, until it is stopped; None where there is nothing to
+        check.
 
         A context has room for one.
         """
@@ -66,7 +67,7 @@ class CurveServer:
 
 @dataclass(frozen=True, slots=True)
 class CurveClient:
-    """What a subscriber needs."""
+    """Holds what a subscriber needs."""
 
     keys: CurveKeys
     server: bytes
@@ -95,7 +96,6 @@ def make_keys(directory: Path, name: str) -> tuple[Path, Path]:
     the latter.
 
     Args:
-        directory: Where the files are written.
         name: Of the files, before their suffix.
     Raises:
         CurveError: The files cannot be written, exist, or this libzmq has no CURVE.

@@ -1,4 +1,4 @@
-"""What has been handed on to the consumer: every batch once and in order; no sockets.
+"""Hands every batch on to the consumer once and in order; no sockets.
 
 `Delivery` finds the fate of a batch. What follows from it stands in `kvevents.stream_repair`.
 """
@@ -21,7 +21,7 @@ from kvevents.stream_state import Input, SourceState
 
 
 class Effect(Enum):
-    """What a batch did to the consumer's picture."""
+    """Names what a batch did to the consumer's picture."""
 
     KEPT = "kept"
     INCOMPLETE = "incomplete"
@@ -78,7 +78,7 @@ ENOUGH_UNANSWERED = 2
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What happened on a stream so far."""
+    """Counts what happened on a stream so far."""
 
     batches: Annotated[int, counter("kvroute_event_batches")] = 0
     """Batches applied."""
@@ -109,12 +109,7 @@ class StreamCounters:
 
 
 class Delivery:
-    """Hands batches to one consumer.
-
-    Args:
-        consumer: Takes them.
-        counters: Where to count them.
-    """
+    """Hands batches to one consumer."""
 
     def __init__(self, consumer: Consumer, counters: StreamCounters) -> None:
         self.tracker = SequenceTracker()
@@ -163,7 +158,7 @@ class Delivery:
         self._consumer.report(problem)
 
     def report_silence(self, problem: KVEventsError) -> None:
-        """Pass on that nobody answers; nothing was refused."""
+        """Pass on that the publisher does not respond; nothing was refused."""
         self._consumer.report(problem)
 
     def show(self, state: SourceState) -> None:

@@ -45,7 +45,6 @@ class ZmqEndpoint:
 
         Args:
             place: The setting's name; error messages begin with it.
-            text: The address.
 
         Raises:
             EndpointError: The text is not an address of these forms.
@@ -122,7 +121,6 @@ def open_socket(socket: Socket, place: str, endpoint: ZmqEndpoint, may_connect: 
     Args:
         socket: Not yet bound or connected.
         place: The setting's name; error messages begin with it.
-        endpoint: The address.
         may_connect: Whether connecting is allowed.
 
     Raises:

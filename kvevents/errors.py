@@ -55,7 +55,7 @@ class NoConnection(KVEventsError):
 
 
 class ForeignAddress(NoConnection):
-    """The host's addresses are none that may be connected to."""
+    """No address of the host may be connected to."""
 
 
 class HandshakeFailed(NoConnection):

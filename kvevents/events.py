@@ -276,7 +276,6 @@ class KVEventAggregator:
         """Take back a worker's last report of an event that was not popped; False if there is none.
 
         Args:
-            worker: As given to `add_events`.
             event: What no longer holds for that worker.
         """
         reports = self._reports.get(event, [])

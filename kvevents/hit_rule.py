@@ -41,7 +41,6 @@ def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) ->
     """Does *group* accept a prefix of *length* tokens?
 
     Args:
-        group: One group of the cache.
         length: In tokens; for any group but full attention a multiple of its block size.
         present: `present(end)`: is the group's block that ends at token *end* present?
     """
@@ -92,7 +91,6 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     """The longest prefix, in tokens and at most *limit*, that every group accepts.
 
     Args:
-        layout: The cache's groups.
         present: Asked for block ends up to *prompt_tokens*.
         limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always
             computed.
@@ -114,8 +112,6 @@ def longest_run(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     Where it is longer than the hit, a window or a state is gone that once was there.
 
     Args:
-        layout: The cache's groups.
-        present: As for `longest_hit`.
         limit: Longest prefix wanted, in tokens.
         prompt_tokens: Length of the prompt.
     """
@@ -160,7 +156,6 @@ def longest_extended_hit(
         a prompt of 190                |          160: only five units are whole
 
     Args:
-        layout: The cache's groups.
         below: The tier's units, by the token at which they end.
         gpu_hit: The result of `longest_hit` for the GPU.
         prompt_tokens: Length of the prompt.
@@ -289,7 +284,7 @@ class _UnitSearch:
         return max(needed, self._units_of_window(index)) if self._as_vllm else needed
 
     def _units_of_window(self, index: int) -> int:
-        """As vLLM counts them."""
+        """Count the units of a window as vLLM counts them."""
         group = self._layout.groups[index]
         tokens = 1
         if group.kind is GroupKind.SLIDING_WINDOW:
@@ -371,8 +366,6 @@ def longest_accepted(
     """The longest prefix, in tokens, that one group accepts.
 
     Args:
-        layout: The cache's groups.
-        index: Which of them.
         present: Asked about that group.
         limit: Longest prefix allowed.
         reach: Where EAGLE's extra block must end at the latest.
@@ -403,7 +396,7 @@ def _align(length: int, step: int) -> int:
 
 
 def _drops(layout: KVCacheLayout, index: int) -> bool:
-    """Whether a group gives up EAGLE's block: no drafter has states."""
+    """Return whether a group gives up EAGLE's block: no drafter has states."""
     return index in layout.eagle and layout.groups[index].kind is not GroupKind.MAMBA
 
 

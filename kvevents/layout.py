@@ -18,7 +18,7 @@ MAX_BLOCK_SIZE = 2**20
 
 
 class GroupKind(Enum):
-    """What a group's layers need of the past."""
+    """Names what a group's layers need of the past."""
 
     FULL = "full_attention"
     SLIDING_WINDOW = "sliding_window"
@@ -102,7 +102,6 @@ class KVCacheLayout:
             scheduler_block_size: Granularity of hits; None: the least common multiple of the
                 groups' block sizes.
             eagle: The groups that hold layers of an EAGLE or MTP drafter; True: all.
-            eagle_sees_last_token: See the field, as for *prefix_replay_tokens*.
 
         Raises:
             LayoutError: A size is out of range or contradicts another; the message names group,

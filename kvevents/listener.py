@@ -73,7 +73,7 @@ def read_topic(topic: bytes) -> PodTopic | None:
 
 @dataclass(frozen=True, slots=True)
 class UnknownTopic:
-    """A topic that is nobody's, and how often it came."""
+    """A topic that belongs to no source, and how often it came."""
 
     topic: str
     """Without what cannot be printed."""
@@ -91,7 +91,7 @@ class ListenerStatistics:
     messages: Annotated[dict[str, int], counter("kvroute_listen_messages", "outcome")]
     """Messages of publishers that connect to the router, by what became of them."""
     unknown: tuple[UnknownTopic, ...]
-    """The first topics that were nobody's."""
+    """The first topics that belong to no source."""
 
 
 @dataclass(slots=True)
@@ -188,9 +188,6 @@ class ChannelConnection:
     def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
         """The next batch, None if there is none.
 
-        Args:
-            topic: Ignored: a channel has one.
-
         Raises:
             MalformedBatch: A message that is not a batch.
         """
@@ -204,7 +201,7 @@ class ChannelConnection:
         return found
 
     def has_more(self) -> bool:
-        """Whether there is a message to take."""
+        """Return whether there is a message to take."""
         return bool(self._link.waiting)
 
     async def wait(self, timeout_s: float) -> None:
@@ -227,8 +224,6 @@ class Listener:
     """A bound SUB socket.
 
     Args:
-        context: Where the socket lives.
-        endpoint: An address of this machine.
         socket: Bounds of messages, and of how many wait.
         limits: The other bounds.
     """
@@ -256,7 +251,8 @@ class Listener:
         self._counts: Counter[str] = Counter()
         self._next_pass: asyncio.Handle | None = None
         self.on_unknown: Callable[[UnknownTopic], object] = lambda _: None
-        """Told of the first message of each topic that is nobody's and is remembered."""
+        """Called for the first message of each topic that belongs to no source and is
+        remembered."""
 
     def open(self) -> None:
         """Bind, and read what comes from now on.
@@ -308,7 +304,7 @@ class Listener:
         channel = Channel(frozenset(names), None if topic is None else topic.encode())
         self._channels.append(channel)
         self._of_topic.clear()
-        # What it answers to came for nobody so far.
+        # What it answers to belonged to no source so far.
         self._unknown = {t: each for t, each in self._unknown.items() if not channel.answers_to(t)}
         return channel
 
@@ -414,7 +410,7 @@ class Listener:
         return True
 
     def _find(self, topic: bytes) -> Channel | None:
-        """The channel that a topic means; None, and counted, where it is nobody's."""
+        """The channel that a topic means; None, and counted, where it belongs to no source."""
         answering = [each for each in self._channels if each.answers_to(topic)]
         meant = [each for each in answering if each.topic is not None] or answering
         if not meant:

@@ -43,7 +43,7 @@ class Connection(Protocol):
         """The next batch, None if there is none; raises `MalformedBatch`."""
 
     def has_more(self) -> bool:
-        """Whether there is another message."""
+        """Return whether there is another message."""
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until there may be something to take, the publisher is gone, or so long."""
@@ -71,10 +71,8 @@ class LiveStream:
     have to hold them.
 
     Args:
-        connection: To the publisher.
         topic: The only topic that counts; None takes all.
         limits: Bounds of the backlog.
-        counters: What to count in.
         report: Called with each message that is not a batch and came during a recovery.
     """
 
@@ -150,7 +148,8 @@ class LiveStream:
         return self._connection.next_batch(self._topic)
 
     def has_more(self) -> bool:
-        """Whether there is another message; to try `next` would cost more if there is none."""
+        """Return whether there is another message; to try `next` would cost more if there is
+        none."""
         return bool(self._backlog) or self._connection.has_more()
 
     def put_back(self, batch: Batch) -> None:
@@ -186,12 +185,13 @@ class LiveStream:
         self._covered = self._asked_behind
 
     def waits_beyond(self, last: int | None) -> bool:
-        """Whether a batch with a number above *last* waited when the last question was asked."""
+        """Return whether a batch with a number above *last* waited when the last question was
+        asked."""
         asked = islice(self._backlog, self._asked_behind)
         return any(last is None or batch.seq > last for batch in asked)
 
     def forget_answers(self) -> None:
-        """What was handed on before does not count any more."""
+        """Forget what was handed on before."""
         self._covered = 0
 
     def drop_covered(self, last: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Names of hosts to addresses, without a queue that nobody asks for any more.
+"""Names of hosts to addresses, without a queue of those that are not wanted any more.
 
 A lookup cannot be interrupted: where DNS is silent, each takes ten seconds and more. An event
 loop's own pool has four threads for them, so lookups that were given up would pile up behind each
@@ -20,7 +20,7 @@ _under_way: dict[_Key, asyncio.Future[list[str]]] = {}
 
 @lru_cache(maxsize=1024)
 def is_numeric(host: str) -> bool:
-    """Whether it is an address already."""
+    """Return whether it is an address already."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

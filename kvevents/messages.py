@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class SnapshotHead(NamedTuple):
-    """What the reply of a snapshot endpoint begins with."""
+    """Holds what the reply of a snapshot endpoint begins with."""
 
     last: int
     """The last batch it includes; `NOTHING_PUBLISHED` before the first."""

@@ -152,7 +152,7 @@ class SilenceTimer:
         return self._since + self._delay_s - monotonic()
 
     def is_over(self) -> bool:
-        """Whether to look now."""
+        """Return whether to look now."""
         left_s = self.left_s
         if left_s > 0:
             return False

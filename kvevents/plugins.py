@@ -41,9 +41,7 @@ class PlugIns(Generic[Arguments, Made]):
         """Describe the kind; nothing is imported before `make`.
 
         Args:
-            group: The entry-point group.
             setting: The configuration key that holds the name. Error messages begin with it.
-            built_in: Factories that need no plug-in.
             methods: Names of the methods that whatever a plug-in makes must have.
             error: Raised for an unknown name and for a plug-in that cannot be used.
         """

@@ -128,7 +128,6 @@ class ZmqEventPublisher(EventPublisher):
             layout: Announced first, under a new publisher id.
             chain: The engine's hash function, announced so that consumers can compute its hashes.
             data_parallel_rank: This engine's rank, written into every batch.
-            present_state: See above.
             context: Whose sockets to use; None: its own, or `zmq.Context.instance()` for `inproc`.
 
         Raises:
@@ -211,10 +210,8 @@ def announce(
     """The event that announces a layout, under a publisher id that no other process has.
 
     Args:
-        layout: The cache's groups.
         chain: The engine's hash function; None: consumers learn only from tokens.
         key: Under which blocks are announced; None: under the engine's hashes.
-        retention_hints: See `CacheLayout`.
     """
     groups = [
         GroupSpec(
@@ -261,7 +258,6 @@ def register_publisher(kind: str, builder: PublisherBuilder) -> None:
     `kvroute.publishers` instead.
 
     Args:
-        kind: The name.
         builder: Called with configuration, layout, hash chain or None, and data-parallel rank.
 
     Raises:

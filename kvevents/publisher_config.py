@@ -12,7 +12,8 @@ from kvevents.sealing import HashKey
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """What clients of the replay endpoint may use; requests over a limit wait in their sockets."""
+    """Holds what clients of the replay endpoint may use; requests over a limit wait in their
+    sockets."""
 
     concurrent: int = 8
     """Replies in progress at once."""
@@ -87,7 +88,7 @@ class PublisherConfig:
 
     @property
     def uses_inproc(self) -> bool:
-        """Whether an address is known only inside one ZMQ context."""
+        """Return whether an address is known only inside one ZMQ context."""
         return any(
             address and address.startswith("inproc:")
             for address in (self.endpoint, self.replay_endpoint)

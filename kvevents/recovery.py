@@ -67,7 +67,7 @@ _STOPS = frozenset({Input.GAP, Input.MALFORMED, Input.IDENTITY_CHANGED})
 
 
 class Result(NamedTuple):
-    """What a question came to, or on the way to that the fate of a batch."""
+    """Holds what a question came to, or on the way to that the fate of a batch."""
 
     given: Input
     batch: Batch | None = None
@@ -79,12 +79,9 @@ class Questions:
     Each connection to the replay endpoint serves one answer, or a snapshot and what came since.
 
     Args:
-        delivery: Where the answers go.
-        counters: What to count in.
         live: The live batches, which wait meanwhile.
         replay: Where to ask; None: only for snapshots.
         snapshots: Where to ask for these first; None: at *replay*.
-        work: Shares the event loop.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class Questions:
         return None if fingerprint(first.payload) == known else Input.FOREIGN
 
     def _is_by_name(self, last: int, first: Batch | None) -> bool:
-        """Whether *first* is the batch applied *last* by what it says of who sent it."""
+        """Return whether *first* is the batch applied *last* by what it says of who sent it."""
         if first is None or first.seq != last:
             return False
         name = publisher_of(first.payload)
@@ -264,7 +261,7 @@ class Questions:
         return await self._client.reply()
 
     def _end(self) -> Input:
-        """What it means that an answer was read to its end."""
+        """Return what it means that an answer was read to its end."""
         last = self._tracker.last
         if not self._live.waits_beyond(last):
             self._live.note_answer()
@@ -302,19 +299,19 @@ class Questions:
             self._next = await self._reply()
 
     def _may_pass(self, fate: Input) -> bool:
-        """Whether asking again would bring no more. A hole that an answer begins with is one of
-        the ring; a later one may be of the way here."""
+        """Return whether asking again would bring no more. A hole that an answer begins with is one
+        of the ring; a later one may be of the way here."""
         return fate is not Input.GAP or self._tracker.last == self._asked_from
 
     def _stopped(self, fate: Input) -> Input:
-        """What it means that an answer cannot be followed."""
+        """Return what it means that an answer cannot be followed."""
         if fate is Input.IDENTITY_CHANGED:
             return Input.FOREIGN
         # A ROUTER at its high-water mark drops from the middle of an answer: ask again from there.
         return Input.LOST if self._tracker.last == self._asked_from else self._cut_short()
 
     def _cut_short(self) -> Input:
-        """What it means that an answer broke off."""
+        """Return what it means that an answer broke off."""
         last, asked_from = self._tracker.last, self._asked_from
         self._stuck_rounds = self._stuck_rounds + 1 if last == asked_from else 0
         furthest = -1 if last is None else last
@@ -355,7 +352,7 @@ class Questions:
         yield Result(Input.SNAPSHOT_END)
 
     async def _take_since(self, seq: int) -> AsyncIterator[Result]:
-        """What came since a snapshot, as far as it can be had.
+        """Hand on what came since a snapshot, as far as it can be had.
 
         On the same connection, so what the ring says of batch *seq* is proof enough of who it is.
         """
@@ -388,12 +385,8 @@ class Recovery:
     """Carries out what the table says of one stream, connection after connection.
 
     Args:
-        stream: The state of the stream.
-        delivery: Where batches go.
-        counters: What to count in.
         replay: Where to ask; None: nowhere.
         snapshots: Where to ask for snapshots, if there is a place for these alone.
-        work: Shares the event loop.
         silence: When to look at the tail; put off by every batch and every recovery.
         retry: Delays between questions without an answer.
         patience_s: How long live batches wait for an endpoint that does not answer.
@@ -444,12 +437,7 @@ class Recovery:
         await self._do(live, Input.DISTRUSTED)
 
     def take(self, live: LiveStream, batch: Batch) -> Action | None:
-        """Hand *batch* on, or do what its fate calls for; returns the question to `follow_up`.
-
-        Args:
-            live: Where it came from.
-            batch: The next live batch.
-        """
+        """Hand *batch* on, or do what its fate calls for; returns the question to `follow_up`."""
         fate = self._delivery.take(batch)
         if fate is Input.NEXT and self._stream.stays_on_next:
             return None

@@ -73,7 +73,6 @@ def no_answer_from(replay: str | None, snapshots: str | None) -> str:
 
     Args:
         replay: The replay endpoint, which is named wherever there is one.
-        snapshots: That for snapshots alone.
     """
     which = f"replay endpoint {replay}" if replay else f"snapshot endpoint {snapshots}"
     return f"its {which} does not answer"
@@ -85,7 +84,6 @@ class ReplayClient:
     Read an answer to its end before you ask the next question; to stop earlier, close the client.
 
     Args:
-        connection: An open DEALER socket.
         topic: The only topic that replies may carry; None allows any.
         limits: Bounds of each answer.
     """
@@ -224,7 +222,6 @@ class SnapshotClient:
     """The reply of a snapshot endpoint, payload by payload.
 
     Args:
-        connection: An open DEALER socket.
         limits: Bounds of the reply.
     """
 

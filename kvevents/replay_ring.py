@@ -46,7 +46,6 @@ class ReplayRing:
         """The oldest batches from a number on.
 
         Args:
-            seq: The lowest number.
             limit: Most batches to return.
         """
         first = bisect_left(self._batches, seq, key=itemgetter(0))

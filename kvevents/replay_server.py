@@ -28,7 +28,7 @@ _TURN_S = 0.002
 
 
 class Reply(NamedTuple):
-    """What a client gets for one request."""
+    """Holds what a client gets for one request."""
 
     is_snapshot: bool
     batches: Iterator[Batch]
@@ -208,7 +208,6 @@ def prepare_router(router: Socket, limits: ReplyLimits) -> None:
     """Set options of a ROUTER for untrusted clients, before it is bound.
 
     Args:
-        router: The socket.
         limits: Bounds of its queues.
     """
     # Mandatory: a full queue and a client that left raise errors instead of losing messages.

@@ -91,7 +91,6 @@ def make_hash_key(directory: Path, name: str) -> Path:
     """Make a key; return its file, which only the owner can read.
 
     Args:
-        directory: Where the file is written.
         name: Of the file, before its suffix.
     Raises:
         HashKeyError: It cannot be written, or exists.

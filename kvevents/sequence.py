@@ -1,4 +1,4 @@
-"""What a sequence number means: the next batch, a duplicate, a gap or a restart; no sockets.
+"""Classifies a sequence number: the next batch, a duplicate, a gap or a restart; no sockets.
 
 A number does not say who sent it: a restarted engine counts from 0 again and may have passed the
 old number by the time we look. So the payloads of the last few thousand batches are remembered as
@@ -42,7 +42,8 @@ class StreamPosition(NamedTuple):
 
 
 def fingerprint_seed() -> int | None:
-    """What a `StreamPosition` means something with; None where it means nothing elsewhere."""
+    """Return what a `StreamPosition` means something with; None where it means nothing
+    elsewhere."""
     return None if xxhash is None else int(fingerprint.keywords["seed"])
 
 
@@ -104,10 +105,6 @@ class SequenceTracker:
         """The fate of a batch by its number, for one who has applied everything up to `last`.
 
         `NEXT`, `DUPLICATE`, `GAP` or `BACKWARDS`. Nothing is changed.
-
-        Args:
-            seq: Its number.
-            digest: Its fingerprint.
         """
         if seq == self.expected:
             return Input.NEXT
@@ -122,12 +119,7 @@ class SequenceTracker:
         return self._fingerprints[seq % self._remembered]
 
     def advance(self, seq: int, digest: int) -> None:
-        """Note that a batch was applied; any between it and the one before are lost.
-
-        Args:
-            seq: Its number.
-            digest: Its fingerprint.
-        """
+        """Note that a batch was applied; any between it and the one before are lost."""
         if seq != self.expected or self.last is None:
             self._first = seq
         self._keep(seq, digest)

@@ -43,7 +43,7 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 
 @dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """What one connection may hold and how long it may take to come up."""
+    """Holds what one connection may hold and how long it may take to come up."""
 
     message_bytes: int = 64 * 2**20
     """The connection of a peer that sends more in one frame is ended. libzmq keeps the frames of a
@@ -101,11 +101,9 @@ class SocketConnection:
     """A SUB or DEALER socket with at most one peer.
 
     Args:
-        context: Where the socket lives.
         kind: `zmq.SUB` or `zmq.DEALER`.
         endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
         limits: Bounds.
-        topic: What a SUB subscribes to.
     """
 
     def __init__(
@@ -185,8 +183,9 @@ class SocketConnection:
         return frame, bool(socket.getsockopt(_RCVMORE))
 
     def receive_three(self) -> list[bytes] | None:
-        """As `receive`, from a peer whose messages have three frames, the second of 8 bytes: it is
-        asked only once whether a message has more, which takes longer than a small frame.
+        """Do what `receive` does, for a peer whose messages have three frames, the second of 8
+        bytes: it is asked only once whether a message has more, which takes longer than a small
+        frame.
 
         A peer that sends a message of fewer frames may lose the one behind it, and every frame is
         asked about from then on.
@@ -213,7 +212,7 @@ class SocketConnection:
         return frames
 
     def has_more(self) -> bool:
-        """Whether there is a message to receive."""
+        """Return whether there is a message to receive."""
         return bool(int(self._open_socket().getsockopt(_EVENTS)) & _POLLIN)
 
     async def wait(self, timeout_s: float) -> None:
@@ -268,7 +267,7 @@ class SocketConnection:
         return False
 
     def _why_not_up(self) -> NoConnection:
-        """What kept every connection from coming up."""
+        """Return what kept every connection from coming up."""
         where, limits = self._endpoint, self._limits
         if self._failed & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return HandshakeFailed(f"{where}: the peer does not know our public key")
@@ -337,7 +336,6 @@ def check_connectable(setting: str, text: str) -> ZmqEndpoint:
 
     Args:
         setting: Where the address was given; error messages begin with it.
-        text: The address.
 
     Raises:
         EndpointError: It is not an address, or names no host and port to connect to.

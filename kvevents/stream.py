@@ -55,7 +55,7 @@ ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
 class OfferResult(Enum):
-    """What becomes of an offered item; see the picture above."""
+    """Names what becomes of an offered item; see the picture above."""
 
     SENT = auto()
     UNSENT = auto()

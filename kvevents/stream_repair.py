@@ -30,7 +30,7 @@ from kvevents.stream_state import SHOWN, Action, Input, SourceState, State
 
 
 class Transition(NamedTuple):
-    """What an input leads to."""
+    """Holds what an input leads to."""
 
     state: State
     actions: tuple[Action, ...] = ()

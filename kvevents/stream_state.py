@@ -26,7 +26,7 @@ class SourceState(Enum):
 
 
 class State(Enum):
-    """What is known of a stream, and what is being done about the rest.
+    """Names what is known of a stream, and what is being done about the rest.
 
     *Whole*: everything published so far was handed on. *Adrift*: the replay endpoint is of no help,
     so gaps are passed instead of asked about, until a look at it succeeds.
@@ -115,7 +115,7 @@ SHOWN: Mapping[State, SourceState] = {
 
 
 class Input(Enum):
-    """What can happen to a stream."""
+    """Names what can happen to a stream."""
 
     __hash__ = object.__hash__  # by identity: a look-up for every batch, and Enum's own is slow
 
@@ -201,7 +201,7 @@ class Input(Enum):
 
 
 class Action(Enum):
-    """What to do about an input. *The batch* is the one whose fate the input was."""
+    """Names what to do about an input. *The batch* is the one whose fate the input was."""
 
     PUT_BACK = "put back"
     """Let the batch come again as a live one, after the questions."""

@@ -96,8 +96,6 @@ class Subscriber:
     """Follows one endpoint until its task is cancelled.
 
     Args:
-        endpoint: The publisher's PUB socket.
-        consumer: Takes the batches.
         replay_endpoint: The publisher's ROUTER socket; None: what is lost stays lost, unless there
             is a snapshot.
         snapshot_endpoint: Its socket for snapshots alone, if it has one.
@@ -305,10 +303,7 @@ class _Intake:
     without it, in the event loop's own call: a task's switch would cost more than a small batch.
 
     Args:
-        live: Where batches come from.
-        recovery: Where they go.
         delivery: Where a message that is no batch is reported.
-        pacer: Shares the event loop.
     """
 
     def __init__(

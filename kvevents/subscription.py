@@ -13,9 +13,7 @@ class Subscription(SocketConnection):
     """Batches from one publisher, of one process: it connects once and never again.
 
     Args:
-        context: Where sockets of libzmq live.
         endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
-        topic: What to subscribe to.
         limits: Bounds, and keys.
     """
 

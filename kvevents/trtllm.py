@@ -12,7 +12,7 @@
      {"event_id": 3, ..., "data": {"type": "removed", "block_hashes": [17]}}]
 
 Each data-parallel rank counts from 0, so that an event is a batch of its own, with its number. The
-buffer of an engine that nobody asks drops the oldest; then a number is missing.
+buffer of an engine that is not asked drops the oldest; then a number is missing.
 
 Two managers of the cache write this form. The older one, in C++, has a pool for each window, finds
 a prompt in each from its first block on, and reuses what all of them have: as if every group were
@@ -102,7 +102,7 @@ class _Block(msgspec.Struct):
         return _tier(self.cache_level)
 
     def extra_keys(self) -> list[Any] | None:
-        """What its hash covers besides token ids, so that no text is taken for it."""
+        """Return what its hash covers besides token ids, so that no text is taken for it."""
         keys: list[Any] = [[key.hash, key.start_offset] for key in self.mm_keys or ()]
         keys += [token.token_id for token in self.tokens if isinstance(token.token_id, str)]
         keys += [str(token.token_extra_id) for token in self.tokens if token.token_extra_id]

@@ -435,7 +435,6 @@ class EnginesBusy(_NotNow):
     """A replica has refused the request since there are too many, and no other can take it now.
 
     Args:
-        model: The model's name.
         retry_after_s: As the replica said, for the `Retry-After` header.
     """
 

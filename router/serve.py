@@ -174,7 +174,7 @@ class _ControlServer(uvicorn.Server):
             await self.on_listening()
 
     async def main_loop(self) -> None:
-        """Of uvicorn: once a second, and ten times once it stops."""
+        """Do what uvicorn does once a second, and ten times once it stops."""
         while not await self.on_tick(0):
             if self.signals:
                 await asyncio.sleep(0.1)
@@ -184,7 +184,7 @@ class _ControlServer(uvicorn.Server):
                     await self._has_signal.wait()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         now = asyncio.get_running_loop().time()
         if self.signals and now >= self._stop_by:
             self.plane.cut_all()

@@ -1,4 +1,4 @@
-"""What a router that starts knows already: from the first place that has a snapshot."""
+"""Finds what a router that starts knows already: from the first place that has a snapshot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Beginning:
 
     Args:
         places: Where a snapshot may be had, the best one first; None from one that has none.
-        feed: Goes on with the sources.
         needs_own_keys: As of `restore`.
     """
 
@@ -41,7 +40,6 @@ class Beginning:
         """Fill the new index of a model, before its first stream is followed.
 
         Args:
-            model: Its name.
             index: Empty.
         """
         if self._found is None or model not in self._found.sources:
@@ -51,6 +49,6 @@ class Beginning:
             self._feed.expect(each)
 
     def forget(self) -> None:
-        """Drop what nobody has asked for."""
+        """Drop what was not asked for."""
         self._found = None
         self._feed.forget_expected()

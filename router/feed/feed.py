@@ -59,7 +59,8 @@ _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 
 @dataclass(slots=True)
 class AppliedEvents:
-    """What a source's batches did to the index so far, in blocks unless it says otherwise."""
+    """Counts what a source's batches did to the index so far, in blocks unless it says
+    otherwise."""
 
     stored: Annotated[int, counter("kvroute_blocks_stored")] = 0
     """Blocks stored, copies included."""
@@ -119,8 +120,6 @@ class Feed:
     ) -> None:
         """
         Args:
-            index_of: The index of a model.
-            options: Of all subscribers.
             keys: Our own, for sources that are encrypted.
             server_key: The public key of the sources that are added without one; None: those are
                 plain text.
@@ -153,7 +152,6 @@ class Feed:
 
         Args:
             endpoint: Of rank 0; the others' are at the ports that follow.
-            ranks: How many.
         Raises:
             EndpointError: An address cannot be bound.
         """
@@ -200,7 +198,6 @@ class Feed:
             replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
                 the source suspect, unless it makes snapshots.
             topic: What it publishes under, exactly; None takes every topic.
-            model: Whose index it feeds.
             hints: What the configuration says of its cache.
             snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
             allows: Whether an address may be connected to; None: every address.
@@ -265,7 +262,7 @@ class Feed:
         headers: Sequence[Header],
         allows: Callable[[str], bool] | None,
     ) -> Callable[[], Connection]:
-        """What brings the events of a server that is asked for them."""
+        """Return what brings the events of a server that is asked for them."""
         poller, connect = self._pollers.register(endpoint, source.dp_rank, headers, allows)
         poller.on_problem = partial(self._note_problem, source)
         feed.on_left = partial(self._pollers.unregister, endpoint, source.dp_rank)
@@ -298,7 +295,7 @@ class Feed:
         self._saved[saved.source] = saved
 
     def forget_expected(self) -> None:
-        """Drop what was restored and nobody has named since."""
+        """Drop what was restored and has not been named since."""
         for source, saved in self._saved.items():
             with contextlib.suppress(KeyError):  # no replica serves its model
                 index = self._index_of(saved.model)
@@ -363,12 +360,12 @@ class Feed:
             feed.rebuild()
 
     def has_caught_up(self, source: SourceId) -> bool:
-        """Whether all that can be known of a source is known. Of one that is suspect or whose feed
-        has died there is no more to come; of one that is not followed yet there is."""
+        """Return whether all that can be known of a source is known. Of one that is suspect or
+        whose feed has died there is no more to come; of one that is not followed yet there is."""
         return source in self._sources and self.state(source) not in _CATCHING_UP
 
     def is_suspect(self, source: SourceId) -> bool:
-        """Whether a source is one of the `suspects`."""
+        """Return whether a source is one of the `suspects`."""
         return source in self.suspects
 
     def lost_since(self, source: SourceId) -> float | None:
@@ -389,7 +386,7 @@ class Feed:
         return self.taps.open(source, feed.index.export(source))
 
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
-        """Of every source that is followed."""
+        """Return the statistics of every source that is followed."""
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
     def _tidy(self, index: PrefixIndex) -> None:

@@ -1,7 +1,7 @@
 """Events that are asked for: TensorRT-LLM's, over HTTP.
 
 A `Poller` asks one server, again and again, and gives each rank's events to the connection of its
-subscriber. Each event is returned once, so that nobody else may ask. What a response that got lost
+subscriber. Each event is returned once, so that no one else may ask. What a response that got lost
 had, shows as a number that is missing.
 
 Memory is bounded: the server is asked again once everybody has taken what the last response
@@ -56,10 +56,9 @@ class PollerStatistics:
 
 
 class Poller:
-    """Asks one server while anybody wants its events. Belongs to one event loop.
+    """Asks one server while its events are wanted. Belongs to one event loop.
 
     Args:
-        client: Sends the requests.
         endpoint: What is asked, with its path.
         headers: Sent along.
         allows: Whether an address may be connected to; None: every address.
@@ -92,11 +91,11 @@ class Poller:
         self._taken = WakeUp()
         self._failing_since = math.inf
         self.on_problem: Callable[[KVEventsError], object] = lambda _: None
-        """Told of the first failure after a success, and of what belongs to nobody."""
+        """Told of the first failure after a success, and of what belongs to no source."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any rank of it is followed."""
+        """Return whether any rank of it is followed."""
         return bool(self._ranks)
 
     def register(self, rank: int) -> Callable[[], PolledConnection]:
@@ -279,9 +278,6 @@ class PolledConnection:
     def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
         """The next event as a batch, None if there is none.
 
-        Args:
-            topic: Ignored: there are none.
-
         Raises:
             MalformedBatch: An event that cannot be read, and is missing from now on.
         """
@@ -293,7 +289,7 @@ class PolledConnection:
         return self._translator.translate(event)
 
     def has_more(self) -> bool:
-        """Whether there is an event to take."""
+        """Return whether there is an event to take."""
         return bool(self.waiting)
 
     async def wait(self, timeout_s: float) -> None:
@@ -366,5 +362,5 @@ class Pollers:
                 del self._pollers[endpoint]
 
     def statistics(self) -> list[PollerStatistics]:
-        """Of every server."""
+        """Return the statistics of every server."""
         return [poller.statistics() for poller in self._pollers.values()]

@@ -21,8 +21,6 @@ class SnapshotKeeper:
     """Writes a snapshot from time to time. Belongs to one event loop.
 
     Args:
-        feed: Has the sources.
-        directory: Where it is written.
         interval_s: How often.
     """
 
@@ -75,7 +73,6 @@ def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
     May take a while.
 
     Args:
-        directory: Where it was written.
         max_age_s: As of `read`.
     """
     path = directory / FILE_NAME

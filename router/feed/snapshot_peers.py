@@ -32,7 +32,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
 
 
 def peer_key(secret: bytes) -> str:
-    """What routers that share a secret show each other."""
+    """Return what routers that share a secret show each other."""
     return hashlib.blake2b(secret, digest_size=32, person=b"snapshot peer").hexdigest()
 
 
@@ -50,8 +50,6 @@ class Peers:
 
     Args:
         urls: Where they listen; each address behind a name is one of them.
-        secret: That all of them have.
-        limits: On what is taken.
         trusted: For https; None: the system's authorities.
     """
 

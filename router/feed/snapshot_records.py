@@ -75,7 +75,6 @@ def read(
     """The snapshot behind the bytes of one. To be called before any stream is followed.
 
     Args:
-        data: All of them.
         max_age_s: An older one is not used: its engines have gone on for too long.
         now: Unix time.
         ahead_s: How far the clock of who wrote it may be ahead.
@@ -107,7 +106,6 @@ def restore(
 
     Args:
         snapshot: Its part for the model is taken out.
-        model: Its name.
         index: Empty; it stays so where another implementation wrote the records.
         needs_own_keys: Whether the index must keep its own keys, since others share them.
     """

@@ -36,10 +36,8 @@ class Sender:
     ) -> None:
         """
         Args:
-            feed: Has the sources.
-            secret: That all who share have.
             max_bytes: Bound on a snapshot: a larger one ends without its seal.
-            within_s: The time for one; nobody waits for it any longer.
+            within_s: The time for one, after which it is given up.
             clock: A monotonic clock, in seconds.
         """
         self._feed = feed

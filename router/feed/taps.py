@@ -1,5 +1,5 @@
-"""What happens at one cache, as it happens, for whoever records it: batches as they are applied,
-prompts as they are sent there, and what the engine then reports of them.
+"""Passes on what happens at one cache, as it happens, to whoever records it: batches as they are
+applied, prompts as they are sent there, and what the engine then reports of them.
 
 Nothing is kept without a listener. The lines are those of `router/cli/recordings.py`.
 """
@@ -62,10 +62,7 @@ class Tap:
         """Give a prompt that is about to be sent there; returns its number.
 
         Args:
-            token_ids: All of the prompt's.
             salt: The request's `cache_salt`.
-            lora: The adapter it runs with.
-            extra_keys: By hash block.
         """
         self._numbers += 1
         found = {"salt": salt, "lora": lora, "extra_keys": extra_keys}
@@ -78,7 +75,6 @@ class Tap:
 
         Args:
             number: The prompt's, from `query`.
-            tokens: As the engine reported them.
         """
         self._put({"number": number, "hit": tokens})
 
@@ -134,7 +130,6 @@ class Taps:
         """Begin to listen to a cache. The caller closes the tap.
 
         Args:
-            source: The cache.
             state: What the index has of it now, as its records.
         Raises:
             NotRecordable: There are enough listeners, or the state is too large.
@@ -160,7 +155,6 @@ class Taps:
         """Give every listener of a cache the last line.
 
         Args:
-            source: The cache.
             reason: Why nothing more comes.
         """
         for tap in self.of(source):

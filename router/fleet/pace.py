@@ -13,7 +13,7 @@ QUIET_AFTER = 5
 
 
 class Traffic(NamedTuple):
-    """What clients have asked of the router."""
+    """Holds what clients have asked of the router."""
 
     asked: int
     """Decisions and requests since the start."""
@@ -36,7 +36,7 @@ class Pace:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no request has come for a while, and none is under way."""
+        """Return whether no request has come for a while, and none is under way."""
         return self._clock() >= self._quiet_from
 
     @property

@@ -169,7 +169,7 @@ class Watcher:
         self._check_now.set()
 
     def look_soon(self) -> None:
-        """What it said last is old: ask it now."""
+        """Ask it now, since what it reported last is old."""
         self._check_now.set()
         self._look_now.set()
 

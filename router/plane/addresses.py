@@ -15,7 +15,8 @@ _LOOKED_UP_S = 5.0
 
 
 class Addresses:
-    """Of replicas' hosts: looked up when they are needed, and again after some seconds."""
+    """Looks up the addresses of replicas' hosts when they are needed, and again after some
+    seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}
@@ -60,5 +61,5 @@ class Addresses:
         return found
 
     def forget(self, host: str) -> None:
-        """Nobody answers there."""
+        """No process responds there."""
         self._known.pop(host, None)

@@ -88,7 +88,7 @@ _IN_CORE = {
 
 
 def failure_of(name: str) -> Failure:
-    """What the compiled data plane calls *name*."""
+    """Return what the compiled data plane calls *name*."""
     return _IN_CORE.get(name) or Failure(name)
 
 
@@ -165,7 +165,7 @@ class RequestRetries:
         self._is_free = False
 
     def start(self, is_at_ease: Callable[[], bool]) -> bool:
-        """Whether another attempt may be made now; it counts as made.
+        """Return whether another attempt may be made now; it counts as made.
 
         Args:
             is_at_ease: Whether the replica that would get it serves its requests and has room for
@@ -182,8 +182,6 @@ class RequestRetries:
         """The attempt failed, in a way that lets another be made.
 
         Args:
-            replica_id: Where.
-            failure: How.
             is_replica_lost: The replica is out of rotation by now. All that was sent there has to
                 move, and nothing new is, so this takes nothing from the budget.
         """

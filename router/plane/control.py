@@ -15,11 +15,7 @@ CLIENT_HEADER = b"x-kvroute-client"
 
 
 class BehindPlane:
-    """The application, told who really asks.
-
-    Args:
-        application: What responds.
-    """
+    """The application, told who really asks."""
 
     def __init__(self, application: _Application) -> None:
         self._application = application

@@ -78,10 +78,8 @@ class Prepares(Protocol):
         """Read a prompt, and answer `Plane.place` or `Plane.open`.
 
         Args:
-            number: Of the request.
             path: Its place among `PlaneOptions.prepared`.
             headers: Names in lower case; none where they do not matter.
-            body: As the client sent it.
         """
 
     def hand_over(self, number: int) -> Any:
@@ -137,11 +135,8 @@ class DataPlane:
         """
         Args:
             handler: Takes the requests that go to replicas, and questions.
-            proxy: Sends them on.
-            options: Of the core.
             control_path: The Unix socket of the application behind.
             listener: Told of what the core does by itself.
-            prepares: Reads prompts.
         """
         self._handler = handler
         self._proxy = proxy
@@ -197,7 +192,6 @@ class DataPlane:
 
         Args:
             listeners: Sockets that listen, one for each thread; the core closes them.
-            secured: By TLS.
         """
         options = asdict(self._options) | {"broken_events": broken_events()}
         self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
@@ -210,14 +204,13 @@ class DataPlane:
         """End the exchanges with a replica that is known not to respond.
 
         Args:
-            origin: Its key.
             silent_s: The least silence in mid-body.
         """
         if self._plane is not None:
             self._plane.give_up(origin, silent_s)
 
     def counts(self) -> dict[str, int]:
-        """What is counted of connections to replicas."""
+        """Return what is counted of connections to replicas."""
         return {} if self._plane is None else self._plane.counts()
 
     def cut_all(self) -> None:
@@ -241,7 +234,7 @@ class DataPlane:
     # --- events -----------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
-        """As many events as one turn of the loop has time for; the rest in the next one.
+        """Handle as many events as one turn of the loop has time for; the rest in the next one.
 
         If a burst of a thousand requests were decided in one turn, neither a timer nor an event
         stream would have its own before the last of them.

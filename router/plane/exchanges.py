@@ -36,22 +36,13 @@ class Handler(Protocol):
     """Takes requests, and serves them."""
 
     def opens(self, method: str, path: str, query: bytes) -> Callable[[Any], Server] | None:
-        """What serves a request; None leaves it to the application.
-
-        Args:
-            method: Of the request.
-            path: Of the request, decoded.
-            query: As on the wire.
-        """
+        """Return what serves a request; None leaves it to the application."""
 
 
 class PlaneExchange:
     """One request of a client's connection, and its response.
 
     Args:
-        plane: Holds it.
-        number: Its name there.
-        method: Of the request.
         target: Path and query, as on the wire.
         minor: Of the version, HTTP/1.0 or HTTP/1.1.
         keep_alive: Whether its connection stays after it.
@@ -139,7 +130,6 @@ class PlaneExchange:
         """More of the body has come.
 
         Args:
-            piece: What has come.
             is_whole: Whether it was the last one.
         """
         self._pieces.append(piece)
@@ -151,7 +141,7 @@ class PlaneExchange:
             self.body = piece
 
     def take_body(self) -> bytes:
-        """What has come of the body since the last call."""
+        """Take what has come of the body since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -165,7 +155,6 @@ class PlaneExchange:
         """Send the whole response.
 
         Args:
-            status: As on the wire.
             headers: All but those of the framing, names in lower case.
             body: May be empty.
         """
@@ -182,7 +171,7 @@ class PlaneExchange:
         self.over()
 
     def over(self) -> None:
-        """Nothing more is heard of it.
+        """Nothing more is reported of it.
 
         It and its server let go of each other: what refers to each other in a circle is left for
         the garbage collector, with the body.

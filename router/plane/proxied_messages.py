@@ -1,4 +1,4 @@
-"""What the router says itself: errors, and the end of a broken event stream."""
+"""Writes what the router itself responds: errors, and the end of a broken event stream."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ def error_body(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
     """An error as JSON: OpenAI's form, or Anthropic's with a `type` beside it.
 
     Args:
-        dialect: Which of the two.
-        message: For people.
         kind: The error's `type`.
         code: The error's `code`.
     """
@@ -40,8 +38,6 @@ def error_event(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
     """The event that ends a broken stream; it goes after a blank line.
 
     Args:
-        dialect: As for `error_body`, like the others.
-        message: For people.
         kind: The error's `type`.
         code: The error's `code`.
     """

@@ -69,7 +69,7 @@ class ProxyRequest(msgspec.Struct, frozen=True):
 
 
 class ProxyObserver(Protocol):
-    """Hears what happens to one request, on the event loop: it must not block.
+    """Receives what happens to one request, on the event loop: it must not block.
 
     For each attempt `on_attempt` and, if the replica fails, `on_failure`; `on_first_byte` at most
     once, then `on_chunk` for every piece of the body. `on_end` comes last, exactly once, in every
@@ -88,9 +88,6 @@ class ProxyObserver(Protocol):
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         """The candidate failed. If the failure is in `RETRIED`, another attempt may follow.
 
-        Args:
-            attempt: The candidate.
-            failure: How it failed.
         Returns:
             Whether the replica is out of rotation by now, so that all that was sent there has to
             move: such an attempt takes nothing from the budget of retries.
@@ -98,15 +95,14 @@ class ProxyObserver(Protocol):
         raise NotImplementedError
 
     def is_at_ease(self, attempt: Attempt) -> bool:
-        """Whether the candidate serves its requests and has room for this one too: then a retry
-        there is no part of a storm, and takes nothing from the budget of retries."""
+        """Return whether the candidate serves its requests and has room for this one too: then a
+        retry there is no part of a storm, and takes nothing from the budget of retries."""
         raise NotImplementedError
 
     def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
         """The candidate says that it can take no request now.
 
         Args:
-            attempt: The candidate.
             retry_after_s: For how long, as it says.
             is_429: Whether it may mean this client only; else it means everybody.
         Returns:
@@ -139,7 +135,7 @@ class ProxyObserver(Protocol):
         """A part of the beginning of the body has passed, likewise."""
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """What the body reports, likewise: before `on_end`.
+        """Take what the body reports, likewise: before `on_end`.
 
         Args:
             is_json: Whether it is one JSON body; else it is a stream of events.
@@ -151,7 +147,6 @@ class ProxyObserver(Protocol):
         """The request has ended.
 
         Args:
-            end: How.
             status: Sent to the client; None if it left before there was one.
             seconds: Since the call of `PlaneProxy.start`.
         """

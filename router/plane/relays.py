@@ -1,5 +1,5 @@
 """Requests that were sent on: each has its attempts, one after the other, and an observer that
-hears what the core tells of them."""
+receives what the core reports of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NOT_SERVED = {
 
 
 def broken_events() -> list[bytes]:
-    """What ends an event stream that a replica broke off, by dialect."""
+    """Return what ends an event stream that a replica broke off, by dialect."""
     message = "the replica ended the stream before it was complete"
     return [error_event(dialect, message, "server_error", "replica_died") for dialect in DIALECTS]
 
@@ -100,8 +100,7 @@ class PlaneProxy:
         Args:
             plan: Candidates, best first; each is taken from it when it is needed.
             request: The client's request, its body read to the end.
-            recipient: Gets the response.
-            observer: Hears what happens; `on_end` exactly once, in every case.
+            observer: Receives what happens; `on_end` exactly once, in every case.
             on_over: Called when that has been said.
         Returns:
             What is told of the client. It may be over already.
@@ -362,7 +361,7 @@ class PlaneRelay:
 
     def _go_elsewhere(self, attempt: Attempt, status: int, retry_after_s: int | None) -> bool:
         """The replica says "not now". Its 429 is passed on where it does not say for how long, or
-        nobody else may be tried."""
+        no other may be tried."""
         is_429 = status == _TOO_MANY
         is_busy = retry_after_s is not None and self._observer.on_busy(
             attempt, retry_after_s, is_429

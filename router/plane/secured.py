@@ -23,7 +23,7 @@ class PemFiles(NamedTuple):
 
 
 class Secured(NamedTuple):
-    """What is done by TLS."""
+    """Names what is done by TLS."""
 
     towards_clients: TlsContext | None = None
     """None: they speak plain HTTP."""

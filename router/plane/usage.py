@@ -1,4 +1,4 @@
-"""What a response reports, read from the bytes as they pass: token counts, and the id under which
+"""Reads what a response reports from the bytes as they pass: token counts, and the id under which
 the engine keeps it.
 
 Three forms are known: OpenAI's completions (`usage.prompt_tokens_details.cached_tokens`), its
@@ -94,7 +94,7 @@ class UsageReader:
             self._feed_events(data)
 
     def take(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """Take what somebody else kept of the body.
+        """Take what the core kept of the body.
 
         Args:
             is_json: Whether it is one JSON body; else it is a stream of events.

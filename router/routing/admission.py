@@ -13,7 +13,7 @@ from router.fleet.types import ReplicaState
 
 
 class Elsewhere(NamedTuple):
-    """What the compiled data plane lets in without asking, and counts."""
+    """Holds what the compiled data plane lets in without asking, and counts."""
 
     under_way: Callable[[], int]
     buffered_bytes: Callable[[], int]
@@ -50,7 +50,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether a bound has been reached."""
+        """Return whether a bound has been reached."""
         return (
             self.under_way >= self._max_requests or self.buffered_bytes >= self._max_buffered_bytes
         )
@@ -62,11 +62,12 @@ class Admission:
 
     @property
     def buffered_bytes(self) -> int:
-        """Of the bodies that are held now."""
+        """The size of the bodies that are held now."""
         return self._buffered_bytes + self._elsewhere.buffered_bytes()
 
     def buffer(self) -> BodyBuffer:
-        """What one request holds of the bodies' memory; a context manager around its whole time."""
+        """Return what one request holds of the bodies' memory; a context manager around its whole
+        time."""
         return BodyBuffer(self)
 
     def hold(self, size: int) -> None:
@@ -78,7 +79,7 @@ class Admission:
 
     @property
     def is_shutting_down(self) -> bool:
-        """Whether new requests are refused for good."""
+        """Return whether new requests are refused for good."""
         return self._is_shutting_down
 
     def shut_down(self) -> None:

@@ -24,7 +24,7 @@ import msgspec
 
 
 class Seen(NamedTuple):
-    """What the prompts before say of a new one."""
+    """Holds what the prompts before say of a new one."""
 
     branches: list[int]
     """Lengths in tokens at which prompts part, the longest first; in whole steps until it is known
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 class _Tail(msgspec.Struct, frozen=True, gc=False):
-    """What a prompt has behind its last key: too short for another."""
+    """Holds what a prompt has behind its last key: too short for another."""
 
     tokens: int
     digest: int
@@ -80,7 +80,6 @@ class BranchPoints:
 
         Args:
             keys: Of its prefixes, one for each whole step.
-            token_ids: The prompt's.
         """
         following, known = self._following, self._known(keys)
         is_continued, new_branch, exact_branch = False, 0, 0
@@ -115,7 +114,8 @@ class BranchPoints:
         token_ids: Sequence[int],
         known: int,
     ) -> bool:
-        """Whether a prompt ended behind the key, and the new one goes on with its last tokens."""
+        """Return whether a prompt ended behind the key, and the new one goes on with its last
+        tokens."""
         if isinstance(before, int) or now is None:
             return False
         if before is None:
@@ -149,7 +149,7 @@ class BranchPoints:
         return [self._length(index, keys[index - 1], token_ids) for index in reversed(found)]
 
     def _length(self, index: int, key: int, token_ids: Sequence[int]) -> int:
-        """Of a branch that a prompt goes through, in tokens; it is used."""
+        """Return the length of a branch that a prompt goes through, in tokens; it is used."""
         branch = self._branches.pop(key)
         self._branches[key] = branch
         start, shared = index * self._step, branch.shared or 0

@@ -42,7 +42,7 @@ _BYTES_OF_A_TOKEN = 4
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a body asks for, and of whom."""
+    """Holds what a body asks for, and of whom."""
 
     spec: PromptSpec
     body: bytes
@@ -114,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_report_mode(self) -> bool:
-        """Whether the client's body asked for it."""
+        """Return whether the client's body asked for it."""
         return self.spec is not None and self.spec.has_report_mode
 
     @property
@@ -124,7 +124,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_wait(self) -> bool:
-        """Whether some replica that has no room now will have it again before long."""
+        """Return whether some replica that has no room now will have it again before long."""
         return any(candidate.obstacle in PASSING for candidate in self.excluded)
 
     @property
@@ -160,7 +160,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_comparable_at(self, candidate: Candidate) -> bool:
-        """Whether the engine's `cached_tokens` will count the same as the prediction."""
+        """Return whether the engine's `cached_tokens` will count the same as the prediction."""
         return (
             self.spec is not None
             and self.spec.choices == 1
@@ -171,7 +171,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_rank(self) -> bool:
-        """Whether the engine is sure to read the data-parallel rank that it is asked for."""
+        """Return whether the engine is sure to read the data-parallel rank that it is asked for."""
         return self.spec is not None and self.spec.endpoint not in RANK_IGNORED
 
     def certain_source_of(self, candidate: Candidate) -> SourceId | None:
@@ -239,7 +239,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return last_resort
 
     def _steer(self, first: Candidate) -> Hints:
-        """What is to be kept of the prompt; asked once, since the answer takes note of it."""
+        """Return what is to be kept of the prompt; asked once, since the answer takes note of
+        it."""
         model, asked = self.model, self.asked
         if model is None or asked is None or len(self.prompts) != 1:
             return NO_HINTS
@@ -308,7 +309,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return with_hints(body, self.spec.endpoint, form, *hints)
 
     def _name_at(self, replica: Replica) -> str | None:
-        """What the model is called at a replica; None if that is what the client calls it."""
+        """Return what the model is called at a replica; None if that is what the client calls
+        it."""
         named, target = self.named, self.target
         if not named or (target is None and replica.serves(named)):
             return None

@@ -84,11 +84,9 @@ class Dispatcher:
 
         Args:
             models: Every model that requests may name.
-            replicas: Every replica.
             planner: Ranks the replicas of a model.
             policy_name: The name of the planner's policy.
             responses: Which replica has which stored response.
-            large_work: Reads large bodies.
             limits: Bounds on prompts.
             owns_priority: Whether the `priority` of clients is the router's to decide.
         """
@@ -119,7 +117,6 @@ class Dispatcher:
         Args:
             endpoint: The form of the body; None for a request without a prompt to generate from,
                 as `/tokenize`: it goes to the least loaded.
-            body: As the client sent it.
             terms: What else is known of it.
             encoding: Of the body; `/route` takes both.
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
@@ -156,7 +153,7 @@ class Dispatcher:
         return self._decide_now(self._asked(spec, body, terms))
 
     def read(self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS) -> Asked:
-        """What a JSON body asks for, without a decision: as `dispatch_now` reads it.
+        """Return what a JSON body asks for, without a decision: as `dispatch_now` reads it.
 
         Raises:
             RequestError: As `dispatch`.
@@ -183,17 +180,12 @@ class Dispatcher:
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
     def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
-        """The replicas that requests for a model go to, or for an adapter of it.
-
-        Args:
-            model: The base model.
-            lora_name: The adapter.
-        """
+        """The replicas that requests for a model go to, or for an adapter of it."""
         return list(self._serving(model, lora_name).values())
 
     def have_room(self, decision: Decision) -> bool:
-        """Whether one of the replicas that could serve a request has room for it now. Who was told
-        off since stands in a line with others: that must not keep them from starting."""
+        """Return whether one of the replicas that could serve a request has room for it now. Who
+        was told off since stands in a line with others: that must not keep them from starting."""
         tenant = decision.tenant if decision.told_off_by else ""
         return self._planner.have_room(self._replicas_of(decision).values(), tenant)
 
@@ -245,7 +237,7 @@ class Dispatcher:
         model.tokenization.finds_ends = any(map(model.hint_form, serving))
 
     def _is_served(self, name: str) -> bool:
-        """Whether some replica can take requests for a model."""
+        """Return whether some replica can take requests for a model."""
         try:
             model, lora_name = self._models.resolve(name)
         except UnknownModel:
@@ -361,8 +353,6 @@ class Dispatcher:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
         Args:
-            name: The model it names.
-            body: As the client sent it.
             terms: What else is known of it. Where there is neither a model nor a body, such as in
                 `GET /version`, there is no model to check.
             needs_model: Whether it must name one where there are several; else any replica will do.
@@ -393,8 +383,6 @@ class Dispatcher:
         """Decide where a request goes that is about a stored response.
 
         Args:
-            response_id: The response.
-            body: As the client sent it.
             terms: Their key must be for the model of the replica that has it.
         Raises:
             ModelNotAllowed: It is not.
@@ -482,7 +470,7 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        """What the body asks for, and the body to send; see `router.prompt.read_request`."""
+        """Return what the body asks for, and the body to send; see `router.prompt.read_request`."""
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
         try:

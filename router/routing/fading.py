@@ -10,7 +10,6 @@ class FadingRatio:
 
     Args:
         first: The ratio before there is any sample; it counts as much as one.
-        weight: The denominator of that.
         samples: After so many a sample counts 1/e.
     """
 
@@ -29,7 +28,6 @@ class FadingRatio:
         """Take a sample.
 
         Args:
-            over: For the numerator.
             under: For the denominator; not negative.
         """
         self._over = self._over * self._keep + over

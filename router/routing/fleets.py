@@ -43,7 +43,7 @@ class KnownFleet:
     numbers: dict[SourceId, int]
 
     def is_of(self, replicas: Sequence[Replica], index: PrefixIndex | None) -> bool:
-        """Whether it still stands for *replicas* and the sources that *index* has."""
+        """Return whether it still stands for *replicas* and the sources that *index* has."""
         return (
             self.index is index
             and (index is None or self.slots is index.slots)
@@ -88,7 +88,6 @@ class FleetKeeper:
         """Note of which caches events were lost.
 
         Args:
-            suspects: All such, of any fleet.
             fleet: Only of this one matters now.
         """
         if not suspects and not self._suspected:
@@ -129,7 +128,7 @@ class FleetKeeper:
     def _fields(
         self, replica: Replica, caches: Sequence[SourceId], index: PrefixIndex | None
     ) -> Any:
-        """As the core takes a replica; see its `Fleet`."""
+        """Return a replica as the core takes it; see its `Fleet`."""
         return (
             replica.id,
             replica.config.speed,
@@ -163,7 +162,7 @@ class FleetKeeper:
 
 @dataclass(slots=True, eq=False)
 class _Told:
-    """What the core knows of a replica."""
+    """Holds what the core knows of a replica."""
 
     conditions: Conditions
     exists: Any
@@ -171,7 +170,7 @@ class _Told:
 
 
 def _what_exists(replica: Replica) -> Any:
-    """What a fleet says of it."""
+    """Return what a fleet says of it."""
     return replica.config, replica.sources
 
 

@@ -15,24 +15,14 @@ _CUTS = "sglang"
 
 
 def common_length(replicas: Iterable[Replica], name: str | None) -> int | None:
-    """How many tokens a model takes; None where the replicas do not report it, or not the same.
-
-    Args:
-        replicas: Those that serve it.
-        name: What a request calls it.
-    """
+    """How many tokens a model takes; None where the replicas do not report it, or not the same."""
     lengths = {entry.get("max_model_len") for entry in _entries(replicas, name)}
     length = lengths.pop() if len(lengths) == 1 else None
     return length if type(length) is int and length > 0 else None
 
 
 def longest_certain(replicas: Iterable[Replica], name: str | None) -> int | None:
-    """The most tokens that any replica takes; None where that is not certain.
-
-    Args:
-        replicas: Those that serve the model.
-        name: What a request calls it.
-    """
+    """The most tokens that any replica takes; None where that is not certain."""
     longest = 0
     for entry in _entries(replicas, name):
         length = entry.get("max_model_len")
@@ -53,10 +43,7 @@ def check_length(
     Only what is certain: all token ids are known, all replicas report a length, and none cuts.
 
     Args:
-        endpoint: Of the request.
         tokenized: Its prompts, as they would be sent.
-        replicas: Those that serve the model.
-        name: What the request calls it.
     Raises:
         PromptTooLong: One of the prompts is longer than any of *replicas* takes.
     """
@@ -69,7 +56,7 @@ def check_length(
 
 
 def _entries(replicas: Iterable[Replica], name: str | None) -> Iterable[dict[str, object]]:
-    """What each replica says of the model; an empty entry of one that says nothing."""
+    """Return what each replica says of the model; an empty entry of one that says nothing."""
     for replica in replicas:
         served = replica.served.models
         found = [

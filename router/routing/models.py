@@ -76,7 +76,8 @@ class Model:
         return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
 
     def hints_of(self, replica_id: str) -> LayoutHints:
-        """What the configuration says of a replica's cache, and of what it shares with others."""
+        """Return what the configuration says of a replica's cache, and of what it shares with
+        others."""
         shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
         return replace(self.hints, stores=shared)
 
@@ -108,7 +109,8 @@ class ModelSet:
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             new_index: Makes the index of a model; `secret=` gives it the keys of all that have it.
             large_work: Reads the replicas' responses where they are large.
-            key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
+            key_secret: Whoever has the same one has the same keys for prefixes; None: no other
+                router has.
             versions: The names that stand for several models.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
@@ -162,7 +164,6 @@ class ModelSet:
         """Make a name known that a replica serves; return its base model.
 
         Args:
-            name: A model or an adapter.
             parent: The model it adapts; None for a model.
         Returns:
             None where `MAX_NAMES` are known already.
@@ -211,7 +212,6 @@ class ModelSet:
 
         Args:
             name: Of a model or an adapter, or one that stands for several.
-            replicas: In any state.
         """
         theirs = {
             each
@@ -221,14 +221,14 @@ class ModelSet:
         return [replica for replica in replicas if any(replica.serves(each) for each in theirs)]
 
     def _spellings(self, name: str) -> tuple[str, ...]:
-        """What replicas may call a model or an adapter."""
+        """Return what replicas may call a model or an adapter."""
         found = self._names.get(name)
         if found is None or found.adapter is not None:
             return (name,)
         return self._models[found.base].names
 
     def tokenizers(self) -> dict[str, str]:
-        """What tokenises the prompts of each configured model."""
+        """Return what tokenises the prompts of each configured model."""
         tokenizers = {
             name: model.tokenization.local
             for name, model in self._models.items()

@@ -39,7 +39,7 @@ MAX_MATCHED_PROMPTS = 64
 
 
 class RankChoice(NamedTuple):
-    """What a request allows in the choice of a data-parallel rank."""
+    """Holds what a request allows in the choice of a data-parallel rank."""
 
     is_read: bool = True
     """Whether the engine reads the rank that it is asked for. If not, only what every rank would
@@ -81,9 +81,8 @@ class RoutePlanner:
             engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
             weights: What things cost, for the choice among the ranks of a replica.
-            random: Decides between equal ranks.
-            mirror: What every cache is doing and evicts next; None: nobody knows.
-            approximate: What caches hold without events; None: nobody estimates it.
+            mirror: What every cache is doing and evicts next; None: that is not known.
+            approximate: What caches hold without events; None: that is not estimated.
         """
         self._load = load
         self._recent = recent
@@ -106,8 +105,8 @@ class RoutePlanner:
         """Decide by what others say as well.
 
         Args:
-            catch_up: Hears them, if that is due; called before each decision.
-            tell: Lets them hear soon; called when a long prompt is sent.
+            catch_up: Receives what they publish, if that is due; called before each decision.
+            tell: Publishes soon; called when a long prompt is sent.
             lots: Whether chance decides alike between equal replicas, wherever a prompt arrives: so
                 that all who get the same prompt at the same moment send it to the same replica.
         """
@@ -128,7 +127,6 @@ class RoutePlanner:
 
         Args:
             request: What the policy may know of it.
-            index: The model's index.
             prompts: The request's prompts, from `prepare`.
             replicas: All that serve the model, whatever their state.
             choice: What the request allows in the choice of a rank.
@@ -153,7 +151,6 @@ class RoutePlanner:
         Args:
             request: What the policy may know of it.
             replicas: All that can serve it, whatever their state.
-            tenant: Whose it is.
         Returns:
             As `scoring.rank`.
         Raises:
@@ -164,22 +161,12 @@ class RoutePlanner:
         )
 
     def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
-        """Why a replica cannot take a request that failed elsewhere; None if it can.
-
-        Args:
-            replica: The replica.
-            tenant: Whose request it is.
-        """
+        """Why a replica cannot take a request that failed elsewhere; None if it can."""
         load = self._load.look_at(replica.id)
         return "removed" if replica.removed else replica.obstacle(load, False, tenant)
 
     def have_room(self, replicas: Iterable[Replica], tenant: str = "") -> bool:
-        """Whether one of *replicas* would be ranked for a new request.
-
-        Args:
-            replicas: The replicas.
-            tenant: Whose request it is.
-        """
+        """Return whether one of *replicas* would be ranked for a new request."""
         load_at = self._load.look_at
         return any(
             not replica.removed and replica.obstacle(load_at(replica.id), tenant=tenant) is None
@@ -211,15 +198,11 @@ class RoutePlanner:
         """A request is about to be sent to a cache: follow it there.
 
         Args:
-            model: Its base model.
-            index: The model's.
             prompts: From `prepare`.
-            source: Where it is sent.
-            prompt_tokens: Of all its prompts.
             candidate: That it is, as it was ranked.
             keep: Lengths of the prompt at which the engine is told to keep windows and states.
         Returns:
-            What wants to hear of the request's first token and end; None without a mirror.
+            What is told of the request's first token and end; None without a mirror.
         """
         if self._mirror is None:
             return None
@@ -247,7 +230,6 @@ class RoutePlanner:
 
         Args:
             prompts: From `prepare`.
-            source: Where it is sent.
             candidate: That it is, as it was ranked.
         """
         if self._approximate is None or not candidate.is_approximate:
@@ -262,9 +244,6 @@ class RoutePlanner:
 
         Args:
             prompts: From `prepare`.
-            source: Where it would be sent.
-            prompt_tokens: Of all its prompts.
-            hit: Those cached there now.
         """
         if self._mirror is None or len(prompts) != 1:
             return hit
@@ -295,8 +274,8 @@ class RoutePlanner:
     def _coming(
         self, prompts: Sequence[HashedPrompt], prompt_tokens: int
     ) -> list[Mapping[SourceId, Coming]]:
-        """What each cache is computing of each prompt, where the core does not look at what was
-        just sent there."""
+        """Return what each cache is computing of each prompt, where the core does not look at what
+        was just sent there."""
         if self._recent is not None or self._mirror is None:
             return []
         tokens = prompt_tokens if len(prompts) == 1 else 0
@@ -310,7 +289,6 @@ def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Ha
     thread.
 
     Args:
-        index: The model's index.
         tokenized: All prompts of a request; only the first `MAX_MATCHED_PROMPTS` are hashed.
     """
     return [
@@ -330,7 +308,6 @@ def source_of(replica: Replica, dp_rank: int | None) -> SourceId:
     """The cache whose hit a candidate stands for.
 
     Args:
-        replica: The candidate's replica.
         dp_rank: The candidate's rank; None: the replica's first, or its only one.
     """
     return replica.cache if dp_rank is None else SourceId(replica.id, dp_rank)

@@ -1,8 +1,8 @@
 """Ranks replicas in the compiled core, by a policy of its own or by a plug-in.
 
 The core matches, sorts out, and orders; a mirror that follows the caches is asked beforehand.
-Candidates and their reasons are made from what the core found when somebody asks. A plug-in gets
-what the core found as columns, and orders it.
+Candidates and their reasons are made from what the core found when they are asked for. A plug-in
+gets what the core found as columns, and orders it.
 """
 
 from __future__ import annotations
@@ -79,13 +79,9 @@ class Ranker:
         """
         Args:
             policy: A built-in one, which has weights of its own, or a plug-in.
-            load: What is in flight.
             weights: Where a plug-in leaves the choice among ranks to the wait there.
-            suspects: As for `RoutePlanner`, like all others.
             engine_load_stale_after_s: When an engine's load no longer counts.
-            random: Seeds the core's.
             mirror: Follows the caches.
-            approximate: Estimates some.
         """
         self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
         self._needs_outlook = self._policy.needs_outlook
@@ -107,17 +103,11 @@ class Ranker:
 
     @property
     def asks_a_plug_in(self) -> bool:
-        """Whether the core cannot decide alone."""
+        """Return whether the core cannot decide alone."""
         return isinstance(self._policy, PlugIn)
 
     def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
-        """The fleet of a model as the core has it, with what is doubted of its caches now.
-
-        Args:
-            model: Its name.
-            replicas: That serve it.
-            index: The model's.
-        """
+        """The fleet of a model as the core has it, with what is doubted of its caches now."""
         fleet = self._fleets.fleet_of(model, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
         return fleet
@@ -138,10 +128,8 @@ class Ranker:
         Args:
             request: What the policy may know of it.
             index: The model's; None: prompts are not looked at.
-            prompts: The request's.
             replicas: Not to be changed any more.
             choice: A `RankChoice`.
-            tenant: Whose it is.
             now: Seconds.
             coming: What each cache is computing of each prompt.
         Raises:
@@ -168,7 +156,7 @@ class Ranker:
         return self._ordered(found, asked) if len(found) else (), excluded
 
     def _ordered(self, found: DecidedRanking, request: RouteRequest) -> Sequence[Ranked]:
-        """What the core found, best first; there is some."""
+        """Return what the core found, best first; there is some."""
         policy = self._policy
         if isinstance(policy, PlugIn):
             return policy.rank(request, _standings(found.columns(), found.lower))
@@ -181,7 +169,7 @@ class Ranker:
     def _asks_for_ranks(
         self, request: RouteRequest
     ) -> Callable[[Any, list[tuple[Any, ...]]], Sequence[float]] | None:
-        """What the core asks for the costs of a replica's ranks; None: it knows itself."""
+        """Return what the core asks for the costs of a replica's ranks; None: it knows itself."""
         policy = self._policy
         if isinstance(policy, PlugIn) and policy.chooses_ranks:
             return partial(_costs_of_ranks, policy, request)
@@ -207,7 +195,7 @@ class Ranker:
         now: float,
         coming: Sequence[Mapping[SourceId, Coming]],
     ) -> Any:
-        """What is known in Python of what caches are doing; None: nothing."""
+        """Return what is known in Python of what caches are doing; None: nothing."""
         mirror, numbers = self._mirror, fleet.numbers
         in_prefill = [
             (numbers[source], tokens, run)
@@ -244,7 +232,7 @@ class Ranker:
         fleet: KnownFleet,
         now: float,
     ) -> list[tuple[int, int, float, float | None, float]]:
-        """Of caches whose events do not tell, or have not told for long."""
+        """Return the estimates of caches whose events do not tell, or have not told for long."""
         approximate, suspects = self._approximate, self._suspects
         if approximate is None or not (suspects or approximate.silent):
             return []
@@ -293,7 +281,7 @@ class _FoundInCore:
 def _costs_of_ranks(
     policy: PlugIn, request: RouteRequest, columns: Any, lower: list[tuple[Any, ...]]
 ) -> Sequence[float]:
-    """Of the ranks of a replica, as the core asks for them."""
+    """Return the costs of the ranks of a replica, as the core asks for them."""
     return policy.costs_of_ranks(request, _standings(columns, lower.__getitem__))
 
 

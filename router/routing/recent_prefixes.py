@@ -62,7 +62,6 @@ class RecentPrefixes:
         """Return how many leading tokens of a prompt were recently sent to a cache.
 
         Args:
-            source: The cache.
             keys: The prompt's keys at every multiple of *step* tokens, as given to `remember`. Use
                 one step for all prompts of a model: a prompt is found only where its own first key
                 was remembered.

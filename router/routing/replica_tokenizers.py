@@ -68,11 +68,7 @@ class ReplicaTokenizers:
         """Nothing is asked yet.
 
         Args:
-            upstream: Sends the requests.
-            registry: Knows the replicas.
-            load: Counts these requests too.
             tokenize_s: Time for one replica to tokenise a short prompt, while a request waits.
-            patient: Timeouts where no request waits.
             clock: A monotonic clock, in seconds.
         """
         self._upstream = upstream
@@ -88,10 +84,6 @@ class ReplicaTokenizers:
     async def ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
         """POST to one replica, patiently; return status and body.
 
-        Args:
-            replica: Which one.
-            path: The endpoint's.
-            body: The request's.
         Raises:
             ConnectionError: It does not respond.
         """
@@ -105,8 +97,6 @@ class ReplicaTokenizers:
 
         Args:
             names: Of a model; replicas that serve it by one of them are asked.
-            path: The endpoint's.
-            body: The request's.
         Returns:
             Status and body.
         Raises:
@@ -242,12 +232,7 @@ class TokenizerCheck:
         """(model, replica) -> probes tokenised differently; absent where that is not known."""
 
     def start(self, replica: Replica, model: Model) -> None:
-        """Check a replica in the background, if the router tokenises its model itself.
-
-        Args:
-            replica: The one to ask.
-            model: What it serves.
-        """
+        """Check a replica in the background, if the router tokenises its model itself."""
         local = model.tokenization.local
         if local is None:
             return
@@ -303,8 +288,6 @@ async def find_disagreements(
     Probes that one side cannot tokenise are left out.
 
     Args:
-        local: The router's tokenizer.
-        remote: The replica's.
         model: The model's name at the replica; None asks for its default.
     Raises:
         ReplicaAnswerError: The replica refused, or its response makes no sense.

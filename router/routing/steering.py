@@ -12,13 +12,13 @@ from router.prompt import NO_ENDS, MessageEnds
 from router.routing.tenant import Found, Said, Tenant
 
 MAX_TENANTS = 1024
-"""The one that was heard of least recently is forgotten."""
+"""The one that sent a request least recently is forgotten."""
 _AT_ONCE = 64
 """Keys are forgotten by a part of so many of all."""
 
 
 class Hints(NamedTuple):
-    """What an engine should keep of a request that it would not keep by itself."""
+    """Holds what an engine should keep of a request that it would not keep by itself."""
 
     keep: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, at most `MOST_BOUNDARIES`, the shortest first."""
@@ -54,7 +54,7 @@ class SteeringStatistics:
 
 
 class Steering:
-    """What is told for the requests of one model. No I/O, no clock.
+    """Decides what to tell engines to keep, for the requests of one model. No I/O, no clock.
 
     Each tenant has branch points and ratios of its own, so that none learns from, or is misled by,
     what another sends; and where the memory is full, the one that takes most of it forgets.
@@ -84,9 +84,7 @@ class Steering:
 
         Args:
             keys: Of its prefixes of `STEP` tokens, twice as many, and so on.
-            token_ids: The prompt's.
             ends: Where it is expected to part from others.
-            tenant: Whose it is.
             said: What the request says of whether it will be gone on with.
         """
         known = self._tenants.pop(tenant, None) or Tenant()
@@ -106,7 +104,6 @@ class Steering:
         """Count what became of what was named; call it before `hints`.
 
         Args:
-            keys: As for `hints`.
             cached_tokens: The prompt's hit where it is sent.
             step: Tokens from one length of a hit to the next, at most.
         """
@@ -117,12 +114,10 @@ class Steering:
         return [self._named[key] for key in keys if key in self._named]
 
     def came_of(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
-        """As `look_up`, where it is known only later where a prompt is sent.
+        """Do what `look_up` does, where it is known only later where a prompt is sent.
 
         Args:
             lengths: From `named`, before `hints`.
-            cached_tokens: As for `look_up`.
-            step: As for `look_up`.
         """
         if not lengths:
             return

@@ -52,9 +52,6 @@ class ResponseOwner:
     The router sends `request_id`, which engines take as the response's id: half of it is random,
     the other half a seal that only the same key gives. So every router knows whose a
     response is, also after a restart, and none has to remember it.
-
-    Args:
-        key: The holder's secret.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -89,11 +86,7 @@ class ResponseOwner:
 
 class StoredResponses:
     """Learns from responses as they pass, and asks the replicas for those it has not seen: another
-    router's, or its own before a restart. Belongs to one event loop.
-
-    Args:
-        has_response: Asks one replica.
-    """
+    router's, or its own before a restart. Belongs to one event loop."""
 
     def __init__(self, has_response: HasResponse) -> None:
         self._has_response = has_response
@@ -102,12 +95,7 @@ class StoredResponses:
         self._asked = self._found = 0
 
     def learn(self, response_id: str, replica_id: str) -> None:
-        """Remember who has a response.
-
-        Args:
-            response_id: As the engine named it.
-            replica_id: The replica.
-        """
+        """Remember who has a response."""
         self._holders[response_id] = replica_id
         self._holders.move_to_end(response_id)
         if len(self._holders) > MAX_RESPONSES:

@@ -1,4 +1,4 @@
-"""What is known of one tenant's prompts: nothing that another tenant sends changes it."""
+"""Remembers what is known of one tenant's prompts: nothing that another tenant sends changes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAMPLES = 256
 
 
 class Said(Enum):
-    """What a request says of whether it will be gone on with."""
+    """Names what a request says of whether it will be gone on with."""
 
     NOTHING = "nothing"
     SESSION = "session"
@@ -34,7 +34,7 @@ class Said(Enum):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What to keep of one prompt, by where that is known from; lengths in tokens."""
+    """Holds what to keep of one prompt, by where that is known from; lengths in tokens."""
 
     branches: list[int]
     """Where prompts were seen to part."""
@@ -76,7 +76,6 @@ class Tenant:
 
         Args:
             keys: Of its prefixes, one for each whole step.
-            token_ids: The prompt's.
             ends: Where it is expected to part from others.
             said: What the request says of whether it will be gone on with.
         """
@@ -109,6 +108,6 @@ class Tenant:
 
 def _learn(kind: FadingRatio, end: int, seen: Seen) -> None:
     if end // STEP * STEP > seen.known_tokens:
-        kind.add(0.0, 1.0)  # nobody had it before
+        kind.add(0.0, 1.0)  # no prompt had it before
     elif seen.new_branch and seen.new_branch == end // STEP * STEP:
         kind.add(1.0, 0.0)

@@ -20,7 +20,7 @@ NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class TenantSalt:
-    """What keeps the cached blocks of a key's holders apart from those of others."""
+    """Holds what keeps the cached blocks of a key's holders apart from those of others."""
 
     secret: bytes = field(repr=False)
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class TenantSalt:
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request."""
+    """Holds the terms of one request."""
 
     session: str | None = None
     """The client's, where a header names it; the body may name one as well."""
@@ -51,7 +51,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def secret(self) -> bytes | None:
-        """Of the salt."""
+        """The secret of the salt."""
         return None if self.salt is None else self.salt.secret
 
 

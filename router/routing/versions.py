@@ -51,7 +51,6 @@ class Versions:
         """The model for a request; None if its name stands for itself.
 
         Args:
-            name: As the client names the model.
             headers: The request's, names in lower case.
             session: The client's; None if it says nothing.
             is_served: Whether a healthy replica serves a model. Others are left out where there is

@@ -1,4 +1,4 @@
-"""What joins the compiled data plane to Python: three seams, a file each, and nothing else.
+"""Joins the compiled data plane to Python: three seams, a file each, and nothing else.
 
 The data plane knows replicas, limits, keys and models by what `fleet.py` tells it, asks
 `prepare.py` for what needs words, and reports to `records.py` what became of each request that it

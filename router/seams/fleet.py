@@ -1,4 +1,4 @@
-"""What the data plane may decide without Python, and by what: told to the core whenever it changes.
+"""Tells the core what it may decide without Python, and by what, whenever that changes.
 
 Those are completions of token ids, and what `router.seams.prepare` has made token ids of. All else
 is asked in Python. A change of a replica or of an event stream reaches the core at once, any other
@@ -52,14 +52,14 @@ _QUIET_S = 0.25
 """While no request is under way: what can change then is told at once, but for bounds that are
 reached by requests."""
 _LOOK_AGAIN_S = 0.25
-"""After so long, whatever nobody tells of."""
+"""The longest time until a change reaches the core."""
 MAX_ADAPTERS = 256
 """That the core knows; the one that was named least recently is forgotten."""
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
 
 
 class Parts(NamedTuple):
-    """What decides, in the core."""
+    """Holds what decides, in the core."""
 
     ranker: Ranker
     mirror: Mirror
@@ -138,7 +138,6 @@ class NativeDecisions(ReplicaListener):
         """
         Args:
             service: Whose models and replicas are served.
-            parts: Of its decisions.
             addresses: Of replicas' hosts.
             shows_hits: Whether clients are told how much of a prompt is cached.
         """
@@ -220,7 +219,7 @@ class NativeDecisions(ReplicaListener):
 
     @override
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """The core hears of it as of a change of its state."""
+        """The core learns of it as of a change of its state."""
 
     @override
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
@@ -246,7 +245,7 @@ class NativeDecisions(ReplicaListener):
     def _refresh(self, plane: DataPlane) -> None:
         admission, observers = self._service.admission, self._service.observers
         may = not (admission.is_full or observers.taps or admission.is_shutting_down)
-        # Where somebody waits, whoever comes has to wait as well, though there were room.
+        # Where a request waits, those that come have to wait as well, though there were room.
         may = may and (self._room is None or self._room.is_empty)
         if may and self._is_due():
             self._tell()
@@ -255,7 +254,7 @@ class NativeDecisions(ReplicaListener):
             plane.plane.decide_by(self._placing if may else None)
 
     def _is_due(self) -> bool:
-        """Whether something may have changed that the core should know."""
+        """Return whether something may have changed that the core should know."""
         now = asyncio.get_running_loop().time()
         caches = [(model.name, model.index.slots, model.index.searches) for model in self._models]
         seen = caches, set(self._service.feed.suspects)
@@ -291,7 +290,7 @@ class NativeDecisions(ReplicaListener):
         self._placing.serve(models, in_mirror, list(lost.items()))
 
     def _names(self) -> Iterator[tuple[str, Model, str | None]]:
-        """What requests may name, with the model and the adapter that it stands for."""
+        """Yield what requests may name, with the model and the adapter that it stands for."""
         versioned = self._models.versions.names()
         for model in self._models:
             yield from ((name, model, None) for name in model.names if name not in versioned)
@@ -325,7 +324,7 @@ class NativeDecisions(ReplicaListener):
     def _served(
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
-        """What the core is told of a name; None where Python has to look at its requests."""
+        """Return what the core is told of a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
         if not replicas or index.searches:
@@ -401,7 +400,7 @@ def _ordered_by(replica: Replica) -> OrderedBy:
 
 
 def _name_at(replica: Replica, name: str, model: Model) -> str:
-    """What a replica calls a model; empty where that is what the client does."""
+    """Return what a replica calls a model; empty where that is what the client does."""
     if replica.serves(name):
         return ""
     return next((each for each in model.names if each in replica.served.models), "")
@@ -410,10 +409,9 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 def native_decisions(
     service: RouterService, addresses: Addresses, shows_hits: bool
 ) -> NativeDecisions | None:
-    """What decides in the core; None where the configuration asks for more than that knows.
+    """Return what decides in the core; None where the configuration asks for more than that knows.
 
     Args:
-        service: Whose requests are decided.
         addresses: Of replicas' hosts.
         shows_hits: Whether clients are told of hits.
     """

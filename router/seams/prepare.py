@@ -58,7 +58,7 @@ MAX_HINTED = 16_384
 
 
 class Names(Protocol):
-    """What the core knows by which name."""
+    """Describes what the core knows by which name."""
 
     def want(self, adapter: str) -> None:
         """A request names an adapter."""
@@ -92,7 +92,6 @@ class Preparation:
     ) -> None:
         """
         Args:
-            dispatcher: Knows the models.
             names: What the core knows; None: nothing, so that it never asks.
             check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
                 none is needed.
@@ -125,7 +124,6 @@ class Preparation:
             number: Of the request, in the core.
             path: Its place among `PREPARED`.
             headers: Names in lower case; none where they do not matter.
-            body: As the client sent it.
         """
         endpoint = PREPARED[path]
         begun = self._begin(endpoint.value, headers)
@@ -152,12 +150,7 @@ class Preparation:
         task.add_done_callback(functools.partial(self._tokenized, number))
 
     def settled(self, number: int, settled: Settled) -> None:
-        """A request that was placed has ended.
-
-        Args:
-            number: Of the request.
-            settled: What became of it.
-        """
+        """A request that was placed has ended."""
         begun = self._begun.pop(number, None)
         if begun is not None and begun.usage is not None:
             begun.usage.leave(settled.response_tokens)
@@ -169,30 +162,18 @@ class Preparation:
             model.steering.came_of(lengths, settled.tokens[2], step)
 
     def hand_over(self, number: int) -> Begun | None:
-        """A request is served by others: what was begun for it.
-
-        Args:
-            number: Of the request.
-        """
+        """A request is served by others: what was begun for it."""
         self._hinted.pop(number, None)
         return self._begun.pop(number, None)
 
     def left(self, number: int) -> None:
-        """The client has left before its request was placed.
-
-        Args:
-            number: Of the request.
-        """
+        """The client has left before its request was placed."""
         begun = self.hand_over(number)
         if begun is not None:
             begun.left()
 
     def begun(self, number: int) -> Begun | None:
-        """What was begun for a request, and goes on.
-
-        Args:
-            number: Of the request.
-        """
+        """Return what was begun for a request, and goes on."""
         return self._begun.get(number)
 
     def _begin(self, path: str, headers: list[Header]) -> Begun | None:
@@ -222,7 +203,7 @@ class Preparation:
     def _read(
         self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
     ) -> Asked:
-        """What a usual request asks for."""
+        """Return what a usual request asks for."""
         if len(body) > INLINE_BODY_BYTES:
             raise _Unusual
         given = dict(headers)
@@ -337,8 +318,8 @@ class Preparation:
 
 
 def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -> bool:
-    """Whether it has no media, and nothing else that only engines can read: such a prompt would be
-    read here in vain."""
+    """Return whether it has no media, and nothing else that only engines can read: such a prompt
+    would be read here in vain."""
     if not isinstance(prompt, ChatPrompt):
         return not isinstance(prompt, OpaquePrompt)
     contents = [message.get("content") for message in prompt.messages]
@@ -351,7 +332,7 @@ def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -
 
 
 def _is_usual(asked: Asked) -> bool:
-    """Whether the core can decide such a request once its prompt's token ids are known."""
+    """Return whether the core can decide such a request once its prompt's token ids are known."""
     spec = asked.spec
     return (
         len(spec.prompts) == 1

@@ -1,5 +1,5 @@
-"""What becomes of the requests that the data plane decided and served by itself: shown, counted and
-logged as those that are served here."""
+"""Takes records of the requests that the data plane decided and served by itself: they are shown,
+counted and logged as those that are served here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Settling:
-    """Hears what the core tells of such requests. Belongs to one event loop."""
+    """Receives what the core reports of such requests. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -51,12 +51,7 @@ class Settling:
         self._logs_access = logs_access
 
     def running(self, number: int, record: Sequence[Any]) -> None:
-        """One has been under way for a while, or has its first byte since.
-
-        Args:
-            number: Of the request.
-            record: As `Plane` tells it.
-        """
+        """One has been under way for a while, or has its first byte since."""
         settled, path = self._of_core(number, record)
         self._observers.show(number, settled, path, self._policy)
         self._pass_by(number, settled)
@@ -65,8 +60,6 @@ class Settling:
         """One is over.
 
         Args:
-            number: Of the request.
-            record: As `Plane` tells it.
             booking: Waits for what its engine reported; None: nothing does.
         """
         settled, path = self._of_core(number, record)
@@ -94,11 +87,7 @@ class Settling:
         return tuple(each.buckets for each in measured)
 
     def summed(self, _number: int, *what: Any) -> None:
-        """Requests are over of which no more is told.
-
-        Args:
-            what: As `Plane` tells it.
-        """
+        """Requests are over of which no more is told."""
         self._observers.add(RequestSum.of_core(what), self._policy)
 
     def left(self, number: int) -> None:
@@ -107,12 +96,7 @@ class Settling:
         self._end_passing(number)
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
-        """A replica did not serve one.
-
-        Args:
-            number: Of the request.
-            failed: The replica, and how.
-        """
+        """A replica did not serve one."""
         begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
         key = None if begun is None else begun.key
         tenant = "" if key is None or key.owner is None else key.name

@@ -83,11 +83,7 @@ class HistogramSeries:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add(self, values: Distribution) -> None:
-        """Count many at once.
-
-        Args:
-            values: In the same buckets.
-        """
+        """Count many at once."""
         for bucket, count in enumerate(values.counts):
             self.counts[bucket] += count
         self.total += values.total
@@ -493,7 +489,6 @@ class ServedMetrics:
 
         Args:
             sum_: Of this model and, unless it was removed, this replica.
-            policy: That chose the replica.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.routing.labels(model).add(sum_.routing_s)
@@ -501,11 +496,7 @@ class ServedMetrics:
         metrics.requests.labels(model, replica, policy, "200").inc(sum_.requests)
 
     def add_compared(self, found: Comparisons) -> None:
-        """Count predictions that could be compared.
-
-        Args:
-            found: With what the engine reported.
-        """
+        """Count predictions that could be compared."""
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.compared.labels(model, replica).inc(found.prompt_tokens)
         metrics.actual.labels(model, replica).inc(found.actual_tokens)

@@ -185,7 +185,6 @@ class Totals(msgspec.Struct):
         """Count requests that were served whole.
 
         Args:
-            sum_: All of them.
             compared: Those whose responses reported their cached tokens.
         """
         self.requests += sum_.requests

@@ -244,7 +244,6 @@ class RequestObservers:
         """Count requests that were decided and served elsewhere, and that are not logged.
 
         Args:
-            sum_: What became of them.
             policy: The name of the policy that chose.
         """
         model, replica = sum_.model, sum_.replica

@@ -1,5 +1,5 @@
-"""What is counted of requests that the compiled data plane decided, served and summed up: of those
-that end in quick succession only some are told of one by one."""
+"""Describes what is counted of requests that the compiled data plane decided, served and summed up:
+of those that end in quick succession only some are told of one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdicts(NamedTuple):
 
 
 class Comparisons(NamedTuple):
-    """Of the requests whose responses say what was cached."""
+    """Compares predictions of requests whose responses report what was cached."""
 
     requests: int
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""What goes on to a replica of a client's request, and what the router adds."""
+"""Describes what goes on to a replica of a client's request, and what the router adds."""
 
 from __future__ import annotations
 

@@ -67,7 +67,6 @@ class Gateway:
         """
         Args:
             router: Decides where requests go, sends them there, and observes what becomes of them.
-            guard: Checks who sends a request.
             paths: Those that go to a replica.
         """
         config = router.config
