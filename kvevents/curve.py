@@ -25,6 +25,7 @@ ZAP_DOMAIN = "kvevents"
 """Of all sockets that publishers bind (rfc.zeromq.org/spec/27)."""
 # Z85 (rfc.zeromq.org/spec/32): 40 characters for 32 bytes.
 _KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")
+PUBLIC_KEY_CHARS = 40
 _MAX_CLIENTS = 4096
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from kvevents.codec import MAX_GROUP_IDX
-from kvevents.curve import parse_public_key
+from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
 from kvevents.errors import CurveError
 from kvevents.listener import LISTENED_TO
 from router.config.document import broken_rule
@@ -148,6 +148,12 @@ def _check_public_key(text: str) -> str:
     except CurveError as error:
         raise broken_rule(str(error)) from None
     return text
+
+
+def _refuse_reference_for_key(data: object) -> object:
+    """As `_refuse_reference`; one public key in a few hundred looks as if it held one."""
+    is_key = isinstance(data, str) and len(data) == PUBLIC_KEY_CHARS
+    return data if is_key else _refuse_reference(data)
 
 
 def _check_network(text: str) -> str:
@@ -295,7 +301,12 @@ ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check
 EventAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_event_address)]
 Network = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_network)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
-CurvePublicKey = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_public_key)]
+CurvePublicKey = Annotated[
+    str,
+    Field(max_length=64),
+    BeforeValidator(_refuse_reference_for_key),
+    AfterValidator(_check_public_key),
+]
 KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$"), PLAIN]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]
 ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), PLAIN]

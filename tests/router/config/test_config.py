@@ -677,6 +677,17 @@ def test_who_connects_to_the_router_needs_an_address_there() -> None:
     assert found.startswith("discovery.dns[0].replica.kv_events[0].endpoint: listen; there must be")
 
 
+def test_a_public_key_may_look_as_if_it_named_a_variable() -> None:
+    """One in a few hundred does; a variable in its place is refused all the same."""
+    key = "${a}" + "0" * 36
+    config = RouterConfig.model_validate({"events": {"curve_keys": "k", "curve_server_key": key}})
+    assert config.events.curve_server_key == key
+    given = {"curve_keys": "k", "curve_server_key": "${PUBLIC_KEY}"}
+    (found,) = problems(yaml.safe_dump({"events": given}))
+    rule = "holds a ${...}; environment variables are for API keys only"
+    assert found == f"events.curve_server_key: {rule}"
+
+
 def test_a_source_that_is_asked_has_a_path_and_nothing_of_a_stream() -> None:
     """TensorRT-LLM's; what would come to nothing is refused."""
     replica = "replicas: [{url: 'http://a:1', kv_events: [{endpoint: '%s'%s}]}]"
