@@ -85,6 +85,7 @@ void Client::close() {
 }
 
 void Client::drop() {
+    show(Shown::not_yet);
     second_.reset();
     thread_.loop().close(*this);
     thread_.closed(place_);

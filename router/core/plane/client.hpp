@@ -73,6 +73,7 @@ private:
         refused,
     };
 
+    enum class Shown : u8 { not_yet, waiting, responding };
     enum class Asks : u8 { to_be_sent, where, for_selection, for_reservation, to_be_noted };
 
     // Another attempt of a request that was decided here, beside one that is late.
@@ -165,6 +166,7 @@ private:
     Settled record_of(const Prediction& prediction, const Asked& asked) const;
     Settled so_far() const;
     void show_running(double now);
+    void show(Shown shown);
     bool is_summed(const Ended& ended, bool was_alone);
     void settle(Ended ended);
     void finish(End end);
@@ -229,7 +231,7 @@ private:
     Late late_;
     std::optional<Ask> ask_;  // for a second attempt
     std::unique_ptr<Second> second_;
-    enum class Shown : u8 { not_yet, waiting, responding } shown_ = Shown::not_yet;  // while it runs
+    Shown shown_ = Shown::not_yet;  // while it runs
     // Its response
     int status_ = 0;
     bool has_begun_ = false;  // something of it was written

@@ -254,7 +254,7 @@ bool Client::is_placed(Ask ask, std::shared_ptr<const Model> model) {
     routing_s_ = clock_now() - began;
     first_byte_s_ = 0;
     thread_.usual().add_request();
-    shown_ = Shown::not_yet;
+    show(Shown::not_yet);
     forward(std::move(placed->forward));
     if (booking_ && stage_ == Stage::trying) expect_first_byte(std::move(ask));
     return true;

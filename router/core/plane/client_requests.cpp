@@ -146,6 +146,7 @@ void Client::open_exchange(std::size_t used) {
     body_reader_.begin(head_.framing, head_.length, bounds);
     is_body_whole_ = body_reader_.has_ended();
     is_piece_wanted_ = is_told_ = was_prepared_ = false;
+    show(Shown::not_yet);
     if (!is_body_whole_ && !in_.empty()) {
         take_body();
         if (!is_open() || stage_ != Stage::deciding) return;

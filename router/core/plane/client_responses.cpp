@@ -370,6 +370,7 @@ void Client::report(End end) {
     usage_.finish(ended);
     if (booking_) {
         settle(std::move(ended));
+        show(Shown::not_yet);
     } else {
         thread_.post(exchange_, std::move(ended));
     }
@@ -402,11 +403,18 @@ Settled Client::so_far() const {
     return made;
 }
 
-// Operators look for the request that hangs.
+void Client::show(Shown shown) {
+    const bool was_shown = shown_ != Shown::not_yet, is_shown = shown != Shown::not_yet;
+    if (is_shown != was_shown) thread_.count_shown(is_shown);
+    shown_ = shown;
+}
+
+// Operators look for the request that hangs: it is among the first that run for long.
 void Client::show_running(double now) {
     const Shown shown = first_byte_s_ > 0 ? Shown::responding : Shown::waiting;
     if (!booking_ || !was_forwarded_ || shown_ == shown || now - started_at_ < kShownAfter_s) return;
-    shown_ = shown;
+    if (shown_ == Shown::not_yet && !thread_.may_show()) return;
+    show(shown);
     Running running{so_far()};
     running.so_far.ended.seconds = now - started_at_;
     thread_.post(exchange_, std::move(running));

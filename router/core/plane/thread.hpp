@@ -102,6 +102,9 @@ public:
         const bool is_awaited = decider_.load(std::memory_order_relaxed) == nullptr;
         common_.outbox.post({id, std::move(what)}, is_awaited);
     }
+    // Requests that are shown while they run: no more than there is room for in what shows them.
+    bool may_show() const { return shown_ < kMostShown; }
+    void count_shown(bool is_one_more) { is_one_more ? ++shown_ : --shown_; }
     bool sum(const Sums::Finished& finished) { return common_.outbox.sum(finished); }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);
@@ -130,6 +133,8 @@ private:
     private:
         Thread& thread_;
     };
+    static constexpr u32 kMostShown = 256;
+
     struct Mail {
         std::vector<Command> commands;
         std::vector<GiveUp> give_ups;
@@ -160,6 +165,7 @@ private:
     std::vector<u32> free_places_;
     std::vector<std::unique_ptr<Client>> buried_;
     std::atomic<u64> open_clients_{0};
+    u32 shown_ = 0;  // of their requests, while they run
     std::string buffer_ = std::string(64 * 1024, '\0');
     std::string scratch_;
     bool is_stopping_ = false;
