@@ -6,8 +6,10 @@ Simulated engines, and before them 1, 2, 4 and 8 routers, all of them real proce
 all event streams and share their load over one Valkey or Redis. Requests go to the routers in turn,
 so many at a time. They are those of a trace (JSON lines with `hash_ids`, of which equal ones at the
 beginning are a shared prefix; every id stands for --tokens-per-id tokens here), or without one
-those of conversations that begin alike, whose clients wait for each response. One line a count:
-`reused_pct` of all prompt tokens, as the engines report them. How soon the routers know of each
+those of conversations that begin alike, whose clients wait for each response and then for
+--pause-s, as people and tools do. With `--pause-s 0` the next turn is at another router before that
+one can know that the last one is over. One line a count: `reused_pct` of all prompt tokens, as the
+engines report them. How soon the routers know of each
 other's load is what `benchmarks.board_delay --routers 8` measures.
 """
 
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2000, help="of 16 tokens, of each engine")
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--at-a-time", type=int, default=8)
+    parser.add_argument("--pause-s", type=float, default=0.25, help="of a client between turns")
     parser.add_argument("--tokens-per-id", type=int, default=32)
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args()
@@ -90,7 +93,9 @@ async def _measure(options: argparse.Namespace, count: int, clients: list[list[l
         _routers(engines, count) as routers,
     ):
         room, in_turn = asyncio.Semaphore(options.at_a_time), itertools.cycle(routers)
-        played = await asyncio.gather(*(_converse(room, in_turn, turns) for turns in clients))
+        played = await asyncio.gather(
+            *(_converse(room, in_turn, turns, options.pause_s) for turns in clients)
+        )
     found = [each for turns in played for each in turns]
     reused, exact = sum(each[1] for each in found), sum(each[0] == each[1] for each in found)
     tokens = sum(map(len, prompts))
@@ -99,6 +104,7 @@ async def _measure(options: argparse.Namespace, count: int, clients: list[list[l
         routers=count,
         engines=options.engines,
         requests=len(prompts),
+        pause_s=options.pause_s,
         prompt_tokens=tokens,
         reused_pct=round(100 * reused / tokens, 2),
         exact_pct=round(100 * exact / len(found), 1),
@@ -125,7 +131,10 @@ async def _routers(
 
 
 async def _converse(
-    room: asyncio.Semaphore, routers: Iterator[RouterProcess], turns: Sequence[list[int]]
+    room: asyncio.Semaphore,
+    routers: Iterator[RouterProcess],
+    turns: Sequence[list[int]],
+    pause_s: float,
 ) -> list[tuple[int, int]]:
     """Of each turn what was predicted, and what was reused."""
     found = []
@@ -135,6 +144,7 @@ async def _converse(
             answer = await ask(next(routers).port, "POST", "/v1/completions", body, _JSON)
             assert answer.status == 200, answer.body
             found.append(hits(answer))
+            await asyncio.sleep(pause_s)
     return found
 
 
