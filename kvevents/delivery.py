@@ -121,16 +121,25 @@ class Delivery:
         self._counters = counters
         self._is_clear = True
         """Nothing was handed on since the consumer was last cleared."""
+        self._proves_by_number = False
+        """The next number alone would show that it is the process from before."""
 
     def take(self, batch: Batch) -> Input:
         """The fate of *batch*, which is handed on if it is the next one."""
         if batch.seq == self.tracker.expected:
-            return self._apply(batch)
+            given = self._apply(batch)
+            return self._proved(given) if self._proves_by_number else given
+        self._proves_by_number = False
         fate = self.tracker.classify(batch.seq, fingerprint(batch.payload))
         if fate is not Input.DUPLICATE:
             fate = self._by_name(fate, publisher_of(batch.payload))
         self._counters.duplicates += fate is Input.DUPLICATE
         return fate
+
+    def expect_next(self) -> None:
+        """Everything was known when the connection was lost, and no other process can have the
+        next number: if that comes first, everything still is."""
+        self._proves_by_number = True
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on, whatever lies before it; returns its fate."""
@@ -200,6 +209,10 @@ class Delivery:
         if self.tracker.last is None:
             return False  # nothing was applied that another process could contradict
         return publisher_id is not None and known is not None and publisher_id != known
+
+    def _proved(self, given: Input) -> Input:
+        self._proves_by_number = False
+        return Input.ALL_KNOWN if given is Input.NEXT else given
 
     def _apply(self, batch: Batch) -> Input:
         seq, payload = batch

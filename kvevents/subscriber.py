@@ -106,6 +106,7 @@ class Subscriber:
         resume: Where the consumer's picture is from, in place of nothing. The publisher is asked
             whether it is still the same and what came since.
         connect: Makes a connection in place of one to *endpoint*, which is then only shown.
+        has_unique_numbers: Whether a batch with the next number can only be the same process's.
 
     Raises:
         EndpointError: A socket cannot connect to one of the addresses.
@@ -124,6 +125,7 @@ class Subscriber:
         pacer: Pacer | None = None,
         resume: StreamPosition | None = None,
         connect: Callable[[], Connection] | None = None,
+        has_unique_numbers: bool = False,
     ) -> None:
         if connect is None:
             check_connectable("endpoint", endpoint)
@@ -139,6 +141,7 @@ class Subscriber:
         self._context = context
         self._pacer = pacer or Pacer()
         self._connect = connect
+        self._has_unique_numbers = has_unique_numbers
         self._counters = StreamCounters()
         self._delivery = Delivery(consumer, self._counters)
         if resume is not None:
@@ -276,6 +279,8 @@ class Subscriber:
             if intake.question is not None:
                 await intake.follow_up()
             elif has_all and live.is_down:
+                if self._has_unique_numbers and self._delivery.shown is SourceState.LIVE:
+                    self._delivery.expect_next()
                 self._enter(Input.DISCONNECTED)
             if self._is_distrusted and self._stream.is_connected:
                 self._is_distrusted = has_all = False

@@ -231,6 +231,7 @@ class Feed:
                 pacer=self._pacer,
                 resume=resume,
                 connect=connect,
+                has_unique_numbers=endpoint.startswith(POLLED),
             )
         except EndpointError:
             feed.on_left()  # what listens for it would keep its name

@@ -140,19 +140,29 @@ async def test_a_server_that_fails_for_a_while_loses_nothing(
     assert caplog.text.count(f"replica replica-a: event streams: POST {here.endpoint} ret") == 1
 
 
-async def test_a_server_that_is_gone_for_long_is_not_trusted(
-    here: Setting, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_server_that_is_gone_for_long_is_trusted_again_once_its_numbers_go_on(
+    here: Setting, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """Nobody could tell whether it is the same process that answers again, until it says so."""
+    """Nothing tells whether it is the same process before it says more; a number that is missing
+    then is a loss as ever."""
     here.follow()
-    here.cache.store(PROMPT)
-    await here.until(SourceState.LIVE, 1)
+    here.cache.store(PROMPT[:BLOCK])
+    here.cache.store(PROMPT[: 2 * BLOCK])
+    await here.until(SourceState.LIVE, 2)
     monkeypatch.setattr(polled, "_GONE_AFTER_S", 0.05)
     monkeypatch.setattr(polled, "_RETRY_S", (0.01, 0.02))
     await here.stub.stop()
-    await here.until(SourceState.CONNECTING, 1)
+    await here.until(SourceState.CONNECTING, 2)
     await here.stub.start()
-    await here.until(SourceState.SUSPECT, 1)
+    await here.until(SourceState.SUSPECT, 2)
+    here.cache.next_id += lost
+    here.cache.store(PROMPT)
+    state = SourceState.SUSPECT if lost else SourceState.LIVE
+    await here.until(state, 3 + lost)
+    assert here.hit() == 4 * BLOCK
+    here.cache.store(tokens(BLOCK, 9000))
+    await here.until(state, 4 + lost)
 
 
 async def test_ranks_have_numbers_of_their_own(
