@@ -2,13 +2,14 @@
 
 The router with one thread and with two, in turn and several times, between a load generator and
 replicas in C; prompts of --kilobytes of token ids, to --path. `core`: the replicas publish events,
-so the threads decide by themselves; `python`: they publish none, so the one control loop decides
-and the threads only pass on. `router_cpu_us` is the router's CPU time per request, `others_cpu_us`
-that of the generator and the replicas. Where these leave two whole cores to the router, the
-requests per second tell; on a machine with few cores they do not, and then the CPU per request
-does: unchanged, it says that two cores serve twice as many. Two cores are nearly enough for long
-prompts to `/route`, which leave little to anyone but the router: `--path /route --kilobytes 640
---by core`.
+and the threads decide by themselves; `estimates`: they publish none, and the threads do so by
+estimates; `python`: none either, and the one control loop decides, since the target has a query,
+so that the threads only pass on. `router_cpu_us` is the router's CPU time per request,
+`others_cpu_us` that of the generator and the replicas. Where these leave two whole cores to the
+router, the requests per second tell; on a machine with few cores they do not, and then the CPU per
+request does: unchanged, it says that two cores serve twice as many. Two cores are nearly enough for
+long prompts to `/route`, which leave little to anyone but the router: `--path /route --kilobytes
+640 --by core`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.peers.programs import Replicas, build, load
 from benchmarks.peers.proxying import id_prompts, publish_prefixes
 from benchmarks.peers.publishing import Publisher
 
-_DECIDED_BY = ("core", "python")
+_DECIDED_BY = ("core", "estimates", "python")
 
 
 class _Found(NamedTuple):
@@ -71,7 +72,8 @@ def _measure(
     number: int, by: str, threads: int, options: argparse.Namespace, programs: Path
 ) -> _Found:
     """One router that is started for it."""
-    prompts = replace(id_prompts(options.kilobytes), path=options.path)
+    path = f"{options.path}?" if by == "python" else options.path
+    prompts = replace(id_prompts(options.kilobytes), path=path)
     with ExitStack() as stack:
         replicas = stack.enter_context(Replicas(programs, options.replicas, 1, 0))
         publisher = stack.enter_context(closing(Publisher(options.replicas)))
