@@ -1,6 +1,5 @@
 #include "http/body.hpp"
 
-#include <algorithm>
 #include <array>
 
 #include "http/text.hpp"

@@ -1,7 +1,6 @@
 #include "mirror/prices.hpp"
 
 #include <algorithm>
-#include <numeric>
 
 namespace kvroute::mirror {
 

@@ -1,5 +1,4 @@
 // A client's requests that are decided without Python, and their second attempts.
-#include "http/write.hpp"
 #include "plane/answer.hpp"
 #include "plane/ask.hpp"
 #include "plane/client.hpp"

@@ -1,7 +1,6 @@
 #include "tls/context.hpp"
 
 #include <cstring>
-#include <string_view>
 
 #include "tls/session.hpp"
 
