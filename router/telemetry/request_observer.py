@@ -230,6 +230,8 @@ class RequestObservers:
             served.began(settled.first_byte_s, settled.exemplar)
         if settled.failure is not None and is_known:
             self.replicas.report_failure(settled.replica, failure_of(settled.failure).value)
+        if settled.last_failure is not None and request.last_failure is None:
+            request.last_failure = settled.last_failure.value
         request.status, request.end = settled.status or None, settled.end
         request.seconds = settled.seconds
         served.ended(policy, request.status, settled.seconds, settled.exemplar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from router.plane.attempts import Failure, failure_of
 from router.plane.usage import UsageReader
 from router.policies import Candidate
 
@@ -75,6 +76,13 @@ class Settled(NamedTuple):
         """Tokens of the prompt that were to be computed."""
         prompt_tokens, _, cached_tokens, _ = self.tokens
         return prompt_tokens - cached_tokens
+
+    @property
+    def last_failure(self) -> Failure | None:
+        """How the replica failed whose response the client got, if it did."""
+        if self.failure is not None:
+            return failure_of(self.failure)
+        return Failure.SERVER_ERROR if self.status >= 500 else None
 
     @property
     def exemplar(self) -> str | None:

@@ -76,9 +76,8 @@ def is_of_core(entry: dict[str, Any]) -> bool:
 
 NOT_EQUAL = (
     *("number", "change", "arrived_at", "request_id", "trace_id", "model", "replica", "reason"),
-    *("first_byte_ms", "total_ms", "last_failure"),
+    *("first_byte_ms", "total_ms"),
 )
-"""A 500 is passed on: Python notes that as a failure of the replica's."""
 
 
 async def estimate(router: RouterProcess, stub: EngineStub) -> list[dict[str, Any]]:
