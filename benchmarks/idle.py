@@ -39,7 +39,7 @@ def _measure(count: int, seconds: float, programs: Path) -> None:
         began = time.monotonic()
         router.follow(publisher.endpoints)
         ready_s = time.monotonic() - began
-        time.sleep(5.0)  # what follows a start
+        time.sleep(15.0)  # what follows a start, and until replicas are asked less often
         before, began = router.process.cpu_s(), time.monotonic()
         time.sleep(seconds)
         share = (router.process.cpu_s() - before) / (time.monotonic() - began)
