@@ -21,9 +21,9 @@ from kvevents.codec import encode
 from kvevents.events import EventBatch
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
-from router.feed.feed import SavedSource
 from router.feed.snapshot_records import restore
 from router.feed.snapshot_transfer import Sender, read_sealed
+from router.feed.source_feed import SavedSource
 from router.index import PrefixIndex, SourceId
 
 SECRET = b"shared"

@@ -12,7 +12,8 @@ The files; each imports only what is listed above it:
 
     taps.py               who records what happens at a cache; keeps nothing without a listener
     polled.py             events that are asked for over HTTP, as connections
-    feed.py               applies the batches of every stream to the index of its model
+    source_feed.py        applies the batches of one stream to the index of its model
+    feed.py               all streams: follows them, and says which of them are whole
     snapshot_records.py   a snapshot as bytes, and back into an index
     snapshot_file.py      on disk
     snapshot_transfer.py  between processes: bounded, and sealed

@@ -12,7 +12,8 @@ import msgspec
 
 from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
-from router.feed.feed import Feed, SavedSource
+from router.feed.feed import Feed
+from router.feed.source_feed import SavedSource
 from router.index import DumpError, PrefixIndex, SourceId
 from router.index.dump import FrameWriter, read_frames
 

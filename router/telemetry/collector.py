@@ -22,8 +22,8 @@ from kvevents.field_docs import MetricKind, metrics_of
 from kvevents.listener import ListenerStatistics
 from kvevents.stream_state import SourceState
 from router.errors import UnknownModel
-from router.feed.feed import SourceFeedStatistics
 from router.feed.polled import PollerStatistics
+from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.discovery import ProviderStatistics
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import Breaker

@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from kvevents.stream_state import SourceState
-from router.feed.feed import SourceFeedStatistics
+from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.types import ReplicaView
 from router.index import SourceStatistics
 from router.telemetry.labels import duration

@@ -14,7 +14,8 @@ from kvevents.events import Event
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
-from router.feed.feed import Feed, SourceFeedStatistics
+from router.feed.feed import Feed
+from router.feed.source_feed import SourceFeedStatistics
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK

@@ -10,7 +10,7 @@ import msgspec
 from kvevents.layout import KVCacheGroup
 from kvevents.listener import ListenerStatistics
 from router.doors.http.views import View
-from router.feed.feed import SourceFeedStatistics
+from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.types import EventSource, ReplicaView
 from router.index import SourceId, SourceStatistics
 from router.index.mirror_types import ApproximateStatistics
