@@ -143,10 +143,10 @@ $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 e2e-vllm: $(E2E_VLLM_INSTALLED)
 	$(E2E_VLLM)/bin/python -m pytest tests/vllm
 
-$(RAY_INSTALLED): pyproject.toml integrations/ray/pyproject.toml tests/ray/requirements.txt
+$(RAY_INSTALLED): pyproject.toml engine/pyproject.toml integrations/ray/pyproject.toml tests/ray/requirements.txt
 	$(PYTHON) -m venv $(RAY)
 	$(PURE) $(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[client,gateway]' \
-	    --editable integrations/ray --requirement tests/ray/requirements.txt
+	    --editable engine --editable integrations/ray --requirement tests/ray/requirements.txt
 	touch $@
 
 # Calls through a real Ray Serve, placed by a real router: some minutes.

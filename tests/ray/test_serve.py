@@ -105,7 +105,7 @@ async def test_calls_for_one_request_of_a_client_are_placed_each(
     """Ray tells them apart by nothing: they have one id."""
     served, model = quick
     request_id = "one-for-all"
-    handle = served.handle().options(stream=True)
+    handle = served.handle()
     ray.serve.context._serve_request_context.set(
         ray.serve.context._RequestContext(
             request_id=request_id, _internal_request_id=request_id, app_name=served.name
@@ -214,7 +214,7 @@ async def test_a_replica_that_is_killed_gives_back_what_is_booked(
 async def test_many_calls_at_once_leave_nothing_booked(router: RouterProcess, quick: Any) -> None:
     """Some are cancelled: before a replica is chosen, before it has answered, within the stream."""
     served, model = quick
-    handle = served.handle().options(stream=True)
+    handle = served.handle()
     random, room = Random(1), asyncio.Semaphore(48)
     whole = 0
 
@@ -306,7 +306,7 @@ async def test_a_client_cannot_choose_the_replica_or_name_the_booking(
 async def test_what_the_router_does_not_know_goes_where_ray_says(quick: Any) -> None:
     """The engine has the last word on what is no model of it, and on what has no prompt."""
     served, model = quick
-    handle = served.handle().options(stream=True)
+    handle = served.handle()
 
     async def status(path: str, body: dict[str, Any]) -> int:
         pieces = [each async for each in handle.forward.remote(path, body)]
@@ -329,7 +329,9 @@ async def in_process(router: RouterProcess, serving: Any) -> Any:
     await asyncio.to_thread(serving.run_in_process, router.url, model, name)
     for each in await listed(router, f"{name}:InProcess:"):
         await until_healthy(router, each)
-    yield ray.serve.get_deployment_handle("InProcess", app_name=name), model
+    handle = ray.serve.get_deployment_handle("InProcess", app_name=name)
+    yield handle, model
+    await support.let_go(handle)
     await asyncio.to_thread(ray.serve.delete, name)
 
 
@@ -382,7 +384,7 @@ async def test_without_its_router_ray_chooses_until_it_is_back(serving: Any) -> 
     options = simulated("full", served_model_name=model)
     with router_process(config) as before:
         async with serving.engines(before, *options, pause_s=0.2) as served:
-            handle = served.handle().options(stream=True)
+            handle = served.handle()
 
             async def call() -> int:
                 pieces = [each async for each in handle.forward.remote("/v1/completions", body)]
@@ -419,6 +421,7 @@ async def test_a_deployment_with_wrong_options_is_routed_by_ray(
     answer = await handle.complete.remote({"model": "any", "prompt": [1] * 64})
     assert answer["usage"]["prompt_tokens"] == 64
     assert request_router_of(handle).statistics().decisions == {"misconfigured": 1}
+    await support.let_go(handle)
     await asyncio.to_thread(ray.serve.delete, name)
 
 

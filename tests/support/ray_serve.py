@@ -124,6 +124,7 @@ class RayServe:
             served = ServedEngines(name, self.port, router)
             await served.until_listed()
             yield served
+            await let_go(served.used)
         finally:
             await asyncio.to_thread(serve.delete, name)
 
@@ -166,6 +167,8 @@ class ServedEngines:
         self.name = name
         self.port = port
         self.router = router
+        self.used: Any = None
+        """The handle that was asked for."""
 
     async def listed(self) -> list[EngineOfRay]:
         """Those that the router lists."""
@@ -182,12 +185,21 @@ class ServedEngines:
 
     def handle(self) -> Any:
         """A handle of the engines, whose request router is in this process."""
-        return serve.get_deployment_handle("Engine", app_name=self.name)
+        self.used = serve.get_deployment_handle("Engine", app_name=self.name).options(stream=True)
+        return self.used
 
 
 def request_router_of(handle: Any) -> Any:
     """The request router of a handle that has been used."""
     return handle._router._asyncio_router.request_router
+
+
+async def let_go(handle: Any) -> None:
+    """Close what a handle of this process has opened, if it was used."""
+    if handle is not None and handle._router is not None:
+        found = request_router_of(handle)
+        closing = asyncio.run_coroutine_threadsafe(found.close(), found._event_loop)
+        await asyncio.wrap_future(closing)
 
 
 @contextlib.contextmanager

@@ -122,6 +122,14 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
         """What it has done so far."""
         return RoutingStatistics(dict(self._decisions), self._lost_reports)
 
+    async def close(self) -> None:
+        """Report what has ended, and close its connections, on Ray's event loop. Ray does not: the
+        end of the process does."""
+        if self._reports:
+            await asyncio.wait(self._reports)
+        if self._router is not None:
+            await self._router.close()
+
     @property
     def max_num_routing_tasks(self) -> int:
         """Ray's own bound, two for each replica, is for questions that replicas are asked: those to
