@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from router.doors.asks import Question
@@ -20,32 +21,22 @@ if TYPE_CHECKING:
 RESERVE_PATH = "/select_and_reserve"
 
 
+@dataclass(eq=False, repr=False)
 class Adopted:
     """Takes over what the core has reserved, and observes it to its end.
 
     Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        reservations: Reservations,
-        observers: RequestObservers,
-        admission: Admission,
-        entrance: Entrance | None,
-        policy: str,
-    ) -> None:
-        """
-        Args:
-            observers: Count and log.
-            admission: Counts bodies; of these none is kept.
-            entrance: Where others wait for room; None: nowhere.
-            policy: The name of the policy that chose.
-        """
-        self._reservations = reservations
-        self._observers = observers
-        self._admission = admission
-        self._entrance = entrance
-        self._policy = policy
+    reservations: Reservations
+    observers: RequestObservers
+    """Count and log."""
+    admission: Admission
+    """Counts bodies; of these none is kept."""
+    entrance: Entrance | None
+    """Where others wait for room; None: nowhere."""
+    policy: str
+    """The name of the policy that chose."""
 
     def made(
         self,
@@ -69,15 +60,15 @@ class Adopted:
         """
         settled = Settled.of_core(record)
         settled = settled._replace(reason=f"{reason}{BY_CORE}", by_tier=by_tier)
-        observer = _CoreObserver(self._observers, number, settled, booking, self._policy)
-        replicas = self._observers.replicas
+        observer = _CoreObserver(self.observers, number, settled, booking, self.policy)
+        replicas = self.observers.replicas
         if settled.replica not in replicas:  # it was removed meanwhile
-            self._reservations.count_gone()
-            observer.on_end(End.NO_REPLICA, None, self._reservations.clock() - settled.began_at)
+            self.reservations.count_gone()
+            observer.on_end(End.NO_REPLICA, None, self.reservations.clock() - settled.began_at)
             place.give_back()
             return
         replicas.report_sent(settled.replica)
-        self._reservations.add(
+        self.reservations.add(
             Reservation(
                 reservation_id,
                 "",
@@ -86,7 +77,7 @@ class Adopted:
                 observer,
                 self._claim(settled),
                 place,
-                self._reservations.clock,
+                self.reservations.clock,
                 settled.began_at,
             )
         )
@@ -94,53 +85,48 @@ class Adopted:
     def _claim(self, settled: Settled) -> Claim:
         """Its place among those that wait: it did not have to."""
         ask = Question(endpoint=None, body=b"", path=RESERVE_PATH, request_id=settled.request_id)
-        room = None if self._entrance is None else self._entrance.room
-        claim = Claim(ask, self._admission, room)
-        if self._entrance is not None:
-            claim.waiter = self._entrance.passed(settled.model, settled.uncached_tokens)
+        room = None if self.entrance is None else self.entrance.room
+        claim = Claim(ask, self.admission, room)
+        if self.entrance is not None:
+            claim.waiter = self.entrance.passed(settled.model, settled.uncached_tokens)
         return claim
 
 
+@dataclass(eq=False, repr=False)
 class _CoreObserver:
     """Observes one, as `RequestObserver` does what was decided here."""
 
-    def __init__(
-        self,
-        observers: RequestObservers,
-        number: int,
-        settled: Settled,
-        booking: Booking,
-        policy: str,
-    ) -> None:
-        self._observers = observers
-        self._number = number
-        self._settled = settled
-        self._booking = booking
-        self._policy = policy
+    observers: RequestObservers
+    number: int
+    settled: Settled
+    booking: Booking
+    policy: str
+
+    def __post_init__(self) -> None:
         self._first_byte_s, self._events = 0.0, 0
         self._usage = False, b"", b""
-        observers.show(number, settled, RESERVE_PATH, policy)
+        self.observers.show(self.number, self.settled, RESERVE_PATH, self.policy)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
-        self._booking.first_byte()
+        self.booking.first_byte()
         self._first_byte_s = seconds
-        self._observers.shown_began(self._number, seconds)
+        self.observers.shown_began(self.number, seconds)
 
     def on_events(self, count: int) -> None:
-        self._booking.generated(count)
+        self.booking.generated(count)
         self._events += count
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
         self._usage = is_json, last, first
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        self._observers.shown_failed(self._number, failure)
-        return self._observers.failed(attempt.replica_id, failure)
+        self.observers.shown_failed(self.number, failure)
+        return self.observers.failed(attempt.replica_id, failure)
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         is_json, last, first = self._usage
-        self._settled = self._settled._replace(
-            was_alone=self._booking.ended(True),
+        self.settled = self.settled._replace(
+            was_alone=self.booking.ended(True),
             first_byte_s=self._first_byte_s,
             end=end.value,
             status=status or 0,
@@ -150,11 +136,11 @@ class _CoreObserver:
             usage=last,
             first_usage=first,
         )
-        settle = self._observers.settle
-        routed = settle(self._number, self._settled, RESERVE_PATH, self._policy)
+        settle = self.observers.settle
+        routed = settle(self.number, self.settled, RESERVE_PATH, self.policy)
         if routed.approximate:
-            self._booking.reported(routed.actual_tokens)
+            self.booking.reported(routed.actual_tokens)
 
     def response_tokens(self) -> int | None:
         """Known at its end."""
-        return self._settled.response_tokens if self._first_byte_s else None
+        return self.settled.response_tokens if self._first_byte_s else None

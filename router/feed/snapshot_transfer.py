@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from kvevents.stream_state import SourceState
 from router.errors import NoSnapshot, Overloaded
@@ -23,28 +24,20 @@ _PIECE_BYTES = 256 * 1024
 _SEAL_BYTES = 32
 
 
+@dataclass(eq=False, repr=False)
 class Sender:
     """Gives others what this process knows of caches. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        feed: Feed,
-        secret: bytes,
-        max_bytes: int,
-        within_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            max_bytes: Bound on a snapshot: a larger one ends without its seal.
-            within_s: The time for one, after which it is given up.
-            clock: A monotonic clock, in seconds.
-        """
-        self._feed = feed
-        self._secret = secret
-        self._max_bytes = max_bytes
-        self._within_s = within_s
-        self._clock = clock
+    feed: Feed
+    secret: bytes
+    max_bytes: int
+    """Bound on a snapshot: a larger one ends without its seal."""
+    within_s: float
+    """The time for one, after which it is given up."""
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
+
+    def __post_init__(self) -> None:
         self._under_way = 0
         self.sent = 0
         """Snapshots, whole."""
@@ -56,25 +49,25 @@ class Sender:
             NoSnapshot: Nothing is known here that would be of use.
             Overloaded: As many as may be sent at a time are under way.
         """
-        sources = self._feed.sources()
-        if not any(self._feed.state(source) is SourceState.LIVE for source in sources):
+        sources = self.feed.sources()
+        if not any(self.feed.state(source) is SourceState.LIVE for source in sources):
             raise NoSnapshot("this router knows no cache yet")
         if self._under_way >= MAX_AT_ONCE:
             raise Overloaded(f"sends {MAX_AT_ONCE} snapshots already")
         return self._sealed_pieces()
 
     async def _sealed_pieces(self) -> AsyncIterator[bytes]:
-        ends_at, left = self._clock() + self._within_s, self._max_bytes
-        seal = _seal(self._secret)
+        ends_at, left = self.clock() + self.within_s, self.max_bytes
+        seal = _seal(self.secret)
         self._under_way += 1
         try:
-            async for piece in pieces_of(self._feed):
+            async for piece in pieces_of(self.feed):
                 left -= len(piece)
                 if left < 0:
                     return
                 seal.update(piece)
                 for start in range(0, len(piece), _PIECE_BYTES):
-                    if self._clock() > ends_at:
+                    if self.clock() > ends_at:
                         return
                     yield piece[start : start + _PIECE_BYTES]
             yield seal.digest()

@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -53,24 +54,23 @@ _SHORTAGES = {
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False, repr=False)
 class UpstreamResponse:
     """A response whose body is read as it comes."""
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, first: bytes, origin: Origin, idle_s: float
-    ) -> None:
-        """
-        Args:
-            first: What has come of its body; empty at its end.
-            idle_s: The longest silence.
-        """
-        self.status = response.status
-        self.headers: list[Header] = [(name.lower(), value) for name, value in response.raw_headers]
+    response: aiohttp.ClientResponse
+    first: bytes | None
+    """What has come of its body; empty at its end."""
+    origin: Origin
+    idle_s: float
+    """The longest silence."""
+
+    def __post_init__(self) -> None:
+        self.status = self.response.status
+        self.headers: list[Header] = [
+            (name.lower(), value) for name, value in self.response.raw_headers
+        ]
         """As they came, names in lower case."""
-        self._response = response
-        self._first: bytes | None = first
-        self._origin = origin
-        self._idle_s = idle_s
 
     async def read_chunk(self) -> bytes | None:
         """The next piece of the body; None at its end.
@@ -79,25 +79,25 @@ class UpstreamResponse:
             IdleTimeout: It was silent for too long.
             ResponseBroken: It was cut off.
         """
-        piece, self._first = self._first, None
+        piece, self.first = self.first, None
         if piece is None:
             piece = await self._next_piece()
         return piece or None
 
     async def _next_piece(self) -> bytes:
-        rule = f"{self._origin}: response silent for more than {self._idle_s:g} s"
+        rule = f"{self.origin}: response silent for more than {self.idle_s:g} s"
         try:
-            return await _in_time(self._response.content.readany(), self._idle_s, rule, IdleTimeout)
+            return await _in_time(self.response.content.readany(), self.idle_s, rule, IdleTimeout)
         except BaseException as error:
             self.abort()
             # RuntimeError is aiohttp's where the client has been closed.
             if isinstance(error, (aiohttp.ClientError, OSError, RuntimeError)):
-                raise ResponseBroken(_cut_off(self._origin)) from None
+                raise ResponseBroken(_cut_off(self.origin)) from None
             raise
 
     def abort(self) -> None:
         """Read no more of it. The connection of a response that was read to its end is kept."""
-        self._response.close()
+        self.response.close()
 
 
 class UpstreamClient:

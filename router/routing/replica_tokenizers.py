@@ -53,30 +53,20 @@ _RESPONSE_BYTES = 32 * 1024 * 1024
 _HEADERS = ((b"content-type", b"application/json"),)
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaTokenizers:
     """The `/tokenize` endpoints of the replicas. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        upstream: UpstreamClient,
-        registry: ReplicaRegistry,
-        load: LoadTracker,
-        tokenize_s: float,
-        patient: Timeouts,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Nothing is asked yet.
+    upstream: UpstreamClient
+    registry: ReplicaRegistry
+    load: LoadTracker
+    tokenize_s: float
+    """Time for one replica to tokenise a short prompt, while a request waits."""
+    patient: Timeouts
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
 
-        Args:
-            tokenize_s: Time for one replica to tokenise a short prompt, while a request waits.
-            clock: A monotonic clock, in seconds.
-        """
-        self._upstream = upstream
-        self._registry = registry
-        self._load = load
-        self._tokenize_s = tokenize_s
-        self._patient = patient
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._turn = itertools.count()
         self._last_turn: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
         self._failed_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
@@ -88,7 +78,7 @@ class ReplicaTokenizers:
             ConnectionError: It does not respond.
         """
         try:
-            return await self._post(replica, path, body, self._patient)
+            return await self._post(replica, path, body, self.patient)
         except UpstreamError as error:
             raise ConnectionError(error) from error
 
@@ -106,28 +96,28 @@ class ReplicaTokenizers:
         for replica in self._order(names)[:MAX_ASKED]:
             self._last_turn[replica] = next(self._turn)
             try:
-                with self._load.tokenizing(replica.id):
+                with self.load.tokenizing(replica.id):
                     renamed = body if len(names) == 1 else _as_called_at(replica, names, body)
                     status, response = await self._ask_in_time(replica, path, renamed)
             except OutOfResources as error:
                 raise ConnectionError(error) from error
             except (UpstreamError, asyncio.TimeoutError) as error:
                 failure = error
-                self._failed_at[replica] = self._clock()
+                self._failed_at[replica] = self.clock()
                 continue
             if status < 500:
                 self._failed_at.pop(replica, None)
                 return status, response
             failure = ConnectionError(f"{replica.origin}: POST {path} returned {status}")
-            self._failed_at[replica] = self._clock()
+            self._failed_at[replica] = self.clock()
         raise ConnectionError(failure) from failure
 
     def _order(self, names: Sequence[str]) -> list[Replica]:
         """Those that can be asked: the least busy first, of equal ones the longest unasked."""
-        now = self._clock()
+        now = self.clock()
 
         def key(replica: Replica) -> tuple[bool, int, int]:
-            load = self._load.load_of(replica.id)
+            load = self.load.load_of(replica.id)
             failed_at = self._failed_at.get(replica)
             return (
                 failed_at is not None and now - failed_at < AVOIDED_S,
@@ -138,18 +128,18 @@ class ReplicaTokenizers:
         return sorted(self._able(names), key=key)
 
     def _able(self, names: Sequence[str]) -> Iterable[Replica]:
-        found = {replica: None for name in names for replica in self._registry.serving(name)}
+        found = {replica: None for name in names for replica in self.registry.serving(name)}
         return (replica for replica in found if replica.state is ReplicaState.HEALTHY)
 
     async def _ask_in_time(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
-        limit_s = self._tokenize_s + len(body) / _BYTES_PER_S
+        limit_s = self.tokenize_s + len(body) / _BYTES_PER_S
         async with timeout(limit_s):
             return await self._post(replica, path, body, Timeouts(limit_s, limit_s, limit_s))
 
     async def _post(
         self, replica: Replica, path: str, body: bytes, timeouts: Timeouts
     ) -> tuple[int, bytes]:
-        status, _, response = await self._upstream.fetch(
+        status, _, response = await self.upstream.fetch(
             replica.origin,
             b"POST",
             path.encode(),

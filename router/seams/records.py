@@ -4,6 +4,7 @@ counted and logged as those that are served here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -23,37 +24,29 @@ if TYPE_CHECKING:
     from router._core import Booking
 
 
+@dataclass(eq=False, repr=False)
 class Settling:
     """Receives what the core reports of such requests. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        observers: RequestObservers,
-        preparation: Preparation,
-        policy: str,
-        logs_access: bool,
-        entrance: Entrance | None,
-    ) -> None:
-        """
-        Args:
-            observers: Count and log.
-            preparation: Knows what was begun for them.
-            policy: The name of the policy that chose.
-            logs_access: Whether each gets a line in the log.
-            entrance: Where others wait for room; None: nowhere.
-        """
-        self._entrance = entrance
+    observers: RequestObservers
+    """Count and log."""
+    preparation: Preparation
+    """Knows what was begun for them."""
+    policy: str
+    """The name of the policy that chose."""
+    logs_access: bool
+    """Whether each gets a line in the log."""
+    entrance: Entrance | None
+    """Where others wait for room; None: nowhere."""
+
+    def __post_init__(self) -> None:
         self._passed: dict[int, Waiter] = {}
         """Requests that the line knows of, as those that did not wait."""
-        self._observers = observers
-        self._preparation = preparation
-        self._policy = policy
-        self._logs_access = logs_access
 
     def running(self, number: int, record: Sequence[Any]) -> None:
         """One has been under way for a while, or has its first byte since."""
         settled, path = self._of_core(number, record)
-        self._observers.show(number, settled, path, self._policy)
+        self.observers.show(number, settled, path, self.policy)
         self._pass_by(number, settled)
 
     def settled(self, number: int, record: Sequence[Any], booking: Booking | None) -> None:
@@ -63,15 +56,15 @@ class Settling:
             booking: Waits for what its engine reported; None: nothing does.
         """
         settled, path = self._of_core(number, record)
-        begun = self._preparation.begun(number)
+        begun = self.preparation.begun(number)
         self._leave_line(number, settled)
-        self._preparation.settled(number, settled)
-        routed = self._observers.settle(number, settled, path, self._policy)
+        self.preparation.settled(number, settled)
+        routed = self.observers.settle(number, settled, path, self.policy)
         if booking is not None:
             booking.reported(routed.actual_tokens)
         if begun is not None and begun.version is not None:
-            self._observers.metrics.versions.labels(*begun.version).inc()
-        if self._logs_access:
+            self.observers.metrics.versions.labels(*begun.version).inc()
+        if self.logs_access:
             _write_line(settled, path, routed)
         if begun is not None and begun.placed is not None:
             begun.placed.served(self._attempt(settled.replica), settled, routed)
@@ -80,27 +73,27 @@ class Settling:
     def sum_bounds(self) -> tuple[Sequence[float], ...] | None:
         """The buckets into which usual requests may be summed up, as `Plane.sum_up` takes them;
         None where each has to be told of."""
-        if self._logs_access or self._entrance is not None:
+        if self.logs_access or self.entrance is not None:
             return None
-        metrics = self._observers.metrics
+        metrics = self.observers.metrics
         measured = metrics.routing, metrics.first_byte, metrics.total, metrics.prediction_error
         return tuple(each.buckets for each in measured)
 
     def summed(self, _number: int, *what: Any) -> None:
         """Requests are over of which no more is told."""
-        self._observers.add(RequestSum.of_core(what), self._policy)
+        self.observers.add(RequestSum.of_core(what), self.policy)
 
     def left(self, number: int) -> None:
         """There was no memory to tell of its end: nothing is kept of it."""
-        self._observers.forget(number)
+        self.observers.forget(number)
         self._end_passing(number)
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
         """A replica did not serve one."""
-        begun, attempt = self._preparation.begun(number), self._attempt(failed.replica)
+        begun, attempt = self.preparation.begun(number), self._attempt(failed.replica)
         key = None if begun is None else begun.key
         tenant = "" if key is None or key.owner is None else key.name
-        found = self._observers.handed_over(
+        found = self.observers.handed_over(
             number,
             failed.replica,
             failed.failure,
@@ -113,27 +106,27 @@ class Settling:
 
     def _end_passing(self, number: int) -> None:
         passed = self._passed.pop(number, None)
-        if passed is not None and self._entrance is not None:
-            self._entrance.room.over(passed)
+        if passed is not None and self.entrance is not None:
+            self.entrance.room.over(passed)
 
     def _pass_by(self, number: int, settled: Settled) -> None:
         """Let the line know of a request that did not have to wait, once."""
-        if self._entrance is None or number in self._passed:
+        if self.entrance is None or number in self._passed:
             return
-        begun = self._preparation.begun(number)
+        begun = self.preparation.begun(number)
         holder = of_key(None if begun is None else begun.key)
-        passed = self._entrance.passed(settled.model, settled.uncached_tokens, *holder)
+        passed = self.entrance.passed(settled.model, settled.uncached_tokens, *holder)
         self._passed[number] = passed
 
     def _leave_line(self, number: int, settled: Settled) -> None:
-        if self._entrance is not None:
+        if self.entrance is not None:
             self._pass_by(number, settled)
             tokens = settled.response_tokens if settled.first_byte_s else None
-            self._entrance.room.over(self._passed.pop(number), tokens)
+            self.entrance.room.over(self._passed.pop(number), tokens)
 
     def _attempt(self, replica_id: str) -> Attempt | None:
         """At a replica; None where it was removed meanwhile."""
-        replicas = self._observers.replicas
+        replicas = self.observers.replicas
         if replica_id not in replicas:
             return None
         return Attempt(replica_id, replicas.get(replica_id).origin)
@@ -141,7 +134,7 @@ class Settling:
     def _of_core(self, number: int, record: Sequence[Any]) -> tuple[Settled, str]:
         """A record of the core, and the path that was asked."""
         settled = Settled.of_core(record)
-        begun = self._preparation.begun(number)
+        begun = self.preparation.begun(number)
         if begun is not None:
             is_traced = begun.trace is not None and begun.trace.is_sampled
             settled = settled._replace(trace_id=begun.trace_id, is_traced=is_traced)

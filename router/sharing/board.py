@@ -86,35 +86,26 @@ class Board(Protocol):
         """
 
 
+@dataclass(eq=False, repr=False)
 class BoardExchange:
     """Keeps one process and its board in step. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        board: Board,
-        collect: Callable[[], Slot],
-        take: Callable[[Mapping[str, Slot]], None],
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        """Publish and receive nothing yet.
+    board: Board
+    """Where to publish, and from where to receive."""
+    collect: Callable[[], Slot]
+    take: Callable[[Mapping[str, Slot]], None]
+    """Takes what all others publish, by writer, whenever it has changed."""
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
+    cpu_clock: Callable[[], float] = time.thread_time
+    """The processor time of this thread, in seconds. It stands still while others have the
+    processor, however long that is."""
 
-        Args:
-            board: Where to publish, and from where to receive.
-            take: Takes what all others publish, by writer, whenever it has changed.
-            clock: A monotonic clock, in seconds.
-            cpu_clock: The processor time of this thread, in seconds. It stands still while others
-                have the processor, however long that is.
-        """
-        self.board = board
-        self._collect = collect
-        self._take = take
-        self._clock = clock
-        self._cpu_clock = cpu_clock
-        self._said = b""
-        self._heard: dict[str, tuple[bytes, Slot | None]] = {}
+    def __post_init__(self) -> None:
+        self._published = b""
+        self._received: dict[str, tuple[bytes, Slot | None]] = {}
         self._soon: asyncio.TimerHandle | None = None
-        self._say_after = self._hear_after = 0.0
+        self._publish_after = self._receive_after = 0.0
         """Not before these times, on the clock."""
 
     async def run(self) -> None:
@@ -122,13 +113,13 @@ class BoardExchange:
         running = asyncio.create_task(self.board.run(self.catch_up))
         try:
             while True:
-                if self._clock() >= self._say_after:
+                if self.clock() >= self._publish_after:
                     self._publish()
                 self.catch_up()
                 if running.done():
                     running.result()
-                busy_until = max(self._say_after, self._hear_after)
-                await asyncio.sleep(max(INTERVAL_S, busy_until - self._clock()))
+                busy_until = max(self._publish_after, self._receive_after)
+                await asyncio.sleep(max(INTERVAL_S, busy_until - self.clock()))
         finally:
             if self._soon is not None:
                 self._soon.cancel()
@@ -138,49 +129,49 @@ class BoardExchange:
     def soon(self) -> None:
         """Something has begun that the others should know of before the next look."""
         if self._soon is None:
-            delay_s = max(SPACING_S / 2, self._say_after - self._clock())
+            delay_s = max(SPACING_S / 2, self._publish_after - self.clock())
             self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)
 
     def catch_up(self) -> None:
         """Take what others have published since the last look, unless that was just now."""
-        if self._clock() >= self._hear_after:
+        if self.clock() >= self._receive_after:
             self._read()
 
     def _publish_now(self) -> None:
         self._soon = None
-        if self._clock() >= self._say_after:
+        if self.clock() >= self._publish_after:
             self._publish()
         else:  # it was said meanwhile, but perhaps not all of it
             self.soon()
 
     def _publish(self) -> None:
-        begun_at = self._cpu_clock()
-        data = encode_slot(self._collect())
-        if data != self._said:
+        begun_at = self.cpu_clock()
+        data = encode_slot(self.collect())
+        if data != self._published:
             self.board.publish(data)
         else:
             self.board.refresh()
-        self._said = data
-        self._say_after = self._clock() + self._pause_s(begun_at)
+        self._published = data
+        self._publish_after = self.clock() + self._pause_s(begun_at)
 
     def _pause_s(self, begun_at: float) -> float:
         """Until the next time, after work that began at *begun_at* of the processor's clock."""
-        return min((self._cpu_clock() - begun_at) / MOST_SHARE, MOST_PAUSE_S)
+        return min((self.cpu_clock() - begun_at) / MOST_SHARE, MOST_PAUSE_S)
 
     def _read(self) -> None:
-        begun_at = self._cpu_clock()
+        begun_at = self.cpu_clock()
         found: dict[str, tuple[bytes, Slot | None]] = {}
         has_changed = False
         for writer, data in self.board.read().items():
-            known = self._heard.get(writer)
+            known = self._received.get(writer)
             if known is None or known[0] is not data:
                 known = data, self._decoded(data)
                 has_changed = True
             found[writer] = known
-        if has_changed or len(found) != len(self._heard):
-            self._heard = found
-            self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
-        self._hear_after = self._clock() + max(SPACING_S, self._pause_s(begun_at))
+        if has_changed or len(found) != len(self._received):
+            self._received = found
+            self.take({name: slot for name, (_, slot) in found.items() if slot is not None})
+        self._receive_after = self.clock() + max(SPACING_S, self._pause_s(begun_at))
 
     def _decoded(self, data: bytes) -> Slot | None:
         try:

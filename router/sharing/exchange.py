@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -46,38 +47,26 @@ _Named = tuple[str, int]
 """A writer, and one of its prefixes."""
 
 
+@dataclass(eq=False, repr=False)
 class Sharing:
     """One process's side of the board. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        load: LoadTracker,
-        mirror: Mirror,
-        recent: RecentPrefixes,
-        registry: ReplicaRegistry,
-        quiet: QuietMoments,
-        models: ModelSet,
-        keys: KeyLimits,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Keep the parts that are published, and those that take over what others publish.
+    load: LoadTracker
+    """What is in flight at each replica."""
+    mirror: Mirror
+    recent: RecentPrefixes
+    """Which prefixes were just sent where."""
+    registry: ReplicaRegistry
+    quiet: QuietMoments
+    """When nothing else runs at a replica."""
+    models: ModelSet
+    """Their indexes read the keys of prefixes."""
+    keys: KeyLimits
+    """What the holders of limited keys use."""
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
 
-        Args:
-            load: What is in flight at each replica.
-            recent: Which prefixes were just sent where.
-            quiet: When nothing else runs at a replica.
-            models: Their indexes read the keys of prefixes.
-            keys: What the holders of limited keys use.
-            clock: A monotonic clock, in seconds.
-        """
-        self._load = load
-        self._mirror = mirror
-        self._recent = recent
-        self._registry = registry
-        self._quiet = quiet
-        self._models = models
-        self._keys = keys
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._packed: dict[int, SharedPrefix] = {}
         self._known: dict[_Named, Prefilling] = {}
         self._unhealthy: dict[str, frozenset[str]] = {}
@@ -100,19 +89,19 @@ class Sharing:
                     load.decoding_requests,
                     max(load.context_tokens, 0),
                 )
-                for replica, rank, load in self._load.places()
+                for replica, rank, load in self.load.places()
                 if load.requests
             ),
             prefixes=fitting(self._prefixes()),
             unhealthy=tuple(
                 replica.id
-                for replica in self._registry.replicas()
+                for replica in self.registry.replicas()
                 if replica.record.health is Health.UNHEALTHY
             ),
-            begun=self._quiet.begun(),
+            begun=self.quiet.begun(),
             keys={
                 name: (counts.requests, counts.tokens, counts.in_flight)
-                for name, counts in self._keys.counts().items()
+                for name, counts in self.keys.counts().items()
             },
         )
 
@@ -120,7 +109,7 @@ class Sharing:
         packed = self._packed
         self._packed = {
             each.number: self._pack(each, packed.get(each.number))
-            for each in self._mirror.prefilling()
+            for each in self.mirror.prefilling()
         }
         return [prefix for prefix in self._packed.values() if prefix.key_space]
 
@@ -129,7 +118,7 @@ class Sharing:
             if before.queued_tokens == each.queued_tokens:
                 return before
             return msgspec.structs.replace(before, queued_tokens=each.queued_tokens)
-        model = self._models.get(each.model)
+        model = self.models.get(each.model)
         return SharedPrefix(
             each.number,
             each.model,
@@ -149,23 +138,23 @@ class Sharing:
         Args:
             slots: By writer; one that is missing is gone.
         """
-        heard = self._prefilling(slots)
-        twice = _queued_twice([*self._mirror.prefilling(), *heard])
-        self._load.take_others(_summed(slots, twice))
-        self._keys.take_elsewhere(
+        received = self._prefilling(slots)
+        twice = _queued_twice([*self.mirror.prefilling(), *received])
+        self.load.take_others(_summed(slots, twice))
+        self.keys.take_elsewhere(
             {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
             for slot in slots.values()
         )
-        self._mirror.hear(heard)
-        now = self._clock()
+        self.mirror.hear(received)
+        now = self.clock()
         for writer, slot in slots.items():
             known = self._begun.get(writer)
             if known is not None:
                 for replica, count in slot.begun.items():
-                    if count != known.get(replica, 0) and replica in self._registry:
-                        self._quiet.disturbed(replica, now)
+                    if count != known.get(replica, 0) and replica in self.registry:
+                        self.quiet.disturbed(replica, now)
             for replica in frozenset(slot.unhealthy) - self._unhealthy.get(writer, frozenset()):
-                self._registry.mark_suspect(replica)
+                self.registry.mark_suspect(replica)
         self._begun = {writer: slot.begun for writer, slot in slots.items()}
         self._unhealthy = {writer: frozenset(slot.unhealthy) for writer, slot in slots.items()}
 
@@ -173,23 +162,23 @@ class Sharing:
         """Return what is being computed for others. Each prompt is remembered as sent when it first
         arrives here."""
         known, self._known = self._known, {}
-        now = self._clock()
+        now = self.clock()
         for writer, slot in slots.items():
             for prefix in slot.prefixes:
                 name = writer, prefix.number
-                heard = known.get(name)
-                if heard is None:
-                    heard = self._heard(prefix)
-                    if heard is None:
+                received = known.get(name)
+                if received is None:
+                    received = self._received(prefix)
+                    if received is None:
                         continue
-                    self._recent.remember(heard.source, heard.keys, now)
-                heard.queued_tokens = prefix.queued_tokens
-                self._known[name] = heard
+                    self.recent.remember(received.source, received.keys, now)
+                received.queued_tokens = prefix.queued_tokens
+                self._known[name] = received
         return list(self._known.values())
 
-    def _heard(self, prefix: SharedPrefix) -> Prefilling | None:
-        model = self._models.get(prefix.model)
-        if model is None or prefix.replica not in self._registry or not prefix.keys:
+    def _received(self, prefix: SharedPrefix) -> Prefilling | None:
+        model = self.models.get(prefix.model)
+        if model is None or prefix.replica not in self.registry or not prefix.keys:
             return None
         if prefix.key_space != model.index.key_space:
             self.foreign_prefixes += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from router.feed.feed import Feed
 from router.fleet.registry import ReplicaRegistry
@@ -21,58 +22,47 @@ _NAMED = 8
 """Replicas in one reason."""
 
 
+@dataclass(eq=False, repr=False)
 class Readiness:
     """Answers `/readyz`."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        registry: ReplicaRegistry,
-        feed: Feed,
-        named: Callable[[], Collection[str]],
-        wait_s: float,
-        unknown: Callable[[], Sequence[str]] = list,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Keep the parts that know.
+    admission: Admission
+    """Says whether some replica can serve at all."""
+    registry: ReplicaRegistry
+    feed: Feed
+    """How far their streams have caught up."""
+    named: Callable[[], Collection[str]]
+    """Ids of the replicas to wait for."""
+    wait_s: float
+    """The longest wait for one of them, from its first check and again from the moment it is
+    healthy; 0 waits for none."""
+    unknown: Callable[[], Sequence[str]] = list
+    """Who has not said yet which replicas there are; waited for as long."""
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-            admission: Says whether some replica can serve at all.
-            feed: How far their streams have caught up.
-            named: Ids of the replicas to wait for.
-            wait_s: The longest wait for one of them, from its first check and again from the
-                moment it is healthy; 0 waits for none.
-            unknown: Who has not said yet which replicas there are; waited for as long.
-        """
-        self._admission = admission
-        self._registry = registry
-        self._feed = feed
-        self._named = named
-        self._unknown = unknown
-        self._wait_s = wait_s
-        self._clock = clock
-        self._made_at = clock()
+    def __post_init__(self) -> None:
+        self._made_at = self.clock()
         self._has_been_ready = False
 
     def why_not_ready(self) -> str | None:
         """Return what keeps the router from being ready; None if it is."""
-        replicas = self._registry.replicas()
-        reason = self._admission.why_not_ready(replicas)
+        replicas = self.registry.replicas()
+        reason = self.admission.why_not_ready(replicas)
         if reason is None and not self._has_been_ready:
             reason = self._waits_for(replicas)
         self._has_been_ready |= reason is None
         return reason
 
     def _waits_for(self, replicas: Collection[Replica]) -> str | None:
-        now, named = self._clock(), self._named()
-        left_s = self._wait_s - (now - self._made_at)
-        providers = self._unknown() if left_s > 0 else []
+        now, named = self.clock(), self.named()
+        left_s = self.wait_s - (now - self._made_at)
+        providers = self.unknown() if left_s > 0 else []
         if providers:
             return f"waiting at most {left_s:.0f} s for the replicas of {', '.join(providers)}"
         waiting = [
-            (self._wait_s - (now - replica.health_since), f"{replica.id} ({lag})")
+            (self.wait_s - (now - replica.health_since), f"{replica.id} ({lag})")
             for replica in replicas
-            if replica.id in named and now - replica.health_since < self._wait_s
+            if replica.id in named and now - replica.health_since < self.wait_s
             for lag in self._lags(replica)
         ]
         if not waiting:
@@ -92,7 +82,7 @@ class Readiness:
         if asks and not replica.discoveries:
             yield "its event streams are not known yet"
         for source in replica.sources:
-            if not self._feed.has_caught_up(SourceId(replica.id, source.dp_rank)):
-                state = self._feed.state(SourceId(replica.id, source.dp_rank))
+            if not self.feed.has_caught_up(SourceId(replica.id, source.dp_rank)):
+                state = self.feed.state(SourceId(replica.id, source.dp_rank))
                 rank = f"rank {source.dp_rank} " if len(replica.sources) > 1 else ""
                 yield f"{rank}{state.value}"

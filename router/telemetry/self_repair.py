@@ -231,31 +231,23 @@ def _by_difference(wrong: Sequence[Comparison], block_size: int | None) -> Cause
     return Cause.UNSEEN_BLOCKS if max(differences) < 0 else Cause.TWO_ENGINES
 
 
+@dataclass(eq=False, repr=False)
 class SelfRepair:
-    """The evidence on every source, and the rebuilds that follow from it.
+    """The evidence on every source, and the rebuilds that follow from it."""
 
-    Args:
-        is_judged: Whether predictions of a source of a model must be right now: its stream is live,
-            and it tokenises as the router does.
-        facts_of: What the index says of a source of a model.
-        times: How long is long.
-        is_on: Whether sources are rebuilt; what is wrong is found and shown in any case.
-    """
+    rebuild: Callable[[SourceId], None]
+    is_judged: Callable[[str, SourceId], bool]
+    """Whether predictions of a source of a model must be right now: its stream is live, and it
+    tokenises as the router does."""
+    facts_of: Callable[[str, SourceId], CacheFacts]
+    """What the index says of a source of a model."""
+    times: RepairTimes
+    """How long is long."""
+    is_on: bool = True
+    """Whether sources are rebuilt; what is wrong is found and shown in any case."""
 
-    def __init__(
-        self,
-        rebuild: Callable[[SourceId], None],
-        is_judged: Callable[[str, SourceId], bool],
-        facts_of: Callable[[str, SourceId], CacheFacts],
-        times: RepairTimes,
-        is_on: bool = True,
-    ) -> None:
-        self.quiet = QuietMoments(times.quiet_s)
-        self._rebuild = rebuild
-        self._is_judged = is_judged
-        self._facts_of = facts_of
-        self._times = times
-        self._is_on = is_on
+    def __post_init__(self) -> None:
+        self.quiet = QuietMoments(self.times.quiet_s)
         self._trusts: dict[SourceId, SourceTrust] = {}
 
     def compare(self, model: str, source: SourceId, comparison: Comparison) -> None:
@@ -265,11 +257,11 @@ class SelfRepair:
             source: The cache that the request met.
             comparison: What was predicted of it, and what came.
         """
-        if not self._is_judged(model, source):
+        if not self.is_judged(model, source):
             return
-        trust = self._trusts.setdefault(source, SourceTrust(self._times))
-        if trust.add(comparison, lambda: self._facts_of(model, source)) and self._is_on:
-            self._rebuild(source)
+        trust = self._trusts.setdefault(source, SourceTrust(self.times))
+        if trust.add(comparison, lambda: self.facts_of(model, source)) and self.is_on:
+            self.rebuild(source)
 
     def statistics(self) -> dict[SourceId, TrustStatistics]:
         """Return the trust in every source that was compared."""
