@@ -11,13 +11,7 @@ import zmq
 
 from kvevents.endpoints import Context
 from kvevents.errors import MalformedReply, NoAnswer
-from kvevents.messages import (
-    Batch,
-    SnapshotHead,
-    encode_start,
-    read_reply,
-    read_snapshot_head,
-)
+from kvevents.messages import Batch, SnapshotHead, encode_start, read_reply, read_snapshot_head
 from kvevents.sockets import SocketConnection, SocketLimits
 
 _SNAPSHOTS_AT_ONCE = 3

@@ -10,13 +10,7 @@ from itertools import chain, repeat
 from torch import Tensor
 from typing_extensions import override
 
-from offload.base import (
-    Direction,
-    FileLoadStoreSpec,
-    OffloadKey,
-    TransferJob,
-    unpack_offload_key,
-)
+from offload.base import Direction, FileLoadStoreSpec, OffloadKey, TransferJob, unpack_offload_key
 from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache

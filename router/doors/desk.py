@@ -10,18 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from router.doors.asks import Caller, Question
-from router.doors.reservations import (
-    Claim,
-    DecidedReservation,
-    Outcome,
-    Reservations,
-)
-from router.errors import (
-    BadRequest,
-    NoReplica,
-    RequestError,
-    UnknownReservation,
-)
+from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
+from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.routing.admission import Admission

@@ -34,13 +34,7 @@ from router.doors.messages import (
 )
 from router.doors.names import address_of
 from router.doors.picker import Pick, PickerParts
-from router.errors import (
-    BadRequest,
-    ConfigError,
-    ConfigProblem,
-    Overloaded,
-    RequestError,
-)
+from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
 from router.prompt import Endpoint
 from router.routing.decision import RANK_HEADER, Decision
 

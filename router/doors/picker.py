@@ -29,12 +29,7 @@ from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS, address_of
 from router.doors.reservations import DecidedReservation, Outcome
-from router.errors import (
-    BadRequest,
-    BodyTooLarge,
-    NoReplica,
-    RequestError,
-)
+from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.fleet.replica import Replica
 from router.plane.attempts import Attempt
 from router.plane.proxied_messages import error_body

@@ -34,11 +34,7 @@ from router.feed.polled import Pollers, PollerStatistics
 from router.feed.source_feed import SavedSource, SourceFeed, SourceFeedStatistics
 from router.feed.taps import Tap, Taps
 from router.fleet.client import UpstreamClient
-from router.index import (
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-)
+from router.index import LayoutHints, PrefixIndex, SourceId
 
 _log = logging.getLogger(__name__)
 

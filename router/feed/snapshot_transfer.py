@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from kvevents.stream_state import SourceState
 from router.errors import NoSnapshot, Overloaded
 from router.feed.feed import Feed
-from router.feed.snapshot_records import (
-    IndexSnapshot,
-    SnapshotError,
-    pieces_of,
-    read,
-)
+from router.feed.snapshot_records import IndexSnapshot, SnapshotError, pieces_of, read
 
 MAX_AT_ONCE = 4
 """Snapshots that one process sends at a time."""

@@ -21,11 +21,7 @@ from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberStatistics
 from router.feed.taps import Taps
-from router.index import (
-    ApplyResult,
-    PrefixIndex,
-    SourceId,
-)
+from router.index import ApplyResult, PrefixIndex, SourceId
 
 _log = logging.getLogger(__name__)
 

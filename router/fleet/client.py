@@ -21,13 +21,7 @@ from typing_extensions import override
 from yarl import URL
 
 from kvevents.lookups import addresses, is_numeric
-from router.config.origin import (
-    KEPT_S,
-    Allows,
-    Header,
-    Origin,
-    Timeouts,
-)
+from router.config.origin import KEPT_S, Allows, Header, Origin, Timeouts
 from router.fleet.client_errors import (
     ClosedBeforeResponse,
     ConnectFailed,

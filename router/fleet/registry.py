@@ -11,25 +11,14 @@ from random import Random
 from typing import Protocol
 
 from router.config import HealthConfig, ReplicaConfig
-from router.errors import (
-    BadRequest,
-    ReplicaExists,
-    ShuttingDown,
-    UnknownReplica,
-)
+from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.load_topic import LoadTopics
 from router.fleet.pace import Pace, Traffic
 from router.fleet.replica import Replica
-from router.fleet.types import (
-    EventSource,
-    Health,
-    ReplicaState,
-    ReplicaView,
-    ServedModels,
-)
+from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.fleet.watcher import Fetch, Watcher
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,7 @@ from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import ReplicaLoad
 from router.fleet.self_description import ServerInfo, configured_sources
-from router.fleet.types import (
-    EventSource,
-    Health,
-    ReplicaState,
-    ReplicaView,
-    ServedModels,
-)
+from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.index import SourceId
 
 

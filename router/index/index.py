@@ -33,12 +33,7 @@ from router.index.base import (
     SourceLimits,
     SourceStatistics,
 )
-from router.index.core_values import (
-    canonical,
-    group_hits,
-    key_drawn_from,
-    tier_units,
-)
+from router.index.core_values import canonical, group_hits, key_drawn_from, tier_units
 from router.index.hash_finder import HashFinder
 from router.index.layout_learner import LayoutLearner
 from router.index.prompt import Computed, HashedPrompt

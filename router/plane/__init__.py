@@ -28,12 +28,7 @@ from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.relays import DIALECTS, PlaneProxy, PlaneRelay
-from router.plane.secured import (
-    NoTls,
-    PemFiles,
-    Secured,
-    load_openssl,
-)
+from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 
 __all__ = [
     "DIALECTS",

@@ -16,12 +16,7 @@ from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
-from router.plane.relays import (
-    IS_CONTROL,
-    PlaneProxy,
-    PlaneRelay,
-    broken_events,
-)
+from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
 from router.plane.secured import Secured
 
 if TYPE_CHECKING:

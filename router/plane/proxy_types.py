@@ -9,12 +9,7 @@ from typing import Protocol
 import msgspec
 
 from router.config.origin import Header, Timeouts
-from router.plane.attempts import (
-    Attempt,
-    Failure,
-    RetryLimits,
-    Unretried,
-)
+from router.plane.attempts import Attempt, Failure, RetryLimits, Unretried
 
 
 class Dialect(Enum):

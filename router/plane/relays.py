@@ -20,13 +20,7 @@ from router.plane.attempts import (
 )
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.proxied_messages import error_body, error_event
-from router.plane.proxy_types import (
-    Dialect,
-    End,
-    ProxyObserver,
-    ProxyRequest,
-    ProxySettings,
-)
+from router.plane.proxy_types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
 
 if TYPE_CHECKING:
     from router._core import Plane

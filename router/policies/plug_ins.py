@@ -6,18 +6,8 @@ import math
 from collections.abc import Sequence
 
 from router.errors import PolicyError
-from router.policies.standings import (
-    Order,
-    OrdersStandings,
-    Ranking,
-    Standings,
-)
-from router.policies.types import (
-    Candidate,
-    Policy,
-    Ranked,
-    RouteRequest,
-)
+from router.policies.standings import Order, OrdersStandings, Ranking, Standings
+from router.policies.types import Candidate, Policy, Ranked, RouteRequest
 
 
 class PlugIn:

@@ -18,13 +18,7 @@ from kvevents.plugins import PlugIns
 from router._core import Policy as CorePolicy
 from router.errors import PolicyError
 from router.policies.reasons import Why, reasons_of
-from router.policies.types import (
-    Candidate,
-    Policy,
-    Ranked,
-    RouteRequest,
-    Weights,
-)
+from router.policies.types import Candidate, Policy, Ranked, RouteRequest, Weights
 
 LEAST_DELAY = "least_delay"
 

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_check
 from typing_extensions import override
 
 from router.policies.reasons import Why
-from router.policies.types import (
-    Candidate,
-    CandidateLoad,
-    Ranked,
-    RouteRequest,
-    Weights,
-)
+from router.policies.types import Candidate, CandidateLoad, Ranked, RouteRequest, Weights
 
 State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
 """Of a `Candidate`, `replica_id`, `dp_rank` and `speed`; then the doubt about its hit: False, True

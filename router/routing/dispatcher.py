@@ -10,12 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from router.errors import (
-    BadRequest,
-    NoReplica,
-    Overloaded,
-    UnknownModel,
-)
+from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index import HashedPrompt, pack_token_ids
@@ -35,22 +30,12 @@ from router.prompt import (
     read_request,
     with_model,
 )
-from router.routing.decision import (
-    ANY_MODEL,
-    RANK_IGNORED,
-    Asked,
-    Decision,
-)
+from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RankChoice, RoutePlanner, prepare
 from router.routing.stored_responses import ResponseOwner, StoredResponses
-from router.routing.terms import (
-    NO_TERMS,
-    IsEligible,
-    TenantSalt,
-    Terms,
-)
+from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
 
 _Result = TypeVar("_Result")
 

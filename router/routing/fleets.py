@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from router._core import (
-    Books,
-    Conditions,
-    Fleet,
-    SharedIndex,
-)
+from router._core import Books, Conditions, Fleet, SharedIndex
 from router.fleet.replica import Replica
 from router.index import PrefixIndex, SourceId
 

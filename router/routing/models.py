@@ -12,12 +12,7 @@ from router.config import ModelConfig, StoreConfig
 from router.config.models import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
-from router.index import (
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-    SourceStatistics,
-)
+from router.index import LayoutHints, PrefixIndex, SourceId, SourceStatistics
 from router.prompt import (
     ChatSettings,
     HintForm,

@@ -21,13 +21,7 @@ from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
 from router.index.mirror import Mirror
 from router.index.mirror_types import WORTH_TELLING, Coming
-from router.policies import (
-    Candidate,
-    Policy,
-    Ranked,
-    RouteRequest,
-    Weights,
-)
+from router.policies import Candidate, Policy, Ranked, RouteRequest, Weights
 from router.prompt import TokenizedPrompt
 from router.routing.ranker import Ranker
 from router.routing.recent_prefixes import RecentPrefixes

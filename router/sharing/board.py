@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 from kvevents.field_docs import counter, flag, gauge
-from router.sharing.slots import (
-    Slot,
-    SlotError,
-    decode_slot,
-    encode_slot,
-)
+from router.sharing.slots import Slot, SlotError, decode_slot, encode_slot
 
 logger = logging.getLogger(__name__)
 

@@ -32,13 +32,7 @@ from router.index.mirror_types import STEP, Prefilling
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.sharing.board import Board
-from router.sharing.slots import (
-    MAX_KEYS,
-    SharedLoad,
-    SharedPrefix,
-    Slot,
-    fitting,
-)
+from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitting
 
 MAX_COMPARED = 16
 """Prompts that another one with the same beginning is compared with, at one cache."""

@@ -25,12 +25,7 @@ from router.doors.http.bodies import (
     with_form_field,
 )
 from router.doors.http.forwarding import Forwarding
-from router.doors.http.proxied_paths import (
-    ProxiedPath,
-    ProxiedPaths,
-    RoutedBy,
-    dialect_of,
-)
+from router.doors.http.proxied_paths import ProxiedPath, ProxiedPaths, RoutedBy, dialect_of
 from router.errors import (
     BadRequest,
     BodyTooLarge,

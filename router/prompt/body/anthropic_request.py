@@ -13,12 +13,7 @@ from router.prompt.body.openai_request import template_arguments
 from router.prompt.body.tools import anthropic_tools
 from router.prompt.errors import RequestBodyError
 from router.prompt.limits import PromptLimits
-from router.prompt.prompts import (
-    ChatPiece,
-    ChatPrompt,
-    OpaquePrompt,
-    Truncation,
-)
+from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt, Truncation
 
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.

@@ -15,12 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.prompt.local.segments import Segmenter
-from router.prompt.prompts import (
-    NO_ENDS,
-    ChatPiece,
-    MessageEnds,
-    TokenIds,
-)
+from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
 
 MOST_EXPECTED = 8
 """Of a chat: its first messages are those that others have too."""
