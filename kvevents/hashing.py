@@ -67,7 +67,7 @@ class HashChain:
     algorithm: str
     none_hash: bytes
     key_id: str | None = None
-    """Of the key under which the hashes are announced; see `kvevents.sealing`."""
+    """The id of the key under which the hashes are announced; see `kvevents.sealing`."""
 
     @classmethod
     def from_seed(cls, algorithm: str = "sha256", seed: str = DEFAULT_SEED) -> HashChain:

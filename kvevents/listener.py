@@ -106,7 +106,7 @@ class _Link:
     def __init__(self, topic: bytes, fd: int) -> None:
         self.topic = topic
         self.fd = fd
-        """Of the connection; negative where there is none, within a process."""
+        """The file descriptor of the connection; negative where there is none, within a process."""
         self.is_down = False
         self.last_message_at = monotonic()
         self.waiting: deque[Batch | MalformedBatch] = deque()

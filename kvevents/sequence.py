@@ -35,7 +35,7 @@ class StreamPosition(NamedTuple):
     seq: int
     """The batch applied last."""
     fingerprint: int
-    """Of that batch, by the seed of `fingerprint_seed`."""
+    """The fingerprint of that batch, by the seed of `fingerprint_seed`."""
     publisher_id: str | None
     has_ring: bool
     """Whether a replay ever showed a batch."""

@@ -52,9 +52,9 @@ class CacheCounts:
     """Admissions: a preempted request counts again."""
     queried_tokens: int = 0
     hit_tokens: int = 0
-    """Of `queried_tokens`, those that were reused."""
+    """Those of `queried_tokens` that were reused."""
     external_tokens: int = 0
-    """Of `queried_tokens`, those that a lower tier brought."""
+    """Those of `queried_tokens` that a lower tier brought."""
     refused: int = 0
     """Calls of `allocate_slots` that returned None."""
     resets: int = 0

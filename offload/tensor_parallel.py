@@ -157,7 +157,7 @@ class ShardEvents:
         self._reported: set[_Block] = set()
         """Blocks that `take_events` reported as stored."""
         self._removed: dict[_Block, None] = {}
-        """Of these, those that a worker has removed since."""
+        """The blocks among them that a worker has removed since."""
 
     def report(self, worker: int, events: Iterable[TierEvent]) -> None:
         """Take what changed in one worker's tier.

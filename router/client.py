@@ -57,7 +57,7 @@ class Selection:
     """Where a request should go."""
 
     id: str
-    """Of its reservation."""
+    """The id of its reservation."""
     replica: str
     endpoint: str
     """The replica's URL."""
@@ -76,7 +76,7 @@ class Selection:
     usage: Mapping[str, Any] | None = None
     """What the engine reports: set it, and it is compared with the prediction."""
     status: int | None = None
-    """Of the replica's response: set it where it is not 200."""
+    """The status of the replica's response: set it where it is not 200."""
     failure: str | None = None
     """How the replica failed, where it is to blame: `connect`, `closed`, `first_byte_timeout` or
     `unavailable`. It counts against its health."""

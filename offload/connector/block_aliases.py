@@ -30,7 +30,7 @@ class BlockAliases:
         self._prepared: dict[OffloadKey, Sequence[bytes]] = {}
         """Of blocks that are about to be stored."""
         self._block_hashes: dict[OffloadKey, Sequence[bytes]] = {}
-        """Of blocks that can be loaded."""
+        """The block hashes of blocks that can be loaded."""
         self._covering: dict[tuple[GroupIdx, bytes], dict[OffloadKey, None]] = {}
 
     def prepare(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:

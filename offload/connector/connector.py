@@ -137,7 +137,7 @@ class OffloadingConnector:
         self._flights: dict[int, _Flight] = {}
         self._loading: dict[str, _Loading] = {}
         self._contexts: dict[str, RequestContext] = {}
-        """Of requests that began and gave up no blocks since."""
+        """The contexts of requests that began and gave up no blocks since."""
         self._keys_loading: Counter[OffloadKey] = Counter()
         self._counts = {direction: CopyStatistics() for direction in Direction}
         self._refused_stores = 0

@@ -52,7 +52,7 @@ class FileTierStatistics:
 
     max_bytes: int
     used_bytes: int
-    """Of all files, those in flight included."""
+    """The bytes of all files, those in flight included."""
     idle_blocks: int
     """Hits that no load protects: what can be evicted."""
     loading_blocks: int

@@ -67,7 +67,7 @@ class RequestNeed:
     computed_blocks: tuple[Sequence[Block], ...]
     """Per group a hit's blocks, for a request that holds none yet."""
     num_external_tokens: int = 0
-    """Of `num_computed_tokens`, those that a lower tier will bring."""
+    """Those of `num_computed_tokens` that a lower tier will bring."""
     num_encoder_tokens: int = 0
     """Tokens of the encoder's output, for cross attention."""
 

@@ -76,7 +76,8 @@ class TierHost:
     page_bytes: Sequence[int]
     """Bytes of a GPU block, per group."""
     identity: str
-    """Of the weights: blocks of equal hashes have equal bytes only under one identity."""
+    """The identity of the weights: blocks of equal hashes have equal bytes only under one
+    identity."""
     enable_events: bool
     """Whether the engine takes and publishes the tiers' events."""
     backend: TransferBackend

@@ -53,7 +53,7 @@ class Header(msgspec.Struct):
     eagle: bool | list[int] = False
     """The groups that drop EAGLE's block, or whether all do."""
     name: str | None = None
-    """Of the recording."""
+    """The name of the recording."""
     source: str | None = None
     """The engine, as in `vllm 0.33.0`."""
     eagle_groups: list[int] | None = None
@@ -266,7 +266,7 @@ class Prediction:
     """One query of a recording."""
 
     line: int
-    """Of the file."""
+    """The line of the file."""
     tokens: int
     """Length of the prompt."""
     predicted: int

@@ -16,7 +16,7 @@ class OperatorKeyConfig(Section, frozen=True):
     """One of several keys, so that each holder's can be changed by itself."""
 
     name: KeyName
-    """Of the holder; it may appear in logs."""
+    """The name of the holder; it may appear in logs."""
     key: Secret
     """What the holder sends as `Authorization: Bearer` or `x-api-key`."""
 

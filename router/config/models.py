@@ -159,7 +159,7 @@ class StoreConfig(Section, frozen=True):
     """A store that several replicas of a model read and write: one file system, one bucket."""
 
     name: Name
-    """Of the store; in `/route`, in metrics, and in `policy.weights.tier_token`."""
+    """The name of the store; in `/route`, in metrics, and in `policy.weights.tier_token`."""
     tiers: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] = ()
     """Change it when engines do not announce what is `REMOTE`: blocks in these tiers are in the
     store, unless announced as `LOCAL`. Empty: whatever is announced as `REMOTE`."""

@@ -64,7 +64,7 @@ class PeerTierConfig(Section, frozen=True):
 
     Change it when engines reach each other at another address than the router reaches them."""
     port: Annotated[int, Field(ge=1, le=65_535), PLAIN]
-    """Of the engine's `p2p` tier."""
+    """The port of the engine's `p2p` tier."""
 
 
 PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]

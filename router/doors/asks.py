@@ -19,7 +19,7 @@ class Caller:
     """Whose key a question came with, and what it is good for."""
 
     name: str = ""
-    """Of the key; empty where none is needed."""
+    """The name of the key; empty where none is needed."""
     salt: TenantSalt | None = field(default=None, repr=False)
     usage: KeyUsage | None = field(default=None, repr=False)
     owner: ResponseOwner | None = field(default=None, repr=False)

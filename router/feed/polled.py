@@ -82,7 +82,7 @@ class Poller:
         self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
-        """Of those that are followed."""
+        """The ranks of those that are followed."""
         self._connections: dict[int, PolledConnection] = {}
         """By rank, while they are open."""
         self._task: asyncio.Task[None] | None = None

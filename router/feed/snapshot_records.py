@@ -29,7 +29,7 @@ class SavedHead(msgspec.Struct, frozen=True, tag=True):
     saved_at: float
     """Unix time."""
     seed: int
-    """Of the fingerprints of batches."""
+    """The seed of the fingerprints of batches."""
 
 
 class SnapshotSource(msgspec.Struct, frozen=True, tag=True):

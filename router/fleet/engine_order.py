@@ -26,7 +26,7 @@ class OrderFacts(NamedTuple):
 
     ageing_tokens_per_s: float
     usual_class: int
-    """Of requests whose headers and keys name none."""
+    """The usual class of requests whose headers and keys name none."""
     class_bits: int = _CLASS_BITS
     longest_tokens: int = LONGEST_TOKENS
 

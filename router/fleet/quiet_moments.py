@@ -40,7 +40,7 @@ class QuietSample(msgspec.Struct, frozen=True):
 
     replica_id: str
     number: int | None
-    """Of the requests there; None if it was not quiet when this one began."""
+    """Its number among the requests there; None if it was not quiet when this one began."""
 
 
 class QuietMoments:

@@ -77,7 +77,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     engine_load_age_s: float | None
     foreign_requests: int
     last_error: str | None
-    """Of the last failed check or request, since it was last healthy."""
+    """The error of the last failed check or request, since it was last healthy."""
     seconds_in_health: float
     seconds_since_check: float | None
     checks: Annotated[int, counter("kvroute_health_checks")]

@@ -77,7 +77,8 @@ class PrefixIndex:
         self._numbers: dict[SourceId, int] = {}
         """See `number_of`."""
         self._slots: dict[SourceId, int] = {}
-        """Of every source; replaced by another when one comes or goes, since a match keeps it."""
+        """The slots of every source; replaced by another when one comes or goes, since a match
+        keeps it."""
         self._searching: dict[SourceId, KnownSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
         self._has_leftovers = False

@@ -31,11 +31,11 @@ class CacheOutlook(NamedTuple):
     """Holds what a new request would find at a cache, besides its hit."""
 
     progress_tokens: float = 0.0
-    """Of the uncached tokens in prefill there, those that are computed by now."""
+    """Those of the uncached tokens in prefill there that are computed by now."""
     eviction_age_s: float | None = None
     """For how long what it evicts next has been idle; None while it evicts nothing."""
     reuse_probability: float = 0.0
-    """Of what it evicts next."""
+    """How probable it is that what it evicts next is used again."""
     uncached_tokens_per_s: float = 0.0
     """That it was given to compute lately."""
     arrivals_per_s: float = 0.0
@@ -53,11 +53,11 @@ class Prefilling:
     """A prompt that is being computed at a cache for a request, or has just been."""
 
     number: int
-    """Of the requests of its router."""
+    """Its number among the requests of its router."""
     model: str
     source: SourceId
     tokens: int
-    """Of the prompt."""
+    """The length of the prompt."""
     queued_tokens: int
     """Of these, the last ones, which have still to be computed."""
     keys: Sequence[int]
@@ -84,7 +84,7 @@ class ApproximateHit(NamedTuple):
 
     tokens: int
     trust: float
-    """Of the tokens that were promised there lately, the share that was cached."""
+    """The share of the tokens that were promised there lately that was cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +96,5 @@ class ApproximateStatistics:
     capacity_tokens: Annotated[int, gauge("kvroute_approximate_capacity_tokens")]
     """Size of a cache without events, as far as reuse was seen to last."""
     trust: Annotated[float, gauge("kvroute_approximate_trust")]
-    """Of the tokens promised at a cache without events lately, the share that was cached; so
-    much of its hits counts."""
+    """The share of the tokens promised at a cache without events lately that was cached; so much of
+    its hits counts."""

@@ -43,7 +43,7 @@ class IndexRecord(msgspec.Struct):
 
     implementation: Literal["native"]
     secrets: tuple[int, int]
-    """Of the key space: keys mean nothing under others."""
+    """The secrets of the key space: keys mean nothing under others."""
     stores: list[StoreRecord]
 
 

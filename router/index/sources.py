@@ -31,7 +31,7 @@ class SharedStore:
     layout: KVCacheLayout | None = None
     """The layout of the last writer: readers lay out their blocks alike."""
     lookahead: int = 0
-    """Of the same."""
+    """The lookahead of the same writer."""
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class RetryLimits:
     further_attempts: int = 2
     """Of one request, after its first."""
     budget_share: float = 0.1
-    """Of all requests, how many may be tried again in the long run where that may do harm."""
+    """How many of all requests may be tried again in the long run where that may do harm."""
     budget_burst: int = 10
     """How many more than that at once."""
 

@@ -128,8 +128,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 10_000.0
     """Of a replica at speed 1, as it was learned."""
     keys: Sequence[int] = ()
-    """Of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal prefixes.
-    Empty for a batch."""
+    """The keys of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal
+    prefixes. Empty for a batch."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.
@@ -170,8 +170,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     by_tier: tuple[tuple[str, int], ...] = ()
     """What each lower tier or shared store would bring back; empty where that is not told apart."""
     load_price: float | None = None
-    """Of one of those tokens, in tokens to compute, as it was measured there; None: as the weights
-    say."""
+    """The load price of one of those tokens, in tokens to compute, as it was measured there; None:
+    as the weights say."""
     pull_from: str | None = None
     """The replica from whose memory what `by_tier` names `PEER` is pulled."""
     junction_tokens: int = 0
@@ -182,7 +182,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Leading prompt tokens that were sent there so recently that events may not show them yet.
     For `least_delay` those that are being computed there for another request."""
     progress_tokens: float = 0.0
-    """Of the queued prefill tokens, those that are computed by now."""
+    """Those of the queued prefill tokens that are computed by now."""
     eviction_age_s: float | None = None
     """For how long what the cache would evict next has been idle; None while it evicts nothing."""
     reuse_probability: float = 0.0

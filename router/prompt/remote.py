@@ -62,7 +62,7 @@ class RemoteStatistics:
     asked: int
     """Requests sent to replicas."""
     failed: int
-    """Of these, how many brought no ids."""
+    """How many of these brought no ids."""
     cache: SegmentCacheStatistics
     """Whole prompts kept; a hit saved a request."""
 

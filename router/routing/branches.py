@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     is_continued: bool
     """Whether it goes on where an earlier prompt ended."""
     known_tokens: int
-    """Of its prefix, those that others have had, in whole steps."""
+    """Those of its prefix that others have had, in whole steps."""
     new_branch: int
     """Where it is the first to part from others, in tokens; 0: nowhere."""
     exact_branch: int = 0

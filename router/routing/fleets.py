@@ -27,7 +27,7 @@ class KnownFleet:
     replicas: list[Replica]
     index: PrefixIndex | None
     slots: Any
-    """Of the index, when it was made."""
+    """The slots of the index, when it was made."""
     shared: SharedIndex | None
     """That index in the core."""
     core: Fleet

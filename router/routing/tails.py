@@ -41,7 +41,7 @@ class Tails:
     def __init__(self) -> None:
         self._rough, self._exact = _Lengths(), _Lengths()
         self._parted = FadingRatio(0.0, 4.0, _SAMPLES)
-        """Of new prompts, those that a later one left somewhere."""
+        """Those of new prompts that a later one left somewhere."""
 
     def new(self) -> None:
         """A prompt came whose end no other had."""

@@ -67,7 +67,7 @@ class Tenant:
         """The same of what clients named."""
         self._tails = Tails()
         self._goes_on = {said: FadingRatio(0.5, 4.0, _SAMPLES) for said in Said}
-        """Of the prompts of which that is said, those that go on where an earlier one ended."""
+        """The prompts of which that is said and that go on where an earlier one ended."""
 
     def find(
         self, keys: Sequence[int], token_ids: Sequence[int], ends: MessageEnds, said: Said

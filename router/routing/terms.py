@@ -37,7 +37,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None = None
     """The data-parallel rank that the client asks for, where clients may."""
     salt: TenantSalt | None = None
-    """Of the client's key; put into the body, and into the question to the index."""
+    """The salt of the client's key; put into the body, and into the question to the index."""
     check_model: CheckModel | None = None
     """Whether that key is for a model, before anything is done for it."""
     owner: ResponseOwner | None = None
@@ -47,7 +47,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     is_eligible: IsEligible | None = None
     """Which replicas may be chosen; None: all that serve the model."""
     version: str | None = None
-    """Of the model, that was chosen already."""
+    """The version of the model, that was chosen already."""
 
     @property
     def secret(self) -> bytes | None:

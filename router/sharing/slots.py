@@ -44,14 +44,14 @@ class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """A prompt that is being computed at a cache, or has just been."""
 
     number: _Number
-    """Of the writer's; the same prompt keeps it."""
+    """Its number among the writer's prompts; the same prompt keeps it."""
     model: _Id
     key_space: Annotated[bytes, msgspec.Meta(max_length=16)]
     """How the keys were made: readers of another key space cannot use them."""
     replica: _Id
     dp_rank: _Rank
     tokens: _Number
-    """Of the whole prompt."""
+    """The length of the whole prompt."""
     queued_tokens: _Number
     """Of these, the last ones, which have still to be computed there. They are in its load too."""
     keys: Annotated[bytes, msgspec.Meta(max_length=_KEY_BYTES * MAX_KEYS)]
@@ -68,7 +68,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     begun: Annotated[dict[_Id, _Number], msgspec.Meta(max_length=8192)] = {}
     """Requests that it has sent to each replica since its start."""
     keys: Annotated[dict[_Id, tuple[_Number, _Number, _Number]], msgspec.Meta(max_length=8192)] = {}
-    """Of clients that have limits: requests and tokens of the last minute, requests in flight."""
+    """The keys of clients that have limits: requests and tokens of the last minute, requests in
+    flight."""
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION
 
 

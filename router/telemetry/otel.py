@@ -109,7 +109,7 @@ class OtelTracing:
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self.tracer = Tracer(self._is_sampled, self._take)
-        """Of requests."""
+        """The tracer of requests."""
 
     def start(self) -> None:
         """Begin to send."""

@@ -150,7 +150,7 @@ class Totals(msgspec.Struct):
     compared: int = 0
     """Requests whose responses reported their cached tokens."""
     estimated: int = 0
-    """Of these, those whose prediction was an estimate: it counts as neither over nor under."""
+    """Compared requests whose prediction was an estimate: it counts as neither over nor under."""
     compared_tokens: int = 0
     predicted_tokens: int = 0
     """Part of *compared_tokens* that was predicted to be cached."""

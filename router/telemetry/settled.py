@@ -35,10 +35,10 @@ class Settled(NamedTuple):
     client: tuple[str, int]
     dp_rank: int | None
     tokens: tuple[int, int, int, int]
-    """Of the prompt; predicted to be cached on the GPU, in all, and at admission."""
+    """The tokens of the prompt; predicted to be cached on the GPU, in all, and at admission."""
     suspect: bool
     approximate_trust: float | None
-    """Of a hit that is an estimate, the share that counted; None: it is by events."""
+    """The share that counted of a hit that is an estimate; None: it is by events."""
     asked: AskedInCore
     was_alone: bool
     """Whether it had the replica to itself, among those that the data plane decided."""

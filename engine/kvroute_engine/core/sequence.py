@@ -26,7 +26,7 @@ class SequenceInProgress:
     max_tokens: int
     """Length at which it ends, prompt and output."""
     number: int
-    """Of its arrival, counted from 0."""
+    """The number of its arrival, counted from 0."""
     arrived_at: int
     """Prompt tokens that the engine had computed by then: its clock for those that wait."""
     state: SequenceState = SequenceState.WAITING

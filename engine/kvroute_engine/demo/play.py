@@ -73,9 +73,9 @@ class DemoSettings:
     """In each play, one after the other; each begins with empty caches."""
     modes: Sequence[RoutingMode] = MODES
     plays: int = 2
-    """Of each mode; the order of the modes is reversed from one to the next."""
+    """The plays of each mode; the order of the modes is reversed from one to the next."""
     policy: str = "least_delay"
-    """Of the modes that name none."""
+    """The policy of the modes that name none."""
     keep: bool = False
     """Leave the engines running afterwards, behind a router in the first mode."""
 

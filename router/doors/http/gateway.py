@@ -183,7 +183,7 @@ class Begun:
     end."""
 
     usage: KeyUsage | None = None
-    """Of its key; it has entered."""
+    """The usage of its key; it has entered."""
     has_spent: bool = False
     """Whether its prompt's tokens are counted there."""
     context: TraceContext | None = None

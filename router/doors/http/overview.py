@@ -49,13 +49,13 @@ class LastMinute(Totals, kw_only=True):
     seconds: float
     """How much time this covers: a minute, less after the start."""
     cached_share: str | None
-    """Of the compared prompt tokens, those that engines reported as cached."""
+    """The share of the compared prompt tokens that engines reported as cached."""
     predicted_share: str | None
-    """Of the compared prompt tokens, those predicted to be cached."""
+    """The share of the compared prompt tokens that were predicted to be cached."""
     promised_share: str | None
-    """Of all routed prompt tokens, those predicted to be cached."""
+    """The share of all routed prompt tokens that were predicted to be cached."""
     mispredicted_share: str | None
-    """Of the compared requests, those predicted wrongly."""
+    """The share of the compared requests that were predicted wrongly."""
 
 
 class GroupSummary(View, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class ReplicaSummary(View, frozen=True, kw_only=True):
     id: str
     url: str
     level: Level
-    """Of its worst problem."""
+    """The level of its worst problem."""
     state: str
     health: str
     seconds_in_health: float
@@ -100,7 +100,7 @@ class ReplicaSummary(View, frozen=True, kw_only=True):
     serves: int
     """Models and aliases."""
     requests: int
-    """Of this router, in flight there."""
+    """The requests of this router, in flight there."""
     prefill_tokens: int
     """Uncached prompt tokens of these that wait for a first token."""
     engine_load: EngineLoad | None

@@ -33,7 +33,7 @@ class ProxiedPath(NamedTuple):
     endpoint: Endpoint | None = None
     """The form of the body, where it holds a prompt."""
     response_id: str = ""
-    """Of `RoutedBy.RESPONSE`."""
+    """The id of the response, with `RoutedBy.RESPONSE`."""
 
     @property
     def label(self) -> str:

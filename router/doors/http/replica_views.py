@@ -90,7 +90,7 @@ class ApproximateView(View, frozen=True, kw_only=True):
     capacity_tokens: int
     """As far as reuse was seen to last."""
     trust: float
-    """Of the tokens promised lately, the share that was cached."""
+    """The share of the tokens promised lately that was cached."""
 
 
 class SourceView(EventSource, frozen=True, kw_only=True):

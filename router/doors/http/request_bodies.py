@@ -194,7 +194,7 @@ class ReservationEnd(OutputReport, frozen=True, kw_only=True):
 
     outcome: Literal["completed", "client_left", "failed"] = "completed"
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
-    """Of the replica's response."""
+    """The status of the replica's response."""
     failure: Literal["connect", "closed", "first_byte_timeout", "unavailable"] | None = None
     """How the replica failed, as far as it is to blame: it counts against its health."""
 

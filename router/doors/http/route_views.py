@@ -193,7 +193,7 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     """Where a gateway should send a request."""
 
     selection_id: str = ""
-    """Of the reservation, where there is one."""
+    """The id of the reservation, where there is one."""
     model_name: str
     routing_group: str = "default"
     replica: str
@@ -215,7 +215,7 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     isl_tokens: int
     """Of the prompt, as far as its token ids are known."""
     effective_prefill_tokens: int
-    """Of these, those to compute."""
+    """Prompt tokens to be computed."""
     expected_tokens: int
     """Prompt tokens that will be cached when the engine admits the request: the prediction that is
     compared with its report."""
