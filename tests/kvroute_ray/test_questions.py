@@ -4,7 +4,8 @@ refused."""
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvroute_ray.questions import MOST_NAMES, prompt_of, question
 from router.client import SelectionError
 from router.config import ReplicaConfig
 from router.errors import BadRequest, BodyTooLarge, KeyLimitReached, ModelNotAllowed, QueueFull
+from tests.support.router_process import ROOT
 
 PROMPT = {"model": "gemma", "prompt": [1, 2]}
 
@@ -145,3 +147,18 @@ def test_what_is_refused_of_a_call_has_the_routers_codes() -> None:
     """A code that changes its name would let refused calls through."""
     errors = (BadRequest, BodyTooLarge, KeyLimitReached, ModelNotAllowed, QueueFull)
     assert {each.code for each in errors} <= CallRefused.CODES
+
+
+def test_the_guide_has_every_option_and_its_python_is_python() -> None:
+    """It is the only list of them."""
+    text = (ROOT / "docs/ray.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| Option .*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert table
+    rows = re.findall(r"^\| `(\w+)` \| *(.*?) *\|", table[0], re.MULTILINE)
+    assert [name for name, _ in rows] == [each.name for each in fields(RoutingOptions)]
+    numbers = {name: float(shown) for name, shown in rows if shown.isdigit()}
+    assert numbers == {"timeout_s": RoutingOptions.timeout_s, "pause_s": RoutingOptions.pause_s}
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        compile(block, "docs/ray.md", "exec")
