@@ -42,6 +42,7 @@ RUN = {
     ("README.md", "kvroute serve --config"): "here",
     ("docs/engines.md", "python examples/engine.py"): "tests/test_documents.py",
     ("docs/deployment.md", f"{BUILD}helm install"): "tests/deploy/test_chart.py",
+    ("docs/deployment.md", "helm upgrade router"): "tests/deploy/test_chart.py",
     ("docs/deployment.md", "promtool test rules"): "tests/deploy/test_prometheus.py",
     ("docs/index.md", "kvroute serve --replica"): "here",
     ("docs/index.md", "prompt="): "here",
