@@ -12,7 +12,6 @@ from tests.support.native import CORE
 DRIVER = Path(__file__).parent / "placing.cpp"
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_threads_that_decide_by_estimates_do_not_race(tmp_path: Path, sanitizer: str) -> None:
     """Whatever becomes of a request, an estimate does not take its prompt for being in use for
