@@ -31,6 +31,7 @@ from router.config import (
     values,
 )
 from router.policies import types as scoring
+from router.policies.policies import BUILT_IN
 from router.service import RouterService
 
 DOCS = Path(__file__).parent
@@ -47,7 +48,7 @@ _NAMED = {
         "TokenCount": "1 to 2^40",
         "Window": "tokens",
         "Name": "name",
-        "PolicyName": "name",
+        "PolicyName": ", ".join(f"`{name}`" for name in BUILT_IN) + ", or a plug-in's name",
         "FilePath": "path",
         "PlacedPath": "path",
         "UrlPath": "path",
@@ -224,7 +225,9 @@ def metrics(_: str) -> Iterator[str]:
         for family in [family for family in families if named.match(family.name)]:
             families.remove(family)
             yield _metric(family)
-    assert not families, f"metrics under no heading: {[family.name for family in families]}"
+    if families:
+        names = ", ".join(family.name for family in families)
+        sys.exit(f"no heading for {names}: add its beginning to _SUBJECTS in docs/reference.py")
 
 
 def _metric(family: Metric) -> str:

@@ -11,6 +11,8 @@ from router.policies import Candidate, Weights
 from router.seams.fleet import ServedName
 
 core_version: int
+built_in_policies: tuple[str, ...]
+"""Their names, as lists show them."""
 
 _Load: TypeAlias = tuple[int, int, int, int, int]
 """The fields of a `ReplicaLoad`."""

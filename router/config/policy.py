@@ -18,9 +18,8 @@ class PolicyConfig(Section, frozen=True):
     """How a replica is chosen."""
 
     name: PolicyName = LEAST_DELAY
-    """Change it when you want `prefix` (a request's own wait only, which was the default before),
-    `least_loaded`, `session`, `round_robin`, `random`, or a plug-in (entry point group
-    `kvroute.policies`)."""
+    """Change it when you want another of them (`prefix`: a request's own wait only, which was the
+    default before), or a plug-in (entry point group `kvroute.policies`)."""
     weights: Weights = Weights()
     session_header: HeaderName = "x-session-id"
     """Names the session, for the policy `session`; in lower case.

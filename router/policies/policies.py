@@ -16,6 +16,7 @@ from typing import Any
 
 from kvevents.plugins import PlugIns
 from router._core import Policy as CorePolicy
+from router._core import built_in_policies
 from router.errors import PolicyError
 from router.policies.reasons import Why, reasons_of
 from router.policies.types import Candidate, Policy, Ranked, RouteRequest, Weights
@@ -91,8 +92,7 @@ class PolicySettings:
 
 
 BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {
-    name: partial(BuiltInPolicy, name)
-    for name in ("prefix", LEAST_DELAY, "round_robin", "random", "least_loaded", "session")
+    name: partial(BuiltInPolicy, name) for name in built_in_policies
 }
 
 

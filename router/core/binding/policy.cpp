@@ -8,8 +8,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <map>
-
 #include "binding/decide.hpp"
 #include "binding/module.hpp"
 #include "decide/least_delay.hpp"
@@ -108,14 +106,11 @@ nb::tuple order_of(Policy& policy, const std::string& model, nb::bytes session, 
 }  // namespace
 
 Policy::Kind kvroute::binding::kind_of(const std::string& name) {
-    static const std::map<std::string, Policy::Kind> kinds{
-        {"least_delay", Policy::Kind::least_delay},   {"prefix", Policy::Kind::prefix},
-        {"least_loaded", Policy::Kind::least_loaded}, {"round_robin", Policy::Kind::round_robin},
-        {"random", Policy::Kind::random},             {"session", Policy::Kind::session},
-        {"", Policy::Kind::plug_in}};
-    const auto found = kinds.find(name);
-    if (found == kinds.end()) throw nb::value_error("no such policy");
-    return found->second;
+    if (name.empty()) return Policy::Kind::plug_in;
+    for (const Policy::Named& each : Policy::built_in()) {
+        if (each.name == name) return each.kind;
+    }
+    throw nb::value_error("no such policy");
 }
 
 Weights kvroute::binding::weights_of(nb::handle from) {
@@ -135,6 +130,9 @@ Weights kvroute::binding::weights_of(nb::handle from) {
 }
 
 void kvroute::binding::bind_policy(nb::module_& module) {
+    std::vector<std::string> names;
+    for (const Policy::Named& each : Policy::built_in()) names.emplace_back(each.name);
+    module.attr("built_in_policies") = nb::tuple(nb::cast(names));
     nb::class_<Policy>(module, "Policy")
         .def("__init__",
              [](Policy* self, const std::string& name, nb::handle weights) {

@@ -144,6 +144,18 @@ void Order::numbers(const Candidates& candidates, const Fleet& fleet,
 
 // --- the policies ---
 
+std::span<const Policy::Named> Policy::built_in() {
+    static constexpr Named kBuiltIn[] = {
+        {"prefix", Kind::prefix},
+        {"least_delay", Kind::least_delay},
+        {"round_robin", Kind::round_robin},
+        {"random", Kind::random},
+        {"least_loaded", Kind::least_loaded},
+        {"session", Kind::session},
+    };
+    return kBuiltIn;
+}
+
 u64 Turns::next(std::string_view model) {
     const auto found = turns_.find(model);
     if (found != turns_.end()) return found->second++;

@@ -3,6 +3,7 @@
 // reasons.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -83,6 +84,13 @@ class Policy {
 public:
     // `plug_in`: somebody else orders the candidates.
     enum class Kind : u8 { least_delay, prefix, least_loaded, round_robin, random, session, plug_in };
+
+    struct Named {
+        std::string_view name;
+        Kind kind;
+    };
+    // The built-in ones by the name that a configuration gives them, as lists show them.
+    static std::span<const Named> built_in();
 
     Policy(Kind kind, Weights weights)
         : kind_(kind), needs_outlook_(kind == Kind::least_delay), weights_(std::move(weights)) {}
