@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +13,11 @@ from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
 from tests.support.wire_samples import (
     END_OF_REPLAY,
+    FOLDER,
     live,
+    messages,
     number,
+    packed,
     replay_frames,
     replayed,
     versions,
@@ -115,3 +119,11 @@ def test_the_session_that_stored_a_block_first_is_read_over(engine: str, version
         ]
         assert decode(msgspec.msgpack.encode([ts, without, *rest])) == decode(message.payload)
     assert sessions > 0
+
+
+def test_a_packed_sample_has_the_frames_it_was_given(tmp_path: Path) -> None:
+    """With it the sample of another engine is written."""
+    frames = list(messages(FOLDER / f"vllm-{NEWEST}.raw.gz"))
+    (tmp_path / "again").write_bytes(packed(frames))
+    assert frames
+    assert list(messages(tmp_path / "again")) == frames

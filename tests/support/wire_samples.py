@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gzip
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +58,20 @@ def messages(path: Path) -> Iterator[list[bytes]]:
             frames.append(raw[offset : offset + length])
             offset += length
         yield frames
+
+
+def packed(messages_of_all: Iterable[Sequence[bytes]]) -> bytes:
+    """The content of a file with these messages, one nanosecond apart.
+
+    Args:
+        messages_of_all: The frames of each, as a socket received them.
+    """
+    raw = bytearray()
+    for at_ns, frames in enumerate(messages_of_all):
+        raw += _HEAD.pack(at_ns, len(frames))
+        for frame in frames:
+            raw += _LENGTH.pack(len(frame)) + frame
+    return gzip.compress(bytes(raw), mtime=0)
 
 
 def live(version: str, engine: str = "vllm") -> list[Sequenced]:
