@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+MODES = ("core", "estimates", "python")
+
 
 @pytest.mark.skipif(
     not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler: no peer benchmarks"
@@ -19,9 +21,9 @@ def test_a_figure_for_each_number_of_threads_and_whoever_decides() -> None:
     done = subprocess.run([*command, "--seconds", "0.5"], check=True, capture_output=True)
     figures = [json.loads(line) for line in done.stdout.splitlines()]
     rounds = {(each["of"], each["threads"]): each for each in figures if "round" in each}
-    assert set(rounds) == {(of, threads) for of in ("core", "python") for threads in (1, 2)}
+    assert set(rounds) == {(of, threads) for of in MODES for threads in (1, 2)}
     assert all(each["errors"] == 0 < each["requests_per_second"] for each in rounds.values())
     for threads in (1, 2):
         core, python = rounds["core", threads], rounds["python", threads]
         assert core["router_cpu_us"] * 2 < python["router_cpu_us"]
-    assert len(figures) == 8
+    assert len(figures) == 2 * len(rounds)
