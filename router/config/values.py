@@ -232,6 +232,11 @@ def reachable(endpoint: str, host: str) -> str:
     return f"{scheme}://{shown}{colon}{port}{slash}{path}"
 
 
+def has_wildcard_host(endpoint: str) -> bool:
+    """Return whether an address takes the host that it is reached at from elsewhere."""
+    return reachable(endpoint, "replica") != endpoint
+
+
 def is_local_host(host: str) -> bool:
     """Return whether a name or address is this machine's own, in any of the forms that resolvers
     take: `127.1` and `0` too. A name that merely resolves to such an address is not known here."""
@@ -253,9 +258,6 @@ def is_local_host(host: str) -> bool:
 def is_local_endpoint(endpoint: str) -> bool:
     """Return whether a source's address leads to this machine itself; wildcards, which stand for
     another host, do not."""
-    if endpoint.startswith(POLLED):
-        host = Origin.parse(reachable(endpoint, "replica")).host
-        return is_local_host(host)
     if not endpoint.startswith("tcp://"):
         return True
     # ZMQ takes a source address before a semicolon.

@@ -18,7 +18,7 @@ from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions
 from router.config.discovery import Scheme, TcpPort
 from router.config.document import Location, problems_in
 from router.config.origin import Origin
-from router.config.values import UrlPath, is_local_endpoint
+from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
 from router.fleet.discovery.kubernetes_api import (
     Collection,
     KubernetesApi,
@@ -139,9 +139,15 @@ class _PodOptions(ReplicaOptions, frozen=True):
     path: UrlPath | None = None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Event streams on the router's own machine, besides the usual ones."""
+        """Event streams on the router's own machine, and requests to anywhere but the pod, besides
+        the usual ones."""
         yield from super().contradictions()
         for index, source in enumerate(self.kv_events or ()):
+            if source.endpoint.startswith(POLLED):
+                if not has_wildcard_host(source.endpoint):
+                    rule = "a pod is asked at its own address: its host must be *"
+                    yield ("kv_events", index, "endpoint"), f"{source.endpoint!r}; {rule}"
+                continue
             for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
                 address = getattr(source, name)
                 if address not in (None, LISTENED_TO) and is_local_endpoint(address):

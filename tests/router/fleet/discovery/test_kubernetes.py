@@ -177,11 +177,15 @@ async def test_a_pods_engine_may_connect_to_the_router() -> None:
             assert (list(found.replicas), list(found.broken)) == (["connects"], [])
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
-async def test_a_pods_engine_may_be_asked_for_its_events_and_nothing_on_this_machine(
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "127.0.0.1", "[::1]", "127.0.0.1.nip.io", "169.254.169.254", "10.0.0.9", "a.svc"],
+)
+async def test_a_pods_engine_is_asked_for_its_events_at_the_pods_own_address_only(
     host: str,
 ) -> None:
-    """An annotation must not have the router ask its own machine, where it may be trusted."""
+    """An annotation must not have the router send requests to other places, where it may be
+    trusted; a name may lead to its own machine."""
     async with api_server() as (server, url):
         for name, asked in (("asked", "*"), ("misled", host)):
             sources = [{"endpoint": f"http://{asked}:8000/kv_cache_events"}]
@@ -190,7 +194,7 @@ async def test_a_pods_engine_may_be_asked_for_its_events_and_nothing_on_this_mac
         async with following(provider(url, replica=ReplicaOptions())) as found:
             await eventually(lambda: found.broken, "a list")
             assert list(found.replicas) == ["asked"]
-            assert "is on the router's own machine" in found.broken[0]
+            assert "a pod is asked at its own address: its host must be *" in found.broken[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"pool": "llama"}], ids=["selector", "pool"])
