@@ -195,13 +195,14 @@ class TrtllmTranslator:
     """
 
     def __init__(self) -> None:
+        self._last_seq = -1
+        self._start()
+
+    def _start(self) -> None:
         self._groups: dict[int | None, int] = {}
         """By window, where events name no group."""
         self._windows: dict[int, int] = {}
         """By group, where events name it."""
-        self._start()
-
-    def _start(self) -> None:
         self._block_size = 0
         self._held_back: dict[tuple[int, BlockHash], _HeldBack] = {}
         self._apart: dict[tuple[int, BlockHash], str | None] = {}
@@ -213,8 +214,9 @@ class TrtllmTranslator:
         Raises:
             MalformedBatch: It cannot be read.
         """
-        if event.seq == 0:
-            self._start()  # of another process, or the first
+        if event.seq <= self._last_seq:
+            self._start()  # of another process, whose first events may be lost
+        self._last_seq = event.seq
         problem = None
         try:
             events = list(self._read(event))

@@ -25,15 +25,18 @@ PROMPT = tokens(4 * BLOCK)
 
 
 def read(*events: dict[str, Any], by: TrtllmTranslator | None = None) -> list[Event]:
-    """What these come to, by a reader that knows nothing else."""
+    """What these come to, by a reader that knows nothing else; numbers go on where none are
+    given."""
     reader = by or TrtllmTranslator()
-    body = json.dumps(events).encode()
+    first = max(reader._last_seq, 0) + 1
+    numbered = [{"event_id": first + place, **each} for place, each in enumerate(events)]
+    body = json.dumps(numbered).encode()
     batches = [reader.translate(event) for event in read_response(body).events]
     return [event for batch in batches for event in decode(batch.payload).events]
 
 
-def event(data: dict[str, Any], event_id: int = 1, **others: Any) -> dict[str, Any]:
-    return {"event_id": event_id, "window_size": 4096, "data": data, **others}
+def event(data: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"window_size": 4096, "data": data, **others}
 
 
 def stored(*blocks: dict[str, Any], parent: int | str | None = None, **others: Any) -> Any:
@@ -158,6 +161,19 @@ def test_a_process_begins_with_event_0_and_its_own_block_size() -> None:
     assert followed.hit([*tokens(128, 1), 1]) == (128, 128)
 
 
+def test_a_process_whose_first_events_are_lost_has_its_own_block_size_too() -> None:
+    """A number that is not above the last one is of another process: its blocks are not measured by
+    those of the one before, nor are its windows."""
+    reader = TrtllmTranslator()
+    made = {"type": "created", "num_blocks_per_cache_level": [1]}
+    read(event(made, event_id=4, window_size=2**17, layer_group_id=1), by=reader)
+    read(stored(block(1), block(2), event_id=5), by=reader)
+    run = block(3, 2 * BLOCK), block(4, 2 * BLOCK)
+    (found,) = read(stored(*run, event_id=5, layer_group_id=3), by=reader)
+    assert isinstance(found, BlockStored)
+    assert (found.block_size, found.kv_cache_spec_kind) == (2 * BLOCK, "full_attention")
+
+
 # --- the form -------------------------------------------------------------------------------------
 
 
@@ -202,7 +218,7 @@ def test_pictures_and_salts_keep_blocks_apart_from_plain_text() -> None:
     index = PrefixIndex()
     index.add(SOURCE)
     reader = TrtllmTranslator()
-    body = json.dumps([stored(picture, block(2))]).encode()
+    body = json.dumps([stored(picture, block(2), event_id=1)]).encode()
     for each in read_response(body).events:
         index.apply(SOURCE, reader.translate(each).payload)
     assert index.match([0, 32_001, *range(BLOCK - 2), 1])[SOURCE].cached_tokens == 0
@@ -242,11 +258,16 @@ def test_groups_are_windows_or_the_engines_own() -> None:
 def test_ranks_and_numbers_are_read_first() -> None:
     """An event that was none when it was written is `{}`."""
     body = json.dumps(
-        [{}, event({"type": "x"}, 4), event({"type": "x"}, 9, attention_dp_rank=2), {"data": 1}, 7]
+        [
+            {},
+            event({"type": "x"}, event_id=4),
+            event({"type": "x"}, event_id=9, attention_dp_rank=2),
+            {"data": 1},
+        ]
     )
     found = read_response(body.encode())
     assert [(each.rank, each.seq) for each in found.events] == [(0, 4), (2, 9)]
-    assert found.unreadable == 2
+    assert found.unreadable == 1
 
 
 # --- hostile input --------------------------------------------------------------------------------
