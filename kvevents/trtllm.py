@@ -22,7 +22,7 @@ full attention. The newer one names `layer_group_id`; its windows need their las
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,7 @@ from kvevents.codec import (
     MAX_GROUP_IDX,
     MAX_NAME_LENGTH,
     MAX_TOKEN_ID,
+    MAX_UNREADABLE,
     encode,
     names_a_removal,
     without_values,
@@ -47,8 +48,16 @@ from kvevents.events import (
 )
 from kvevents.messages import MAX_SEQ, Batch
 
+MAX_RESPONSE_BYTES = 32 * 2**20
+"""Room for blocks of 750,000 tokens: one prompt is one event, and the events of an outage come at
+once. What does not fit is lost."""
+MAX_EVENTS = 100_000
+"""In one response."""
+MAX_BLOCK_TOKENS = 4096
 MAX_HELD_BACK = 4096
 """Blocks that wait until the block size is known."""
+MAX_HELD_BACK_TOKENS = 262_144
+"""Tokens of all these blocks together."""
 MAX_APART = 1_048_576
 """Blocks remembered that are not, or not only, on the GPU."""
 _MAX_HASH_CHARS = 128
@@ -62,6 +71,19 @@ _Hash = (
 )
 _Level = Annotated[int, msgspec.Meta(ge=0, le=255)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+
+
+class _Counted(msgspec.Struct, gc=False):
+    """An element of a response. It counts while the array is read: a few bytes are enough for an
+    element, and an array of many would take far more memory than its text."""
+
+    left: ClassVar[int] = 0
+    """How many more there may be."""
+
+    def __post_init__(self) -> None:
+        _Counted.left -= 1
+        if _Counted.left < 0:
+            raise ValueError("too many events")
 
 
 class _PolledHead(msgspec.Struct):
@@ -92,7 +114,7 @@ class _MultimodalKey(msgspec.Struct):
 
 class _Block(msgspec.Struct):
     block_hash: _Hash
-    tokens: list[_Token]
+    tokens: Annotated[list[_Token], msgspec.Meta(max_length=MAX_BLOCK_TOKENS)]
     cache_level: _Level = 0
     mm_keys: list[_MultimodalKey] | None = None
     cache_salt: _Name | None = None
@@ -130,6 +152,7 @@ class _Updated(msgspec.Struct):
     cache_level: _Diff | None = None
 
 
+_count_decoder = msgspec.json.Decoder(list[_Counted])
 _events_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _head_decoder = msgspec.json.Decoder(_PolledHead)
 _event_decoder = msgspec.json.Decoder(_PolledEvent)
@@ -159,13 +182,19 @@ def read_response(body: bytes) -> PolledEvents:
     """The events of a response, in its order.
 
     Raises:
-        MalformedBatch: It is no JSON array.
+        MalformedBatch: It is no JSON array of objects, or has too many, or too many without a
+            number.
     """
+    what = f"response of {len(body)} bytes"
+    _Counted.left = MAX_EVENTS
     try:
+        _count_decoder.decode(body)
         found = _events_decoder.decode(body)
     except _UNREADABLE:
         rule = "it must be a JSON array of events"
-        raise MalformedBatch(f"response of {len(body)} bytes: {rule}") from None
+        if _Counted.left < 0:
+            rule = f"it may have {MAX_EVENTS} events"
+        raise MalformedBatch(f"{what}: {rule}") from None
     events: list[PolledEvent] = []
     unreadable = 0
     for each in found:
@@ -175,6 +204,9 @@ def read_response(body: bytes) -> PolledEvents:
             head = _head_decoder.decode(each)
         except _UNREADABLE:
             unreadable += 1
+            if unreadable > MAX_UNREADABLE:
+                rule = f"more than {MAX_UNREADABLE} events name no event_id"
+                raise MalformedBatch(f"{what}: {rule}") from None
             continue
         events.append(PolledEvent(head.attention_dp_rank or 0, head.event_id, each))
     return PolledEvents(events, unreadable)
@@ -205,6 +237,7 @@ class TrtllmTranslator:
         """By group, where events name it."""
         self._block_size = 0
         self._held_back: dict[tuple[int, BlockHash], _HeldBack] = {}
+        self._held_back_tokens = 0
         self._apart: dict[tuple[int, BlockHash], str | None] = {}
         """Where blocks are that are not on the GPU; None: nowhere, they were left out."""
 
@@ -275,10 +308,24 @@ class TrtllmTranslator:
             yield from self._runs(polled, group, parent, stored)
             return
         for block in stored.blocks:  # it is the only one
-            if len(self._held_back) >= MAX_HELD_BACK:
-                self._held_back.pop(next(iter(self._held_back)))
             key = group, _known_hash(polled, block)
-            self._held_back[key] = _HeldBack(parent, block, stored)
+            self._hold_back(key, _HeldBack(parent, block, stored))
+
+    def _hold_back(self, key: tuple[int, BlockHash], held_back: _HeldBack) -> None:
+        """Let a block wait; the oldest are given up for it."""
+        self._let_go(key)
+        self._held_back[key] = held_back
+        self._held_back_tokens += len(held_back.block.tokens)
+        while len(self._held_back) > MAX_HELD_BACK or self._held_back_tokens > MAX_HELD_BACK_TOKENS:
+            self._let_go(next(iter(self._held_back)))
+
+    def _let_go(self, key: tuple[int, BlockHash]) -> bool:
+        """Return whether a block was waiting; it does no more."""
+        held_back = self._held_back.pop(key, None)
+        if held_back is None:
+            return False
+        self._held_back_tokens -= len(held_back.block.tokens)
+        return True
 
     def _learn_size(self, group: int, parent: BlockHash | None, stored: _Stored) -> None:
         before = None if parent is None else self._held_back.get((group, parent))
@@ -288,7 +335,7 @@ class TrtllmTranslator:
             self._block_size = len(before.block.tokens)
 
     def _released(self, polled: PolledEvent) -> Iterator[Event]:
-        waiting, self._held_back = self._held_back, {}
+        waiting, self._held_back, self._held_back_tokens = self._held_back, {}, 0
         for (group, _), (parent, block, origin) in waiting.items():
             lone = _Stored([block], None, origin.lora_id, origin.lora_name)
             yield from self._runs(polled, group, parent, lone)
@@ -371,7 +418,7 @@ class TrtllmTranslator:
             block_hash = _hash(polled, each)
             assert block_hash is not None
             key = group, block_hash
-            if self._held_back.pop(key, None) is not None:
+            if self._let_go(key):
                 continue
             tier = self._apart.pop(key, GPU)
             if tier is not None:

@@ -24,7 +24,7 @@ from kvevents.field_docs import counter
 from kvevents.messages import Batch
 from kvevents.pacing import Backoff
 from kvevents.sockets import WakeUp
-from kvevents.trtllm import PolledEvent, TrtllmTranslator, read_response
+from kvevents.trtllm import MAX_RESPONSE_BYTES, PolledEvent, TrtllmTranslator, read_response
 from router.config.origin import Allows, Header, Origin, Timeouts
 from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import UpstreamError
@@ -322,12 +322,12 @@ class Pollers:
 
     Args:
         client: Sends the requests; None: nothing can be asked.
-        max_bytes: Bound of a response.
+        max_bytes: Bound of a response, where it is below `MAX_RESPONSE_BYTES`.
     """
 
     def __init__(self, client: UpstreamClient | None, max_bytes: int) -> None:
         self._client = client
-        self._max_bytes = max_bytes
+        self._max_bytes = min(max_bytes, MAX_RESPONSE_BYTES)
         self._pollers: dict[str, Poller] = {}
 
     def register(

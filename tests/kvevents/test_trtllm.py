@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents import trtllm
-from kvevents.codec import decode
+from kvevents.codec import MAX_UNREADABLE, decode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, Event
 from kvevents.trtllm import TrtllmTranslator, read_response
@@ -281,6 +281,7 @@ def test_ranks_and_numbers_are_read_first() -> None:
         (event({}), "missing required field `type`"),
         (stored({"block_hash": "xyz", "tokens": []}), "a number or hexadecimal digits"),
         (stored(block(1), block(2, BLOCK + 1)), "33 tokens: blocks of this cache have 32"),
+        (stored(block(1, trtllm.MAX_BLOCK_TOKENS + 1)), "length <= 4096"),
         (stored(block(2**64)), "must be below|out of range"),
         (stored(block(-1)), ">= 0"),
         (stored({**block(1), "tokens": [{"token_id": 2**32}]}), "<= 4294967295"),
@@ -304,6 +305,24 @@ def test_a_response_that_is_no_array_is_refused_as_a_whole(body: bytes) -> None:
         read_response(body)
 
 
+@pytest.mark.parametrize(
+    ("element", "count", "rule"),
+    [
+        (b"0", 2, "must be a JSON array of events"),
+        (b"{}", trtllm.MAX_EVENTS + 1, "may have 100000 events"),
+        (b'{"data":1}', MAX_UNREADABLE + 1, "more than 1000 events name no event_id"),
+    ],
+    ids=["no objects", "many", "without numbers"],
+)
+def test_a_response_of_very_many_small_elements_is_refused_as_a_whole(
+    element: bytes, count: int, rule: str
+) -> None:
+    """Each would take far more memory than its text, and time on the event loop."""
+    with pytest.raises(MalformedBatch, match=rule):
+        read_response(b"[" + b",".join([element] * count) + b"]")
+    read_response(b"[" + b",".join([b"{}"] * trtllm.MAX_EVENTS) + b"]")  # counted anew
+
+
 @given(
     data=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -324,6 +343,21 @@ def test_no_event_raises_anything_else(data: object) -> None:
     """One would end the task that follows the replica."""
     with contextlib.suppress(MalformedBatch):
         read({"event_id": 1, "data": data})
+
+
+def test_blocks_wait_for_their_size_within_a_bound_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large blocks are given up before there are many; one that is named again counts once, and
+    one that is removed no more."""
+    monkeypatch.setattr(trtllm, "MAX_HELD_BACK_TOKENS", 4 * BLOCK)
+    reader = TrtllmTranslator()
+    read(*(stored(block(number)) for number in (1, 2, 3, 3, 3, 4)), by=reader)
+    read(event({"type": "removed", "block_hashes": [4]}), by=reader)
+    read(stored(block(5)), stored(block(6)), by=reader)
+    found = read(stored(block(100), block(101)), by=reader)
+    released = [each.block_hashes for each in found if isinstance(each, BlockStored)]
+    assert released == [[2], [3], [5], [6], [100, 101]]
 
 
 @pytest.mark.parametrize("name", ["MAX_HELD_BACK", "MAX_APART"])
