@@ -143,7 +143,8 @@ class Poller:
 
     async def _ask_on(self) -> None:
         pause, retry = Backoff(*_PAUSE_S), Backoff(*_RETRY_S)
-        while True:
+        # Python 3.10 may lose a cancellation that meets the end of a timeout.
+        while self._task is asyncio.current_task():
             try:
                 has_events = self._take(await self._ask())
             except KVEventsError as problem:
@@ -158,8 +159,8 @@ class Poller:
             await asyncio.sleep(pause.next_delay())
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """It ends only when it is cancelled; anything else is our bug, and shows."""
-        if task.cancelled():
+        """It ends only when nothing is asked any more; anything else is our bug, and shows."""
+        if task.cancelled() or task is not self._task:
             return
         self._task = None
         self.on_problem(PollFailed(f"{self.endpoint}: {type(task.exception()).__name__}"))

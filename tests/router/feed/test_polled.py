@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from async_timeout import timeout
 
 from kvevents.errors import EndpointError
 from kvevents.stream_state import SourceState
+from router.config.origin import Header
 from router.feed import polled
 from router.feed.feed import Feed
 from router.fleet.client import UpstreamClient
+from router.fleet.client_errors import IdleTimeout
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import tokens
 from tests.support.engine_stub import EngineStub, Exchange
@@ -58,6 +62,16 @@ class Setting:
     def polls(self) -> dict[str, int]:
         (found,) = self.feed.pollers()
         return found.polls
+
+
+class Uncancellable(UpstreamClient):
+    """Reports the end of a timeout where a request is cancelled."""
+
+    async def fetch(self, *args: Any, **kwargs: Any) -> tuple[int, list[Header], bytes]:
+        try:
+            return await super().fetch(*args, **kwargs)
+        except asyncio.CancelledError:
+            raise IdleTimeout("cancelled") from None
 
 
 @pytest.fixture
@@ -238,6 +252,33 @@ async def test_a_response_that_is_none_is_counted_and_costs_nothing_else(
     here.follow()
     await here.until(SourceState.LIVE, 0)
     assert here.polls()[outcome] == 1
+
+
+async def test_nobody_goes_on_asking_where_a_cancellation_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Python 3.10 may take it for the end of a timeout; a second task would ask for ever. Nobody is
+    told of an end like this one."""
+    index, client, asked = PrefixIndex(), Uncancellable(), asyncio.Event()
+
+    async def hang(exchange: Exchange) -> None:
+        asked.set()
+        await exchange.gone.wait()
+
+    feed = Feed(lambda _: index, QUICK, client=client)
+    async with EngineStub("m") as stub:
+        stub.paths[PATH] = hang
+        endpoint = f"{stub.url}{PATH}"
+        feed.add(A, endpoint, None, None, "m")
+        await asked.wait()
+        (task,) = (each for each in asyncio.all_tasks() if each.get_name() == endpoint)
+        await feed.remove(A)
+        async with timeout(5):
+            await asyncio.wait([task])
+        assert not task.cancelled()
+        assert "NoneType" not in caplog.text
+        await feed.close()
+        await client.close()
 
 
 async def test_an_event_that_cannot_be_read_is_lost_and_the_next_ones_are_not(
