@@ -90,8 +90,10 @@ class Poller:
         self._strangers: set[int] = set()
         self._taken = WakeUp()
         self._failing_since = math.inf
+        self._is_reported = False
+        """The last response had a problem, which was told."""
         self.on_problem: Callable[[KVEventsError], object] = lambda _: None
-        """Told of the first failure after a success, and of what belongs to no source."""
+        """Told of the first problem after a response without, and of what belongs to no source."""
 
     @property
     def is_wanted(self) -> bool:
@@ -199,11 +201,12 @@ class Poller:
             MalformedBatch: The response holds none.
         """
         found = read_response(body)
-        self._polls["events" if found.events else "empty"] += 1
         if found.unreadable:
-            self.on_problem(
-                MalformedBatch(f"{self.endpoint}: {found.unreadable} events name no event_id")
-            )
+            rule = f"{found.unreadable} events name no event_id"
+            self._note_problem(MalformedBatch(f"{self.endpoint}: {rule}"))
+        else:
+            self._polls["events" if found.events else "empty"] += 1
+            self._is_reported = False
         for event in found.events:
             connection = self._connections.get(event.rank)
             if connection is not None:
@@ -226,12 +229,16 @@ class Poller:
             rule = f"its rank {rank} has events, and no entry of kv_events"
             self.on_problem(PollFailed(f"{self.endpoint}: {rule}"))
 
-    def _note_failure(self, problem: KVEventsError) -> None:
+    def _note_problem(self, problem: KVEventsError) -> None:
         self._polls["malformed" if isinstance(problem, MalformedBatch) else "failed"] += 1
-        now = monotonic()
-        if self._failing_since == math.inf:
-            self._failing_since = now
+        if not self._is_reported:
+            self._is_reported = True
             self.on_problem(problem)
+
+    def _note_failure(self, problem: KVEventsError) -> None:
+        self._note_problem(problem)
+        now = monotonic()
+        self._failing_since = min(self._failing_since, now)
         if now - self._failing_since > _GONE_AFTER_S:
             for connection in tuple(self._connections.values()):
                 connection.end()

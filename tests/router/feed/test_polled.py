@@ -240,8 +240,10 @@ async def test_a_server_that_wants_get_is_asked_so(here: Setting) -> None:
         (b"<html>no</html>", "malformed"),
         (b'{"events": []}', "malformed"),
         (b"[" + b" " * (3 * 2**20) + b"]", "failed"),
+        (b"[" + b"{}," * 100_000 + b"{}]", "malformed"),
+        (b'[{"event_id": "x"}]', "malformed"),
     ],
-    ids=["no JSON", "no array", "too long"],
+    ids=["no JSON", "no array", "too long", "too many", "no number"],
 )
 async def test_a_response_that_is_none_is_counted_and_costs_nothing_else(
     here: Setting, monkeypatch: pytest.MonkeyPatch, body: bytes, outcome: str
@@ -252,6 +254,20 @@ async def test_a_response_that_is_none_is_counted_and_costs_nothing_else(
     here.follow()
     await here.until(SourceState.LIVE, 0)
     assert here.polls()[outcome] == 1
+
+
+async def test_events_without_a_number_are_named_once_until_there_are_none(
+    here: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that always sends some must not fill the log; the others count."""
+    here.events.bodies = [b'[{"event_id": -1}, {"event_id": 0, "data": {"type": "x"}}]']
+    here.events.bodies += [b'[{"data": 1}]'] * 3 + [b"[]", b"[7]", b"[{}, {}, {}, 8]", b"[]"]
+    here.follow()
+    await eventually(lambda: here.polls().get("empty", 0) > 2, "requests after these")
+    await here.until(SourceState.LIVE, 0)
+    assert here.polls()["malformed"] == 6
+    assert caplog.text.count("events name no event_id") == 1
+    assert caplog.text.count("it must be a JSON array of events") == 1
 
 
 async def test_nobody_goes_on_asking_where_a_cancellation_is_lost(
