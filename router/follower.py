@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvevents.errors import KVEventsError
 from router.config.origin import Header, Origin
@@ -21,9 +20,6 @@ from router.routing.models import Model
 from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts
 from router.telemetry.request_observer import RequestObservers
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

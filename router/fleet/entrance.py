@@ -23,14 +23,19 @@ _MAX_MS_DIGITS = 9
 
 
 def headers_read(config: OverloadConfig) -> frozenset[bytes]:
-    """All headers that decide on a request's place; names in lower case."""
-    named = (
-        *_names(config.priority_header, _OBJECTIVE),
-        *_names(config.tenant_header, _FAIRNESS),
-        *_names(config.timeout_header, ()),
-        *(_TTFT if config.ttft_is_deadline else ()),
+    """All headers that decide on a request's place; names in lower case. Where nothing waits, that
+    is the engine's matter, which orders by priority alone."""
+    priority = _names(config.priority_header, _OBJECTIVE)
+    if not config.is_queueing:
+        return frozenset(priority)
+    return frozenset(
+        (
+            *priority,
+            *_names(config.tenant_header, _FAIRNESS),
+            *_names(config.timeout_header, ()),
+            *(_TTFT if config.ttft_is_deadline else ()),
+        )
     )
-    return frozenset(named)
 
 
 def line_limits(config: OverloadConfig) -> LineLimits:

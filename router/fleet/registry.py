@@ -145,7 +145,7 @@ class ReplicaRegistry:
             task.add_done_callback(_report_crash)
         if self._pacing is None:
             self._pacing = asyncio.create_task(self._keep_pace(), name="replicas: pace")
-            self._pacing.add_done_callback(_report_crash)
+            self._pacing.add_done_callback(_report_lost_pace)
         logger.info("replica %s added: %s", replica.id, replica.origin)
         self._announce_configured(replica)
         return replica
@@ -452,6 +452,12 @@ class ReplicaRegistry:
             if not task.done():
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
+
+
+def _report_lost_pace(task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.critical("healthy replicas are asked less often from now on", exc_info=error)
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

@@ -40,7 +40,7 @@ class Replica:
         self.gate = gate or ReplicaGate(GateOptions())
         self.id = config.replica_id
         self.listeners: list[Callable[[Replica], None]] = []
-        """Have *call* called at every change of what decisions look at."""
+        """Called at every change of what decisions look at."""
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record

@@ -105,7 +105,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
             "(`overload.max_back_off_s`).",
         ),
     ] = 0.0
-    """For how long that lasts."""
+    """For how long it is still given nothing, since it said that it is busy."""
     """For how long it gets nothing because of that."""
     slow_start: Annotated[float, gauge("kvroute_replica_slow_start")] = 1.0
     """The share of a replica's speed and limits that count since it joined: 0.1 to 1."""

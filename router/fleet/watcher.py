@@ -159,6 +159,7 @@ class Watcher:
         self._healthy = asyncio.Event()
         self._discovery_due = 0.0
         self._look_now = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
         self.tasks: tuple[asyncio.Task[None], ...] = (
             self._start(self._watch_health(), "health"),
             self._start(self._watch_details(), "details"),
@@ -169,7 +170,14 @@ class Watcher:
         self._check_now.set()
 
     def look_soon(self) -> None:
-        """Ask it now, since what it reported last is old."""
+        """Ask it within half an interval, since what it said last is old: not all at one moment."""
+        if self._soon is not None:
+            self._soon.cancel()
+        within_s = self._config.interval_s / 2 * self._random.random()
+        self._soon = asyncio.get_running_loop().call_later(within_s, self._look)
+
+    def _look(self) -> None:
+        self._soon = None
         self._check_now.set()
         self._look_now.set()
 
@@ -186,6 +194,8 @@ class Watcher:
     def cancel(self) -> tuple[asyncio.Task[None], ...]:
         """Cancel all tasks, and return them: await their end."""
         self._closing = True
+        if self._soon is not None:
+            self._soon.cancel()
         # What ends a task remembers the frames that it ran through, and with them this watcher.
         tasks, self.tasks = self.tasks, ()
         for task in tasks:

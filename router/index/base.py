@@ -247,7 +247,6 @@ class SourceStatistics:
         bool, flag("kvroute_index_incomplete", "1 where blocks were refused or given up.")
     ]
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
-    """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
     removed: Mapping[int, int] = field(default_factory=dict)

@@ -106,10 +106,11 @@ class Admission:
         """
         if self._is_shutting_down:
             raise ShuttingDown
-        if self.under_way >= self._max_requests:
-            raise Overloaded(f"has its limit of {self._max_requests} requests under way")
         self._under_way += 1
-        self._allow()
+        self._allow()  # before the count is read: no more are let in elsewhere meanwhile
+        if self.under_way > self._max_requests:
+            self.leave()
+            raise Overloaded(f"has its limit of {self._max_requests} requests under way")
 
     def leave(self) -> None:
         """A request that was let in is over."""

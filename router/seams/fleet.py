@@ -1,8 +1,8 @@
 """Tells the core what it may decide without Python, and by what, whenever that changes.
 
 Those are completions of token ids, and what `router.seams.prepare` has made token ids of. All else
-is asked in Python. A change of a replica or of an event stream reaches the core at once, any other
-within `REFRESH_S`.
+is asked in Python. A change of a replica or of an event stream reaches the core at once; any other
+is looked for every `REFRESH_S`, and less often while no request is under way.
 """
 
 from __future__ import annotations

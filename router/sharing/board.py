@@ -37,7 +37,6 @@ class BoardStatistics:
         flag("kvroute_board_up", "1 while other routers can be reached over this board: `valkey`."),
     ]
     """Whether other routers can be reached, and reach this process."""
-    """Whether other routers can be reached, and reach this process."""
     writers: Annotated[int, gauge("kvroute_board_writers")]
     """Other routers whose state arrives over this board."""
     oldest_s: Annotated[float, gauge("kvroute_board_oldest_seconds")]

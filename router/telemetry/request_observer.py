@@ -205,7 +205,7 @@ class RequestObservers:
         request.by_tier = settled.by_tier
         request.why = partial(in_words, settled)
         self.log.add(request)
-        request.arrived_at -= settled.seconds
+        request.arrived_at = round(request.arrived_at - settled.seconds, 3)
         return request
 
     def settle(self, number: int, settled: Settled, path: str, policy: str) -> RoutedRequest:

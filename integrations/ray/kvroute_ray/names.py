@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Protocol
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _LONGEST = 128
+_LONGEST_PART = 40
 
 
 class DeploymentOfRay(Protocol):
@@ -31,10 +33,17 @@ def deployment_prefix(deployment: DeploymentOfRay) -> str:
     """What the names of all its replicas begin with.
 
     Names of applications and deployments may hold what a replica's id at the router may not, and be
-    longer: they are cut, and what tells replicas apart is kept.
+    longer: they are cut, with a hash in place of what is left out.
     """
     names = (deployment.app_name, deployment.name)
-    return "".join(_NOT_IN_A_NAME.sub("-", name)[:40] + ":" for name in names)
+    return "".join(_cut(_NOT_IN_A_NAME.sub("-", name)) + ":" for name in names)
+
+
+def _cut(name: str) -> str:
+    if len(name) <= _LONGEST_PART:
+        return name
+    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    return f"{name[: _LONGEST_PART - 9]}-{digest}"
 
 
 def replica_name(replica: ReplicaOfRay) -> str:

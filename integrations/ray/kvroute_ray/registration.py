@@ -162,7 +162,8 @@ class _ListAt:
 
     def sweep(self, gone_after_s: float) -> None:
         """Remove what has been unhealthy for long."""
-        with contextlib.suppress(httpx.HTTPError):
+        # Whatever answers there may not be a router.
+        with contextlib.suppress(httpx.HTTPError, ValueError, TypeError, LookupError):
             for each in self._of_the_deployment():
                 is_gone = each.get("health") == "unhealthy"
                 if is_gone and float(each.get("seconds_in_health", 0)) >= gone_after_s:

@@ -227,7 +227,7 @@ nb::list kvroute::binding::events_of(Plane& plane) {
         }
         if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
         kvroute::binding::append_sums(plane.take_sums(), found);
-    } catch (const std::exception&) {  // not even for that: they are told of later
+    } catch (const std::exception&) {  // not even for that: they are told of later, sums not at all
         events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));
         plane.keep(std::move(events));
     }

@@ -74,7 +74,7 @@ void append_headers(std::string& out, const Fields& headers) {
     out += ",";
 }
 
-// `_overlap` of router/doors/http/responses.py.
+// `_overlap` of router/doors/http/route_views.py.
 void append_overlap(std::string& out, const Answer& answer) {
     const Prediction& found = answer.prediction;
     u64 in_memory = 0;
@@ -172,7 +172,7 @@ std::string answer_body(const Answer& answer, double routing_s) {
 }
 
 u64 AtGateway::block_tokens_of(int dp_rank) const {
-    constexpr u64 kUsual = 16;  // as `_BLOCK_SIZE` of router/doors/http/responses.py
+    constexpr u64 kUsual = 16;  // as `_BLOCK_SIZE` of router/doors/http/route_views.py
     for (const auto& [rank, tokens] : block_tokens) {
         if (rank == std::max(dp_rank, 0)) return tokens;
     }

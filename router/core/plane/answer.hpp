@@ -1,6 +1,7 @@
 // What a gateway that asks where a request would go is told. No I/O.
 //
-// The words are those of router/policies/reasons.py, and the fields those of router/doors/http/views.py, which
+// The words are those of router/policies/reasons.py, and the fields
+// those of router/doors/http/route_views.py, which
 // Python answers with: told here, a question takes 0.02 ms where it took 0.2 (`--rows route` of
 // benchmarks/peers), and an end-to-end test holds both to each other.
 #pragma once
@@ -61,7 +62,7 @@ struct Reservable : Selection {
 
 // As router/policies/reasons.py says it of a delay.
 std::string reason_of(const Answer& answer);
-// As `RouteView` of router/doors/http/views.py.
+// As `RouteView` of router/doors/http/route_views.py.
 std::string answer_body(const Answer& answer, double routing_s);
 // As its `SelectionView`. `reason`: of the answer.
 std::string selection_body(const Selection& selection, const std::string& reason);

@@ -56,6 +56,7 @@ void Client::on_ready(u32 events) {
 // What follows the response may need memory: the client has been told by then.
 void Client::on_no_memory() {
     if (stage_ == Stage::refused) return;
+    stop_sending();  // of the body
     body_ = std::string();
     in_ = std::string();
     const bool was_deciding = stage_ == Stage::deciding;
@@ -63,16 +64,16 @@ void Client::on_no_memory() {
         stage_ == Stage::idle ||
         (!has_begun_ && (was_deciding || stage_ == Stage::trying || stage_ == Stage::not_now));
     if (!may_respond) {
-        thread_.post(0, Refused{"overloaded"});
         cut(End::abandoned);
+        thread_.post(0, Refused{"overloaded"});
         return;
     }
     turn_away(kOutOfMemoryResponse);
     // Whoever was told of the request learns that it is over.
     if (was_forwarded_) {
         report(End::abandoned);
-    } else if (is_told_ || was_deciding) {  // or it was prepared
-        thread_.post(exchange_, Left{});
+    } else if (was_deciding) {  // or it was prepared
+        thread_.post(std::exchange(exchange_, 0), Left{});
     }
     exchange_ = 0;
     thread_.post(0, Refused{"overloaded"});
@@ -84,9 +85,14 @@ void Client::close() {
     drop();
 }
 
+void Client::stop_sending() {
+    if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+    stop_waiting();
+}
+
 void Client::drop() {
     show(Shown::not_yet);
-    second_.reset();
+    stop_sending();
     thread_.loop().close(*this);
     thread_.closed(place_);
 }
@@ -204,13 +210,9 @@ void Client::probe() {
 }
 
 void Client::refuse(const http::Problem& problem) {
-    refuse(problem.status, problem.code, problem.text());
-}
-
-void Client::refuse(int status, const char* code, sv message) {
-    turn_away(whole_error_response(status, code, message));
+    turn_away(whole_error_response(problem.status, problem.code, problem.text()));
     exchange_ = 0;
-    thread_.post(0, Refused{code});
+    thread_.post(0, Refused{problem.code});
 }
 
 // Responds with an error and takes nothing more; what else comes is discarded for a moment: if the

@@ -137,7 +137,8 @@ private:
     void probe();
     void refuse_handshake();
     void refuse(const http::Problem& problem);
-    void refuse(int status, const char* code, std::string_view message);
+    // To a replica, and to a second one.
+    void stop_sending();
     void turn_away(std::string_view response);
     static bool is_not_now(int status) {
         return status == 429 || status == 502 || status == 503 || status == 504;

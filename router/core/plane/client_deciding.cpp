@@ -286,9 +286,10 @@ bool Client::complete(Placed& placed, const Ask& ask) const {
 // Python decides after all: the replica did not serve it.
 void Client::hand_over(HandedOver why) {
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
-    booking_->ended(false, thread_.now());
+    booking_->ended(false, clock_now());
     booking_.reset();
     stop_waiting();
+    show(Shown::not_yet);
     was_forwarded_ = false;
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
@@ -370,7 +371,8 @@ void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
 void Client::be_overtaken(HandedOver first) {
     const std::unique_ptr<Second> second = std::move(second_);
     if (upstream_ != nullptr) upstream_->abandon();
-    booking_->ended(false, thread_.now());
+    booking_->ended(false, clock_now());
+    show(Shown::not_yet);  // until it is shown where it is now
     first.replica = std::move(prediction_.replica);
     thread_.post(exchange_, Overtaken{std::move(first)});
     late_ = {};

@@ -199,8 +199,9 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         }
         stop_waiting();
         ask_.reset();
-        first_byte_s_ = thread_.now() - started_at_;
-        booking_->first_byte(thread_.now());
+        const double now = clock_now();
+        first_byte_s_ = now - started_at_;
+        booking_->first_byte(now);
     } else if (!forward_.is_control) {
         thread_.post(exchange_, FirstByte{head.status});
     }
@@ -368,12 +369,15 @@ void Client::report(End end) {
                 .usage = {},
                 .first_usage = {}};
     usage_.finish(ended);
-    if (booking_) {
-        settle(std::move(ended));
-        show(Shown::not_yet);
-    } else {
-        thread_.post(exchange_, std::move(ended));
+    try {
+        if (booking_) {
+            settle(std::move(ended));
+        } else {
+            thread_.post(exchange_, std::move(ended));
+        }
+    } catch (const std::bad_alloc&) {  // nobody is told of its end, which it has all the same
     }
+    show(Shown::not_yet);
 }
 
 // What is known of a request of this client's when it is decided.
@@ -440,7 +444,7 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 }
 
 void Client::settle(Ended ended) {
-    const bool was_alone = booking_->ended(has_begun_, thread_.now());
+    const bool was_alone = booking_->ended(has_begun_, clock_now());
     std::shared_ptr<Booking> booking = std::move(booking_);
     if (!prediction_.is_estimate()) booking.reset();  // else it waits for what the engine said
     if (booking == nullptr && is_summed(ended, was_alone)) return;

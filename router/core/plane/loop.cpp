@@ -14,7 +14,6 @@
 namespace kvroute::plane {
 namespace {
 
-constexpr int kAtOnce = 512;
 
 ssize_t sent_or_nothing(ssize_t sent) {
     if (sent >= 0) return sent;
@@ -54,14 +53,15 @@ void Loop::close(Watched& watched) {
     watched.interest_ = 0;
 }
 
-void Loop::run_once(int most_ms) {
-    std::array<epoll_event, kAtOnce> events;
-    const int count = epoll_wait(epoll_, events.data(), kAtOnce, most_ms);
-    for (int i = 0; i < count; ++i) {
-        auto& watched = *static_cast<Watched*>(events[i].data.ptr);
+void Loop::wait(int most_ms) { ready_ = epoll_wait(epoll_, events_.data(), kAtOnce, most_ms); }
+
+void Loop::serve() {
+    for (int i = 0; i < ready_; ++i) {
+        const epoll_event& event = events_[static_cast<std::size_t>(i)];
+        auto& watched = *static_cast<Watched*>(event.data.ptr);
         if (!watched.is_open()) continue;
         try {
-            watched.on_ready(events[i].events);
+            watched.on_ready(event.events);
         } catch (const std::bad_alloc&) {
             try {
                 watched.on_no_memory();

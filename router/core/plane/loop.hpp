@@ -3,6 +3,7 @@
 
 #include <sys/epoll.h>
 
+#include <array>
 #include <chrono>
 #include <string_view>
 
@@ -45,11 +46,17 @@ public:
     void change(Watched& watched, u32 events);
     // Closes the descriptor.
     void close(Watched& watched);
-    // Waits for at most so long; calls everyone who is ready.
-    void run_once(int most_ms);
+    // Waits for at most so long for those who are ready.
+    void wait(int most_ms);
+    // Calls each of them.
+    void serve();
 
 private:
+    static constexpr int kAtOnce = 512;
+
     int epoll_ = -1;
+    std::array<epoll_event, kAtOnce> events_;
+    int ready_ = 0;
 };
 
 // Sends what fits; the number of bytes, or -1 where the connection is broken.

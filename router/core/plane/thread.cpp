@@ -157,7 +157,9 @@ void Thread::run() {
     now_ = looked_at_ = clock_now();
     while (!is_stopping_) {
         const bool is_idle = open_clients_ == 0 && pool_.is_empty();
-        loop_.run_once(is_idle ? 1000 : static_cast<int>(kLookEvery_s * 1000));
+        loop_.wait(is_idle ? 1000 : static_cast<int>(kLookEvery_s * 1000));
+        now_ = clock_now();
+        loop_.serve();
         now_ = clock_now();
         if (now_ - looked_at_ >= kLookEvery_s) look_after();
         buried_.clear();

@@ -281,9 +281,14 @@ def test_an_objective_for_the_first_token_is_a_deadline_where_it_is_said_to_be()
 
 def test_all_headers_that_are_read_are_known() -> None:
     """With these the core leaves a request to Python; with the others it decides."""
-    assert headers_read(OverloadConfig()) == {b"x-request-timeout"}
+    assert headers_read(OverloadConfig()) == frozenset(), "where nothing waits"
+    assert headers_read(OverloadConfig(max_in_flight=1)) == {b"x-request-timeout"}
     every = OverloadConfig(
-        tenant_header="x-t", priority_header="x-p", timeout_header=None, ttft_is_deadline=True
+        max_in_flight=1,
+        tenant_header="x-t",
+        priority_header="x-p",
+        timeout_header=None,
+        ttft_is_deadline=True,
     )
     assert headers_read(every) == {
         *(b"x-t", b"x-p", b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms"),
