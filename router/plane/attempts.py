@@ -79,10 +79,13 @@ RETRIED = frozenset(
 )
 
 
+NO_FILES = "no_files"
+OWN_LIMITS = frozenset((NO_FILES, "at_limit"))
+"""What the compiled data plane calls failures of which the router itself is the cause."""
 _IN_CORE = {
     "connect_timeout": Failure.CONNECT,
     "given_up": Failure.UNHEALTHY,
-    "no_files": Failure.CONNECT,
+    NO_FILES: Failure.CONNECT,
     "at_limit": Failure.CONNECT,
 }
 

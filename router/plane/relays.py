@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from router.config.origin import Header
 from router.plane.addresses import Addresses
 from router.plane.attempts import (
+    NO_FILES,
+    OWN_LIMITS,
     Attempt,
     Failure,
     RequestRetries,
@@ -295,8 +297,8 @@ class PlaneRelay:
         attempt = self._attempt
         if self.is_over or attempt is None:
             return
-        if failure in ("no_files", "at_limit"):
-            if failure == "no_files":
+        if failure in OWN_LIMITS:
+            if failure == NO_FILES:
                 self._proxy.on_shortage("open_files")
             message = "the router is at its limit of connections"
             self._refuse(End.OVERLOADED, 503, message, "overloaded")

@@ -17,7 +17,7 @@ from router.fleet.load import InFlight, LoadTracker
 from router.fleet.quiet_moments import QuietSample
 from router.fleet.registry import ReplicaRegistry
 from router.index import SourceId
-from router.plane.attempts import RETRIED, Attempt, Failure, Unretried, failure_of
+from router.plane.attempts import OWN_LIMITS, RETRIED, Attempt, Failure, Unretried, failure_of
 from router.plane.proxy_types import End, ProxyObserver
 from router.plane.usage import ResponseIdReader, UsageReader
 from router.policies import Candidate, Ranked
@@ -113,7 +113,7 @@ class RequestObservers:
         self.forget(number)
         not_now = Failure.UNAVAILABLE if retry_after_s is None else Failure.BUSY
         found = not_now if failure is None else failure_of(failure)
-        if replica_id not in self.replicas:
+        if replica_id not in self.replicas or failure in OWN_LIMITS:
             return found
         if failure is None and retry_after_s is not None:
             self.replicas.report_busy(replica_id, retry_after_s, tenant)
