@@ -186,8 +186,8 @@ async def test_a_dead_port_is_reported_and_leaves_no_file(tmp_path: Path) -> Non
         process = start("capture", *arguments)
         said = await finish(process)
     assert process.returncode == 1
-    assert f"capture: nobody listens at {endpoint}; still waiting" in said
-    assert f"0 batches: nobody listens at {endpoint}" in said
+    assert f"capture: no process listens at {endpoint}; still waiting" in said
+    assert f"0 batches: no process listens at {endpoint}" in said
     assert list(tmp_path.iterdir()) == []
 
 
