@@ -63,32 +63,25 @@ class BacklogLimits:
     payload_bytes: int = 64 * 2**20
 
 
+@dataclass(eq=False, repr=False)
 class LiveStream:
     """Batches of one subscription.
 
     Outside a recovery they stay in the socket until they are taken: a queue that is bounded. During
     one they are read all the time into a backlog: it may take long, and the publisher should not
     have to hold them.
-
-    Args:
-        topic: The only topic that counts; None takes all.
-        limits: Bounds of the backlog.
-        report: Called with each message that is not a batch and came during a recovery.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        topic: bytes | None,
-        limits: BacklogLimits,
-        counters: StreamCounters,
-        report: Callable[[KVEventsError], None],
-    ) -> None:
-        self._connection = connection
-        self._topic = topic
-        self._limits = limits
-        self._counters = counters
-        self._report = report
+    connection: Connection
+    topic: bytes | None
+    """The only topic that counts; None takes all."""
+    limits: BacklogLimits
+    """Bounds of the backlog."""
+    counters: StreamCounters
+    report: Callable[[KVEventsError], None]
+    """Called with each message that is not a batch and came during a recovery."""
+
+    def __post_init__(self) -> None:
         self._backlog: deque[Batch] = deque()
         self._backlog_bytes = 0
         self._next_pass: asyncio.Handle | None = None
@@ -98,7 +91,7 @@ class LiveStream:
     @property
     def is_down(self) -> bool:
         """True once the publisher is gone; what it sent before can still be taken."""
-        return self._connection.is_down
+        return self.connection.is_down
 
     @property
     def waiting_at_question(self) -> int:
@@ -112,11 +105,11 @@ class LiveStream:
             NoConnection: No publisher, for now.
             EndpointError: The endpoint cannot be connected to.
         """
-        await self._connection.open()
+        await self.connection.open()
 
     def close(self) -> None:
         self._stop_collecting()
-        self._connection.close()
+        self.connection.close()
 
     async def wait(self, timeout_s: float, take: Callable[[], None]) -> None:
         """Wait until the publisher is gone, for `wake`, or for *timeout_s*; only after `next`
@@ -127,15 +120,15 @@ class LiveStream:
             take: Called on the event loop whenever a batch may have come. It takes batches until
                 `next` returns None, or comes back on its own for the rest.
         """
-        self._connection.on_readable = take
+        self.connection.on_readable = take
         try:
-            await self._connection.wait(timeout_s)
+            await self.connection.wait(timeout_s)
         finally:
-            self._connection.on_readable = None
+            self.connection.on_readable = None
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""
-        self._connection.wake()
+        self.connection.wake()
 
     def next(self) -> Batch | None:
         """The next batch, None if there is none.
@@ -145,12 +138,12 @@ class LiveStream:
         """
         if self._backlog:
             return self._pop()
-        return self._connection.next_batch(self._topic)
+        return self.connection.next_batch(self.topic)
 
     def has_more(self) -> bool:
         """Return whether there is another message; to try `next` would cost more if there is
         none."""
-        return bool(self._backlog) or self._connection.has_more()
+        return bool(self._backlog) or self.connection.has_more()
 
     def put_back(self, batch: Batch) -> None:
         """Let *batch* come next, again."""
@@ -162,7 +155,7 @@ class LiveStream:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Read everything that comes while the context is open."""
-        self._connection.on_readable = self._collect
+        self.connection.on_readable = self._collect
         self._collect()
         try:
             yield
@@ -199,9 +192,9 @@ class LiveStream:
         for _ in range(self._covered):
             seq = self._pop().seq
             if last is not None and seq <= last:
-                self._counters.duplicates += 1
+                self.counters.duplicates += 1
             else:
-                self._counters.discarded += 1
+                self.counters.discarded += 1
         self._covered = 0
 
     def drop_old(self, last: int | None) -> None:
@@ -209,12 +202,12 @@ class LiveStream:
         if last is None:
             return
         fresh = [batch for batch in self._backlog if batch.seq > last]
-        self._counters.duplicates += len(self._backlog) - len(fresh)
+        self.counters.duplicates += len(self._backlog) - len(fresh)
         self._backlog = deque(fresh)
         self._backlog_bytes = sum(len(batch.payload) for batch in fresh)
 
     def _stop_collecting(self) -> None:
-        self._connection.on_readable = None
+        self.connection.on_readable = None
         if self._next_pass is not None:
             self._next_pass.cancel()
             self._next_pass = None
@@ -224,9 +217,9 @@ class LiveStream:
             return
         for _ in range(_READ_AT_ONCE):
             try:
-                batch = self._connection.next_batch(self._topic)
+                batch = self.connection.next_batch(self.topic)
             except MalformedBatch as problem:
-                self._report(problem)
+                self.report(problem)
                 continue
             if batch is None:
                 return
@@ -239,8 +232,8 @@ class LiveStream:
 
     def _keep(self, batch: Batch) -> None:
         size = self._backlog_bytes + len(batch.payload)
-        if len(self._backlog) >= self._limits.batches or size > self._limits.payload_bytes:
-            self._counters.overflow += 1
+        if len(self._backlog) >= self.limits.batches or size > self.limits.payload_bytes:
+            self.counters.overflow += 1
             return
         self._backlog.append(batch)
         self._backlog_bytes = size

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -73,33 +74,25 @@ class Result(NamedTuple):
     batch: Batch | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Questions:
     """The questions of one recovery.
 
     Each connection to the replay endpoint serves one answer, or a snapshot and what came since.
-
-    Args:
-        live: The live batches, which wait meanwhile.
-        replay: Where to ask; None: only for snapshots.
-        snapshots: Where to ask for these first; None: at *replay*.
     """
 
-    def __init__(
-        self,
-        delivery: Delivery,
-        counters: StreamCounters,
-        live: LiveStream,
-        replay: ReplayEndpoint | None,
-        snapshots: SnapshotEndpoint | None,
-        work: WorkSlice,
-    ) -> None:
-        self._delivery = delivery
-        self._tracker = delivery.tracker
-        self._counters = counters
-        self._live = live
-        self._replay = replay
-        self._snapshots = snapshots
-        self._work = work
+    delivery: Delivery
+    counters: StreamCounters
+    live: LiveStream
+    """The live batches, which wait meanwhile."""
+    replay: ReplayEndpoint | None
+    """Where to ask; None: only for snapshots."""
+    snapshots: SnapshotEndpoint | None
+    """Where to ask for these first; None: at *replay*."""
+    work: WorkSlice
+
+    def __post_init__(self) -> None:
+        self._tracker = self.delivery.tracker
         self._client: ReplayClient | SnapshotClient | None = None
         self._next: Batch | None = None
         """Of the answer under way, the first batch that was not handed on; None at its end."""
@@ -147,7 +140,7 @@ class Questions:
         last = self._asked_from = self._tracker.last
         if last is None:
             return Input.NOTHING_HELD
-        if self._replay is None:
+        if self.replay is None:
             return Input.VACANT if self._is_refused else Input.UNPROVABLE
         start = self._tracker.unproven_since(MAX_UNPROVEN)
         is_same = True
@@ -194,17 +187,17 @@ class Questions:
 
     async def _ask_from_0(self) -> Input:
         self._asked_from = None
-        if self._replay is None:
+        if self.replay is None:
             return Input.VACANT
         self._next = await self._put(0)
         if self._next is None:
-            return Input.VACANT if self._live.waiting_at_question else Input.RING_EMPTY
+            return Input.VACANT if self.live.waiting_at_question else Input.RING_EMPTY
         return Input.RING_FROM_0 if self._next.seq == 0 else Input.RING_LATER
 
     async def _ask_snapshot(self) -> Input:
-        if self._snapshots is not None:
-            given = await self._ask_snapshot_endpoint(self._snapshots)
-            if given is Input.SNAPSHOT_BEGINS or self._replay is None:
+        if self.snapshots is not None:
+            given = await self._ask_snapshot_endpoint(self.snapshots)
+            if given is Input.SNAPSHOT_BEGINS or self.replay is None:
                 return given
         self._next = await self._put(None)
         last = None if self._next is None else last_in_snapshot(self._next)
@@ -215,22 +208,22 @@ class Questions:
 
     async def _ask_snapshot_endpoint(self, endpoint: SnapshotEndpoint) -> Input:
         if not endpoint.may_be_asked:
-            self._is_refused = self._replay is None
+            self._is_refused = self.replay is None
             return Input.NO_SNAPSHOT
         self.close()
-        self._live.forget_answers()
-        self._counters.questions += 1
+        self.live.forget_answers()
+        self.counters.questions += 1
         try:
             self._client, head = await endpoint.ask()
             # The first part comes with the head: what is wrong with it costs nothing that is held.
             self._next = None if head is None else await self._client.reply()
         except (NoAnswer, NoConnection, MalformedReply) as problem:
-            if self._replay is None:
+            if self.replay is None:
                 raise
             self._complain(problem)
             return Input.NO_SNAPSHOT
         if head is None:
-            self._is_refused = self._replay is None
+            self._is_refused = self.replay is None
             return Input.NO_SNAPSHOT
         self._last_in_snapshot = head.last
         self._named = head.publisher_id
@@ -238,19 +231,19 @@ class Questions:
 
     async def _put(self, start: int | None) -> Batch | None:
         """Ask on a new connection; returns the first batch of the answer."""
-        assert self._replay is not None
+        assert self.replay is not None
         self.close()
         self._named = None
-        self._client = await self._replay.connect()
+        self._client = await self.replay.connect()
         return await self._put_again(start)
 
     async def _put_again(self, start: int | None) -> Batch | None:
         assert isinstance(self._client, ReplayClient)
-        self._live.note_question()
-        self._counters.questions += 1
+        self.live.note_question()
+        self.counters.questions += 1
         self._client.ask(start)
         first = await self._client.reply()
-        self._counters.unanswered_in_a_row = 0
+        self.counters.unanswered_in_a_row = 0
         self._tracker.ring_answers += start is not None and first is not None
         return first
 
@@ -263,22 +256,22 @@ class Questions:
     def _end(self) -> Input:
         """Return what it means that an answer was read to its end."""
         last = self._tracker.last
-        if not self._live.waits_beyond(last):
-            self._live.note_answer()
+        if not self.live.waits_beyond(last):
+            self.live.note_answer()
             return Input.REPLAY_END
         if last != self._asked_from:
             return self._cut_short()  # of what it was to show, a ROUTER may have dropped the tail
-        self._live.note_answer()
+        self.live.note_answer()
         return Input.STRANGERS
 
     async def _follow(self, past_holes: bool) -> AsyncIterator[Result]:
         """Hand on the answer under way."""
         try:
             await self._learn_last()
-            self._counters.replays += self._next is not None
+            self.counters.replays += self._next is not None
             while self._next is not None:
-                await self._work.yield_to_loop()
-                fate = self._delivery.take(self._next)
+                await self.work.yield_to_loop()
+                fate = self.delivery.take(self._next)
                 if fate in _STOPS and not (past_holes and self._may_pass(fate)):
                     yield Result(self._stopped(fate))
                     return
@@ -328,11 +321,11 @@ class Questions:
     async def _take_snapshot(self) -> AsyncIterator[Result]:
         last, named = self._last_in_snapshot, self._named
         if named is not None:
-            self._delivery.begin_snapshot(named)
+            self.delivery.begin_snapshot(named)
         try:
             while self._next is not None:
-                await self._work.yield_to_loop()
-                fate = self._delivery.take_snapshot(self._next)
+                await self.work.yield_to_loop()
+                fate = self.delivery.take_snapshot(self._next)
                 if fate is not Input.NEXT:
                     yield Result(fate)
                 self._next = await self._reply()
@@ -340,12 +333,12 @@ class Questions:
             self._complain(problem)
             yield Result(Input.SNAPSHOT_BROKEN)
             return
-        self._counters.snapshots += 1
+        self.counters.snapshots += 1
         if last >= 0:
-            self._delivery.end_snapshot(last)
+            self.delivery.end_snapshot(last)
         # Where batches are named, live ones go on from here: those that it includes show as such.
         if named is None:
-            self._live.note_answer()
+            self.live.note_answer()
             if last >= 0:
                 async for result in self._take_since(last):
                     yield result
@@ -367,65 +360,52 @@ class Questions:
                 yield result
 
     def _complain(self, problem: KVEventsError) -> None:
-        self._counters.unanswered += 1
-        self._counters.unanswered_in_a_row += 1
-        if self._counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
-            self._delivery.report_silence(NoAnswer(f"{self._who_is_silent()} ({problem})"))
+        self.counters.unanswered += 1
+        self.counters.unanswered_in_a_row += 1
+        if self.counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
+            self.delivery.report_silence(NoAnswer(f"{self._who_is_silent()} ({problem})"))
         if not isinstance(problem, (NoAnswer, NoConnection)):
-            self._delivery.report(problem)
+            self.delivery.report(problem)
 
     def _who_is_silent(self) -> str:
         return no_answer_from(
-            None if self._replay is None else self._replay.endpoint,
-            None if self._snapshots is None else self._snapshots.endpoint,
+            None if self.replay is None else self.replay.endpoint,
+            None if self.snapshots is None else self.snapshots.endpoint,
         )
 
 
+@dataclass(eq=False, repr=False)
 class Recovery:
-    """Carries out what the table says of one stream, connection after connection.
+    """Carries out what the table says of one stream, connection after connection."""
 
-    Args:
-        replay: Where to ask; None: nowhere.
-        snapshots: Where to ask for snapshots, if there is a place for these alone.
-        silence: When to look at the tail; put off by every batch and every recovery.
-        retry: Delays between questions without an answer.
-        patience_s: How long live batches wait for an endpoint that does not answer.
-        spacing_s: Between two recoveries.
-    """
+    stream: StreamRepair
+    delivery: Delivery
+    counters: StreamCounters
+    replay: ReplayEndpoint | None
+    """Where to ask; None: nowhere."""
+    snapshots: SnapshotEndpoint | None
+    """Where to ask for snapshots, if there is a place for these alone."""
+    work: WorkSlice
+    silence: SilenceTimer
+    """When to look at the tail; put off by every batch and every recovery."""
+    retry: Backoff
+    """Delays between questions without an answer."""
+    patience_s: float
+    """How long live batches wait for an endpoint that does not answer."""
+    spacing_s: float
+    """Between two recoveries."""
 
-    def __init__(
-        self,
-        stream: StreamRepair,
-        delivery: Delivery,
-        counters: StreamCounters,
-        replay: ReplayEndpoint | None,
-        snapshots: SnapshotEndpoint | None,
-        work: WorkSlice,
-        silence: SilenceTimer,
-        retry: Backoff,
-        patience_s: float,
-        spacing_s: float,
-    ) -> None:
-        self._stream = stream
-        self._delivery = delivery
-        self._counters = counters
-        self._replay = replay
-        self._snapshots = snapshots
-        self._work = work
-        self._silence = silence
-        self._retry = retry
-        self._patience_s = patience_s
-        self._spacing_s = spacing_s
+    def __post_init__(self) -> None:
         self._gap_seq: int | None = None
         """The batch that the last gap was counted at; it may come again after the questions."""
         self._gives_up_at = self._ended_at = -math.inf
 
     async def connected(self, live: LiveStream) -> None:
         """Verify what is held, with the publisher behind *live*."""
-        if self._replay is None and self._snapshots is None:
+        if self.replay is None and self.snapshots is None:
             await self._do(live, Input.CONNECTED_WITHOUT_REPLAY)
         else:
-            self._silence.heard()
+            self.silence.heard()
             await self._do(live, Input.CONNECTED)
 
     async def look(self, live: LiveStream) -> None:
@@ -438,22 +418,22 @@ class Recovery:
 
     def take(self, live: LiveStream, batch: Batch) -> Action | None:
         """Hand *batch* on, or do what its fate calls for; returns the question to `follow_up`."""
-        fate = self._delivery.take(batch)
-        if fate is Input.NEXT and self._stream.stays_on_next:
+        fate = self.delivery.take(batch)
+        if fate is Input.NEXT and self.stream.stays_on_next:
             return None
         if fate is Input.GAP and batch.seq != self._gap_seq:
             self._gap_seq = batch.seq
-            self._counters.gaps += 1
+            self.counters.gaps += 1
         question = self._carry_out(live, fate, batch)
         if question is None:
-            self._delivery.show(self._stream.shown)
+            self.delivery.show(self.stream.shown)
         return question
 
     def note_batches(self) -> None:
         """Note that live batches came: the tail of a live stream is looked at after a silence."""
-        self._delivery.last_message_at = monotonic()
-        if self._stream.state is State.LIVE:
-            self._silence.heard()
+        self.delivery.last_message_at = monotonic()
+        if self.stream.state is State.LIVE:
+            self.silence.heard()
 
     async def follow_up(self, live: LiveStream, question: Action | None) -> None:
         """Ask *question*, and what follows from it, until the stream is at rest again.
@@ -464,7 +444,7 @@ class Recovery:
         """
         if question is not None:
             await self._recover(live, question)
-        self._delivery.show(self._stream.shown)
+        self.delivery.show(self.stream.shown)
 
     async def _do(self, live: LiveStream, given: Input) -> None:
         await self.follow_up(live, self._carry_out(live, given))
@@ -475,7 +455,7 @@ class Recovery:
         self, live: LiveStream, given: Input, batch: Batch | None = None
     ) -> Action | None:
         """Do at once what can be done at once; returns the question to ask then."""
-        for action in self._stream.advance(given):
+        for action in self.stream.advance(given):
             if action in RESULTS:
                 return action
             if batch is not None and action in ON_A_BATCH:
@@ -488,54 +468,54 @@ class Recovery:
         if action is Action.PUT_BACK:
             live.put_back(batch)
         elif action is Action.SKIP:
-            self._delivery.skip(batch)
+            self.delivery.skip(batch)
         else:
             assert action is Action.HAND_ON
-            fate = self._delivery.hand_on(batch)
+            fate = self.delivery.hand_on(batch)
             if fate is not Input.NEXT:
                 self._carry_out(live, fate, batch)
 
     def _act(self, live: LiveStream, action: Action, given: Input) -> None:
         if action is Action.START_PATIENCE:
-            self._gives_up_at = monotonic() + self._patience_s
+            self._gives_up_at = monotonic() + self.patience_s
         elif action is Action.CLEAR:
             self._clear(live, given)
         elif action is Action.DROP_COVERED:
-            live.drop_covered(self._delivery.tracker.last)
+            live.drop_covered(self.delivery.tracker.last)
         else:
             assert action is Action.DROP_OLD
-            live.drop_old(self._delivery.tracker.last)
+            live.drop_old(self.delivery.tracker.last)
 
     def _clear(self, live: LiveStream, given: Input) -> None:
         reason = CLEAR_REASONS[given]
-        self._counters.restarts += reason == "restart"
-        self._delivery.clear(reason)
+        self.counters.restarts += reason == "restart"
+        self.delivery.clear(reason)
         live.forget_answers()
 
     # --- questions --------------------------------------------------------------------------------
 
     async def _recover(self, live: LiveStream, question: Action) -> None:
         questions = Questions(
-            self._delivery, self._counters, live, self._replay, self._snapshots, self._work
+            self.delivery, self.counters, live, self.replay, self.snapshots, self.work
         )
         live.forget_answers()
-        self._retry.reset()
+        self.retry.reset()
         try:
             with live.collecting():
                 await self._ask(live, questions, question)
         finally:
             questions.close()
             self._ended_at = monotonic()
-            if self._stream.state is State.UNANSWERED:
-                self._silence.heard()  # the second look comes soon: it decides
+            if self.stream.state is State.UNANSWERED:
+                self.silence.heard()  # the second look comes soon: it decides
             else:
-                self._silence.looked()
+                self.silence.looked()
 
     async def _ask(self, live: LiveStream, questions: Questions, first: Action) -> None:
-        await asyncio.sleep(max(0.0, self._ended_at + self._spacing_s - monotonic()))
+        await asyncio.sleep(max(0.0, self._ended_at + self.spacing_s - monotonic()))
         question: Action | None = first
         while question is not None:
-            self._delivery.show(self._stream.shown)
+            self.delivery.show(self.stream.shown)
             asked = question
             if asked is Action.WAIT:
                 question = self._carry_out(live, await self._wait(live))
@@ -550,5 +530,5 @@ class Recovery:
             return Input.DISCONNECTED
         if monotonic() >= self._gives_up_at:
             return Input.PATIENCE_OVER
-        await asyncio.sleep(self._retry.next_delay())
+        await asyncio.sleep(self.retry.next_delay())
         return Input.TRY_AGAIN

@@ -95,26 +95,22 @@ class _OngoingReply:
         return following is not None
 
 
+@dataclass(eq=False, repr=False)
 class ReplayServer:
     """Replies on one ROUTER socket. Used by one thread, which calls `serve` in every turn of its
     loop."""
 
-    def __init__(
-        self, router: Socket, topic: bytes, limits: ReplyLimits, reply_to: Callable[[bytes], Reply]
-    ) -> None:
-        """Take over a socket that `prepare_router` has set up.
+    router: Socket
+    """Read and written here only; closed by its owner."""
+    topic: bytes
+    """First frame of every batch."""
+    limits: ReplyLimits
+    """The bounds of what clients may use."""
+    reply_to: Callable[[bytes], Reply]
+    """The reply to a request, whose 8 bytes it gets."""
 
-        Args:
-            router: Read and written here only; closed by its owner.
-            topic: First frame of every batch.
-            limits: What clients may use.
-            reply_to: The reply to a request, whose 8 bytes it gets.
-        """
-        self._router = router
-        self._topic = topic
-        self._limits = limits
-        self._reply_to = reply_to
-        self._budget = _RequestBudget(limits.requests_per_s, time.monotonic())
+    def __post_init__(self) -> None:
+        self._budget = _RequestBudget(self.limits.requests_per_s, time.monotonic())
         self._replies: dict[bytes, _OngoingReply] = {}
         self._served = {False: 0, True: 0}
         self._aborted = 0
@@ -138,7 +134,7 @@ class ReplayServer:
     def _may_accept(self, now: float) -> bool:
         """Is there room for one more request? Until then it waits in this socket, or in its
         sender's."""
-        return len(self._replies) < self._limits.concurrent and self._budget.has_one(now)
+        return len(self._replies) < self.limits.concurrent and self._budget.has_one(now)
 
     def _accept(self, now: float) -> bool:
         """Take one request; False if there is none."""
@@ -154,11 +150,11 @@ class ReplayServer:
 
     def _receive(self) -> list[bytes] | None:
         try:
-            frames = [self._router.recv(zmq.NOBLOCK)]
+            frames = [self.router.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
-        while self._router.getsockopt(zmq.RCVMORE):
-            frame = self._router.recv()
+        while self.router.getsockopt(zmq.RCVMORE):
+            frame = self.router.recv()
             # Four frames show that it is not a request; a message may have any number of them.
             if len(frames) <= 3:
                 frames.append(frame)
@@ -166,7 +162,7 @@ class ReplayServer:
 
     def _begin(self, client: bytes, request: bytes, now: float) -> None:
         self._aborted += client in self._replies
-        self._replies[client] = _OngoingReply(client, self._topic, self._reply_to(request), now)
+        self._replies[client] = _OngoingReply(client, self.topic, self.reply_to(request), now)
 
     # --- replies ----------------------------------------------------------------------------------
 
@@ -187,7 +183,7 @@ class ReplayServer:
 
     def _send(self, frames: list[bytes]) -> _SendResult:
         try:
-            self._router.send_multipart(frames, zmq.NOBLOCK)
+            self.router.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return _SendResult.BLOCKED
         except zmq.ZMQError as error:
@@ -199,7 +195,7 @@ class ReplayServer:
     def _hold(self, reply: _OngoingReply, result: _SendResult, now: float) -> None:
         """Wait for the client to read, or abort its reply."""
         reply.is_blocked = True
-        if result is _SendResult.GONE or now - reply.moved_at > self._limits.stall_s:
+        if result is _SendResult.GONE or now - reply.moved_at > self.limits.stall_s:
             self._aborted += 1
             del self._replies[reply.client]
 

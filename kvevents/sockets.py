@@ -97,23 +97,20 @@ class WakeUp:
         self._event.clear()
 
 
+@dataclass(eq=False, repr=False)
 class SocketConnection:
-    """A SUB or DEALER socket with at most one peer.
+    """A SUB or DEALER socket with at most one peer."""
 
-    Args:
-        kind: `zmq.SUB` or `zmq.DEALER`.
-        endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
-        limits: Bounds.
-    """
+    context: Context
+    kind: int
+    """`zmq.SUB` or `zmq.DEALER`."""
+    endpoint: str
+    """`tcp://host:port`, `ipc://path` or `inproc://name`."""
+    limits: SocketLimits
+    """Bounds."""
+    topic: bytes = b""
 
-    def __init__(
-        self, context: Context, kind: int, endpoint: str, limits: SocketLimits, topic: bytes = b""
-    ) -> None:
-        self._context = context
-        self._kind = kind
-        self._endpoint = endpoint
-        self._limits = limits
-        self._topic = topic
+    def __post_init__(self) -> None:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._is_odd = False
@@ -137,7 +134,7 @@ class SocketConnection:
             ForeignAddress: None of them may be connected to.
             EndpointError: A socket cannot connect to the endpoint.
         """
-        for address in await connectable_addresses(self._endpoint, self._limits):
+        for address in await connectable_addresses(self.endpoint, self.limits):
             if await self._connect(address):
                 return
         raise self._why_not_up()
@@ -151,7 +148,7 @@ class SocketConnection:
         try:
             self._open_socket().send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            raise NoConnection(f"{self._endpoint}: the peer is gone") from None
+            raise NoConnection(f"{self.endpoint}: the peer is gone") from None
 
     def receive(self) -> list[bytes] | None:
         """The next message, or None if there is none. One of too many frames is cut to
@@ -244,7 +241,7 @@ class SocketConnection:
 
     def _open_socket(self) -> Socket:
         if self._socket is None:
-            raise NoConnection(f"{self._endpoint}: not connected")
+            raise NoConnection(f"{self.endpoint}: not connected")
         return self._socket
 
     async def _connect(self, address: str) -> bool:
@@ -252,15 +249,13 @@ class SocketConnection:
             self._make_sockets(watched=not address.startswith("inproc:"))
         except zmq.ZMQError as error:
             self.close()
-            raise NoConnection(
-                f"{self._endpoint}: no socket available ({error.strerror})"
-            ) from None
+            raise NoConnection(f"{self.endpoint}: no socket available ({error.strerror})") from None
         try:
             self._open_socket().setsockopt(zmq.IPV6, int("[" in address))
             self._open_socket().connect(address)
         except zmq.ZMQError as error:
             self.close()
-            raise EndpointError(f"{self._endpoint}: {error.strerror}") from None
+            raise EndpointError(f"{self.endpoint}: {error.strerror}") from None
         if await self._comes_up():
             return True
         self.close()
@@ -268,7 +263,7 @@ class SocketConnection:
 
     def _why_not_up(self) -> NoConnection:
         """Return what kept every connection from coming up."""
-        where, limits = self._endpoint, self._limits
+        where, limits = self.endpoint, self.limits
         if self._failed & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return HandshakeFailed(f"{where}: the peer does not know our public key")
         if self._failed & _BROKEN_OFF:
@@ -291,20 +286,20 @@ class SocketConnection:
 
     async def _comes_up(self) -> bool:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.connect_timeout_s
+        deadline = loop.time() + self.limits.connect_timeout_s
         while not self._is_up and not self.is_down and loop.time() < deadline:
             await self.wait(deadline - loop.time())
         return self._is_up
 
     def _new_socket(self) -> Socket:
-        socket: Socket = self._context.socket(self._kind)
-        bound(socket, self._limits)
+        socket: Socket = self.context.socket(self.kind)
+        bound(socket, self.limits)
         # Not -1, with which libzmq throws away what it has received when the peer leaves.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        if self._limits.curve is not None:
-            self._limits.curve.protect(socket)
-        if self._kind == zmq.SUB:
-            socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+        if self.limits.curve is not None:
+            self.limits.curve.protect(socket)
+        if self.kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, self.topic)
         return socket
 
     def _on_signal(self) -> None:

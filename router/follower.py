@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from kvevents.errors import KVEventsError
 from router.config.origin import Header, Origin
@@ -24,21 +25,17 @@ from router.telemetry.request_observer import RequestObservers
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaFollower(ReplicaListener):
     """Acts on a change of the replicas: their streams are followed, their
     tokenizers compared, and what was known of them is forgotten."""
 
-    def __init__(
-        self,
-        parts: RouterParts,
-        planner: RoutePlanner,
-        observers: RequestObservers,
-        beginning: Beginning,
-    ) -> None:
-        self._parts = parts
-        self._planner = planner
-        self._observers = observers
-        self._beginning = beginning
+    parts: RouterParts
+    planner: RoutePlanner
+    observers: RequestObservers
+    beginning: Beginning
+
+    def __post_init__(self) -> None:
         self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
         """Ends what the data plane has under way at an origin."""
         self.on_gone: Callable[[str], object] = lambda _: None
@@ -62,7 +59,7 @@ class ReplicaFollower(ReplicaListener):
         """A replica that failed may have lost what was sent to it; one that is healthy again may be
         another process."""
         if replica.state is ReplicaState.UNHEALTHY:
-            self._planner.forget(replica.id)
+            self.planner.forget(replica.id)
         self._compare_tokenizers(replica)
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
@@ -72,11 +69,11 @@ class ReplicaFollower(ReplicaListener):
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""
-        self._planner.note_streams(replica)
+        self.planner.note_streams(replica)
         for name in replica.served.models:
-            self._parts.models.discover(name)
+            self.parts.models.discover(name)
         for adapter, parent in replica.served.adapters:
-            self._parts.models.discover(adapter, parent)
+            self.parts.models.discover(adapter, parent)
         if before.models != replica.served.models:
             self._compare_tokenizers(replica)  # it may be healthy before its models are known
         if before.models and before.models != replica.served.models:
@@ -86,26 +83,26 @@ class ReplicaFollower(ReplicaListener):
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         """Follow the streams it has now."""
-        self._planner.note_streams(replica)
+        self.planner.note_streams(replica)
         self._follow(replica, before, replica.sources)
 
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
-        self._planner.note_streams(replica)
-        self._planner.forget(replica.id)
-        self._parts.tokenizer_check.forget(replica.id)
+        self.planner.note_streams(replica)
+        self.planner.forget(replica.id)
+        self.parts.tokenizer_check.forget(replica.id)
         self.on_gone(replica.id)
-        self._observers.forget_replica(replica.id)
+        self.observers.forget_replica(replica.id)
         self._forget_unserved_models()
 
     # --- steps ------------------------------------------------------------------------------------
 
     def _forget_unserved_models(self) -> None:
-        for model in self._parts.models.forget_all_but(self._parts.registry.models()):
-            if self._parts.entrance is not None:
-                self._parts.entrance.room.forget(model)
-            self._planner.forget_model(model)
-            self._observers.forget_model(model)
+        for model in self.parts.models.forget_all_but(self.parts.registry.models()):
+            if self.parts.entrance is not None:
+                self.parts.entrance.room.forget(model)
+            self.planner.forget_model(model)
+            self.observers.forget_model(model)
 
     def _follow(
         self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]
@@ -114,7 +111,7 @@ class ReplicaFollower(ReplicaListener):
         is followed again."""
         for gone in set(before) - set(now):
             self._feed_changes.put_nowait(
-                functools.partial(self._parts.feed.remove, SourceId(replica.id, gone.dp_rank))
+                functools.partial(self.parts.feed.remove, SourceId(replica.id, gone.dp_rank))
             )
         model = self._model_of(replica)
         if model is None:
@@ -125,18 +122,18 @@ class ReplicaFollower(ReplicaListener):
     def _compare_tokenizers(self, replica: Replica) -> None:
         model = self._model_of(replica)
         if replica.state is ReplicaState.HEALTHY and model is not None:
-            self._parts.tokenizer_check.start(replica, model)
+            self.parts.tokenizer_check.start(replica, model)
 
     def _model_of(self, replica: Replica) -> Model | None:
         return (
-            self._parts.models.discover(replica.served.models[0]) if replica.served.models else None
+            self.parts.models.discover(replica.served.models[0]) if replica.served.models else None
         )
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
-        await self._beginning.fill(model.name, model.index)
-        if self._parts.models.get(model.name) is not model:
+        await self.beginning.fill(model.name, model.index)
+        if self.parts.models.get(model.name) is not model:
             return  # it was removed again before its turn came
-        self._parts.feed.add(
+        self.parts.feed.add(
             SourceId(replica.id, source.dp_rank),
             source.endpoint,
             source.replay_endpoint,
@@ -151,7 +148,7 @@ class ReplicaFollower(ReplicaListener):
         )
 
     async def _keep_feed(self) -> None:
-        await self._beginning.find()
+        await self.beginning.find()
         while True:
             change = await self._feed_changes.get()
             try:

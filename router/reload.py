@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from router.config import RouterConfig
@@ -18,25 +19,18 @@ TAKEN = "taken"
 REFUSED = "refused"
 
 
+@dataclass(eq=False, repr=False)
 class Reloader:
     """Reads the configuration again when asked, one time after another. One that breaks a rule is
     refused as a whole, and the old one stays."""
 
-    def __init__(
-        self,
-        read: Callable[[], RouterConfig],
-        take: Callable[[RouterConfig], list[str]],
-        metrics: RouterMetrics,
-    ) -> None:
-        """Read nothing yet.
+    read: Callable[[], RouterConfig]
+    """Reads the whole configuration; runs in a thread."""
+    take: Callable[[RouterConfig], list[str]]
+    """Takes it over, and returns the options that need a restart."""
+    metrics: RouterMetrics
 
-        Args:
-            read: Reads the whole configuration; runs in a thread.
-            take: Takes it over, and returns the options that need a restart.
-        """
-        self._read = read
-        self._take = take
-        self._metrics = metrics
+    def __post_init__(self) -> None:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
@@ -66,13 +60,13 @@ class Reloader:
 
     async def _reload(self) -> None:
         try:
-            config = await asyncio.to_thread(self._read)
+            config = await asyncio.to_thread(self.read)
         except ConfigError as error:
-            self._metrics.reloads.labels(REFUSED).inc()
+            self.metrics.reloads.labels(REFUSED).inc()
             logger.error("the changed configuration is refused, the old one stays: %s", error)
             return
-        need_restart = self._take(config)
-        self._metrics.reloads.labels(TAKEN).inc()
+        need_restart = self.take(config)
+        self.metrics.reloads.labels(TAKEN).inc()
         logger.info("configuration read again: %d replicas named", len(config.replicas))
         if need_restart:
             logger.warning("changed, but only a restart takes it over: %s", ", ".join(need_restart))

@@ -13,6 +13,7 @@ the slot's end unused:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,39 +84,37 @@ class CPUTransferWorker(TransferWorker):
         return bytes(self.slots.numpy()[block_id, :num_bytes].tobytes())
 
 
+@dataclass(eq=False, repr=False)
 class _SlotSide(LowerSide):
     """The slots of one job."""
 
-    def __init__(
-        self, slots: Tensor, slot_ids: Ids, geometry: TransferGeometry, copier: RowCopier
-    ) -> None:
-        self._slots = slots
-        self._slot_ids = slot_ids
-        self._geometry = geometry
-        self._copier = copier
+    slots: Tensor
+    slot_ids: Ids
+    geometry: TransferGeometry
+    copier: RowCopier
 
     @override
     def direct_buffer(self, chunk: Chunk) -> Tensor | None:
         """The slots themselves, if they are adjacent and the group fills them."""
-        ids = self._slot_ids[chunk.lower]
-        if self._geometry.offloaded_bytes[chunk.group] != self._slots.size(1) or np.any(
+        ids = self.slot_ids[chunk.lower]
+        if self.geometry.offloaded_bytes[chunk.group] != self.slots.size(1) or np.any(
             np.diff(ids) != 1
         ):
             return None
-        return self._slots[int(ids[0]) : int(ids[0]) + len(ids)]
+        return self.slots[int(ids[0]) : int(ids[0]) + len(ids)]
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
         block_bytes = buffer.size(1)
-        slots = rows_of(self._slots.numpy(), 0, block_bytes)
-        self._copier.scatter(
-            rows_of(buffer.numpy(), 0, block_bytes), self._slot_ids[chunk.lower], slots
+        slots = rows_of(self.slots.numpy(), 0, block_bytes)
+        self.copier.scatter(
+            rows_of(buffer.numpy(), 0, block_bytes), self.slot_ids[chunk.lower], slots
         )
 
     @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
         block_bytes = buffer.size(1)
-        slots = rows_of(self._slots.numpy(), 0, block_bytes)
-        self._copier.gather(
-            slots, self._slot_ids[chunk.lower], rows_of(buffer.numpy(), 0, block_bytes)
+        slots = rows_of(self.slots.numpy(), 0, block_bytes)
+        self.copier.gather(
+            slots, self.slot_ids[chunk.lower], rows_of(buffer.numpy(), 0, block_bytes)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from torch import Tensor
@@ -107,20 +107,14 @@ class FileTransferWorker(TransferWorker):
         self._io.shutdown()
 
 
+@dataclass(eq=False, repr=False)
 class _FileSide(LowerSide):
     """The files of one job."""
 
-    def __init__(
-        self,
-        store: BlockStore,
-        keys: tuple[OffloadKey, ...],
-        block_hashes: tuple[tuple[bytes, ...], ...],
-        io: ThreadPoolExecutor,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._block_hashes = block_hashes
-        self._io = io
+    store: BlockStore
+    keys: tuple[OffloadKey, ...]
+    block_hashes: tuple[tuple[bytes, ...], ...]
+    io: ThreadPoolExecutor
 
     @override
     def direct_buffer(self, chunk: Chunk) -> Tensor | None:
@@ -129,11 +123,11 @@ class _FileSide(LowerSide):
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
         self._wait_for(
-            self._io.submit(self._store.write, key, payload, hashes)
+            self.io.submit(self.store.write, key, payload, hashes)
             for key, payload, hashes in zip(
-                self._keys[chunk.lower],
+                self.keys[chunk.lower],
                 _payloads(buffer),
-                self._block_hashes[chunk.lower],
+                self.block_hashes[chunk.lower],
                 strict=True,
             )
         )
@@ -141,8 +135,8 @@ class _FileSide(LowerSide):
     @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
         self._wait_for(
-            self._io.submit(self._store.read, key, payload)
-            for key, payload in zip(self._keys[chunk.lower], _payloads(buffer), strict=True)
+            self.io.submit(self.store.read, key, payload)
+            for key, payload in zip(self.keys[chunk.lower], _payloads(buffer), strict=True)
         )
 
     def _wait_for(self, submitted: Iterable[Future[None]]) -> None:

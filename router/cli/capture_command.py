@@ -236,42 +236,38 @@ class _Output:
             self._writer.__exit__(kind, error, traceback)
 
 
+@dataclass(eq=False, repr=False)
 class _Recorder:
     """The consumer of the subscriber: writes every batch to the file, unchanged."""
 
-    def __init__(
-        self,
-        output: _Output,
-        limits: CaptureLimits,
-        progress: Callable[[str], None],
-        done: asyncio.Event,
-    ) -> None:
+    output: _Output
+    limits: CaptureLimits
+    progress: Callable[[str], None]
+    done: asyncio.Event
+
+    def __post_init__(self) -> None:
         self.captured = Captured()
-        self.done = done
-        self._output = output
-        self._limits = limits
-        self._progress = progress
 
     def apply(self, batch: Batch) -> Effect:
-        self._output.writer.frame(batch.payload)
+        self.output.writer.frame(batch.payload)
         self.captured.batches += 1
-        if self._limits.are_reached(self.captured):
+        if self.limits.are_reached(self.captured):
             self.done.set()
         if self.captured.batches % 100 == 0:
-            self._progress(f"{self.captured.batches} batches")
+            self.progress(f"{self.captured.batches} batches")
         return Effect.KEPT
 
     def clear(self, reason: str) -> None:
         # A recording is the stream of one process. What follows a restart would be another one.
         if self.captured.batches:
-            self._progress(f"the publisher started again ({reason}): the recording ends here")
+            self.progress(f"the publisher started again ({reason}): the recording ends here")
             self.done.set()
 
     def change(self, state: SourceState) -> None:
-        self._progress(state.value)
+        self.progress(state.value)
 
     def report(self, problem: KVEventsError) -> None:
-        self._progress(f"refused: {problem}")
+        self.progress(f"refused: {problem}")
 
 
 async def capture(

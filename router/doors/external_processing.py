@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,25 +120,18 @@ class Limits(NamedTuple):
     body_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class ExtProcServer:
-    """Listens between `start` and `stop`, on the running event loop.
+    """Listens between `start` and `stop`, on the running event loop."""
 
-    Args:
-        limits: Of each stream.
-        why_not_ready: What the health checks say; None: it is ready.
-    """
+    config: ExtProcConfig
+    parts: PickerParts
+    limits: Limits
+    """The bounds of each stream."""
+    why_not_ready: Callable[[], str | None]
+    """Says why the health checks fail; None: the router is ready."""
 
-    def __init__(
-        self,
-        config: ExtProcConfig,
-        parts: PickerParts,
-        limits: Limits,
-        why_not_ready: Callable[[], str | None],
-    ) -> None:
-        self._config = config
-        self._parts = parts
-        self._limits = limits
-        self._why_not_ready = why_not_ready
+    def __post_init__(self) -> None:
         self._streams = 0
         self._server: Any = None
         self.port = 0
@@ -148,17 +142,17 @@ class ExtProcServer:
         Raises:
             ConfigError: The address cannot be bound, or the certificate cannot be read.
         """
-        options = _options(self._limits, self._config.max_streams)
+        options = _options(self.limits, self.config.max_streams)
         server = self._server = grpc.aio.server(options=options)
         server.add_generic_rpc_handlers((self._picking(), self._indexer(), self._health()))
-        assert self._config.listen is not None
+        assert self.config.listen is not None
         try:
-            self.port = self._bind(server, self._config.listen)
+            self.port = self._bind(server, self.config.listen)
         except (RuntimeError, OSError) as error:
             problem = ConfigProblem("doors.ext_proc", f"cannot listen: {error}")
             raise ConfigError([problem]) from None
         await server.start()
-        host = self._config.listen.rpartition(":")[0]
+        host = self.config.listen.rpartition(":")[0]
         logger.info("the endpoint picker listens on grpc://%s:%d", host, self.port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -167,7 +161,7 @@ class ExtProcServer:
             await self._server.stop(grace_s)
 
     def _bind(self, server: Any, address: str) -> int:
-        tls = self._config.tls
+        tls = self.config.tls
         if tls.certificate is None or tls.key is None:
             return int(server.add_insecure_port(address))
         pair = Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes()
@@ -185,8 +179,8 @@ class ExtProcServer:
         return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
 
     async def _process(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        pick = Pick(self._parts)
-        if self._streams >= self._config.max_streams:
+        pick = Pick(self.parts)
+        if self._streams >= self.config.max_streams:
             await context.write(pick.refused(Overloaded("has its limit of streams")))
             return
         self._streams += 1
@@ -198,18 +192,16 @@ class ExtProcServer:
 
     async def _answer(self, pick: Pick, context: Any) -> None:
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._limits.body_s
+        deadline = clock() + self.limits.body_s
         while True:
             try:
                 is_arriving = pick.is_arriving
-                async with timeout_at(
-                    deadline if is_arriving else clock() + self._limits.silence_s
-                ):
+                async with timeout_at(deadline if is_arriving else clock() + self.limits.silence_s):
                     message = await context.read()
             except asyncio.TimeoutError:
                 if not is_arriving:
                     return
-                rule = f"must arrive within {self._limits.body_s:g} s"
+                rule = f"must arrive within {self.limits.body_s:g} s"
                 await context.write(pick.refused(BadRequest("body", "not complete", rule)))
                 return
             if message is grpc.aio.EOF:
@@ -253,9 +245,9 @@ class ExtProcServer:
                 body=msgspec.json.encode(body),
                 path=INDEXER_SERVICE,
                 request_id=new_id(),
-                caller=self._parts.caller(metadata, Endpoint.COMPLETIONS.value),
+                caller=self.parts.caller(metadata, Endpoint.COMPLETIONS.value),
             )
-            decision = await self._parts.desk.look_up(question)
+            decision = await self.parts.desk.look_up(question)
         except RequestError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.UNAVAILABLE), str(error))
         answer, wanted = GetPodScoresResponse(), frozenset(request.pod_identifiers)
@@ -297,7 +289,7 @@ class ExtProcServer:
             return _SERVING
         if service not in _READINESS:
             return _UNKNOWN_SERVICE
-        return _NOT_SERVING if self._why_not_ready() else _SERVING
+        return _NOT_SERVING if self.why_not_ready() else _SERVING
 
 
 def _scores_of(decision: Decision) -> dict[str, float]:

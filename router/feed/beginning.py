@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from router.feed.feed import Feed
 from router.feed.snapshot_records import IndexSnapshot, restore
 from router.index import PrefixIndex
 
 
+@dataclass(eq=False, repr=False)
 class Beginning:
-    """Fills indexes with what was known before the start. Belongs to one event loop.
+    """Fills indexes with what was known before the start. Belongs to one event loop."""
 
-    Args:
-        places: Where a snapshot may be had, the best one first; None from one that has none.
-        needs_own_keys: As of `restore`.
-    """
+    places: Sequence[Callable[[], Awaitable[IndexSnapshot | None]]]
+    """Where a snapshot may be had, the best one first; None from one that has none."""
+    feed: Feed
+    needs_own_keys: bool
+    """Whether an index must keep its own keys, since others share them."""
 
-    def __init__(
-        self,
-        places: Sequence[Callable[[], Awaitable[IndexSnapshot | None]]],
-        feed: Feed,
-        needs_own_keys: bool,
-    ) -> None:
-        self._places = places
-        self._feed = feed
-        self._needs_own_keys = needs_own_keys
+    def __post_init__(self) -> None:
         self._found: IndexSnapshot | None = None
 
     async def find(self) -> None:
         """Get a snapshot, if there is one anywhere; no stream may be followed before."""
-        for place in self._places:
+        for place in self.places:
             self._found = await place()
             if self._found is not None:
                 return
@@ -44,11 +39,11 @@ class Beginning:
         """
         if self._found is None or model not in self._found.sources:
             return
-        saved = await asyncio.to_thread(restore, self._found, model, index, self._needs_own_keys)
+        saved = await asyncio.to_thread(restore, self._found, model, index, self.needs_own_keys)
         for each in saved:
-            self._feed.expect(each)
+            self.feed.expect(each)
 
     def forget(self) -> None:
         """Drop what was not asked for."""
         self._found = None
-        self._feed.forget_expected()
+        self.feed.forget_expected()

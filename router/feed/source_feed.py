@@ -76,33 +76,24 @@ class SavedSource(msgspec.Struct, frozen=True):
     has_had_lower_tiers: bool
 
 
+@dataclass(eq=False, repr=False)
 class SourceFeed:
     """The consumer of one subscriber: applies its batches, and follows its state."""
 
-    def __init__(
-        self,
-        source: SourceId,
-        model: str,
-        index: PrefixIndex,
-        complain: Callable[[SourceId, KVEventsError], None],
-        tidy: Callable[[PrefixIndex], None],
-        taps: Taps,
-        suspects: set[SourceId],
-        on_change: Callable[[], object],
-        stream: str = "",
-    ) -> None:
-        self.index = index
-        self._taps = taps
-        self._suspects = suspects
-        self._on_change = on_change
+    source: SourceId
+    model: str
+    index: PrefixIndex
+    complain: Callable[[SourceId, KVEventsError], None]
+    tidy: Callable[[PrefixIndex], None]
+    taps: Taps
+    suspects: set[SourceId]
+    on_change: Callable[[], object]
+    stream: str = ""
+
+    def __post_init__(self) -> None:
         self.state = SourceState.CONNECTING
         self.lost_since: float | None = time.monotonic()
-        self._source = source
-        self._model = model
-        self._stream = stream
         self.shares_stores = False
-        self._complain = complain
-        self._tidy = tidy
         self._applied = AppliedEvents()
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
@@ -114,8 +105,8 @@ class SourceFeed:
 
     def takes(self, saved: SavedSource) -> bool:
         """Go on from what was saved; False if it is of another stream, or not there any more."""
-        is_same = (saved.model, saved.stream) == (self._model, self._stream)
-        if not is_same or not self.index.holds(self._source):
+        is_same = (saved.model, saved.stream) == (self.model, self.stream)
+        if not is_same or not self.index.holds(self.source):
             return False
         self._has_had_lower_tiers = saved.has_had_lower_tiers
         return True
@@ -126,16 +117,16 @@ class SourceFeed:
         if position is None or self.shares_stores:
             return None
         saved = SavedSource(
-            self._model, self._source, self._stream, position, self._has_had_lower_tiers
+            self.model, self.source, self.stream, position, self._has_had_lower_tiers
         )
-        return saved, list(self.index.export(self._source))
+        return saved, list(self.index.export(self.source))
 
     def start(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
         self._is_followed = True
         self._enter(SourceState.CONNECTING)
         self._task = asyncio.get_running_loop().create_task(
-            subscriber.run(), name=f"feed {self._source}"
+            subscriber.run(), name=f"feed {self.source}"
         )
         self._task.add_done_callback(self._on_end)
 
@@ -143,8 +134,8 @@ class SourceFeed:
         assert self._subscriber is not None
         _log.warning(
             "replica %s rank %d: its hits were predicted wrongly for long: it is rebuilt",
-            self._source.replica,
-            self._source.dp_rank,
+            self.source.replica,
+            self.source.dp_rank,
         )
         self._subscriber.rebuild()
 
@@ -152,7 +143,7 @@ class SourceFeed:
         """Apply nothing from now on."""
         assert self._task is not None
         self._is_followed = False
-        self._suspects.discard(self._source)
+        self.suspects.discard(self.source)
         self.on_left()
         self._task.cancel()
 
@@ -165,7 +156,7 @@ class SourceFeed:
         assert self._subscriber is not None
         return SourceFeedStatistics(
             **asdict(self._applied),
-            model=self._model,
+            model=self.model,
             state=self.state,
             stream=self._subscriber.statistics(),
         )
@@ -173,14 +164,14 @@ class SourceFeed:
     # --- what the subscriber calls ----------------------------------------------------------------
 
     def apply(self, batch: Batch) -> Effect:
-        if self._taps:
-            for tap in self._taps.of(self._source):
+        if self.taps:
+            for tap in self.taps.of(self.source):
                 tap.batch(batch.payload)
         index = self.index
         slots, searched = index.slots, index.searches
-        effect = self._note(index.apply(self._source, batch.payload))
+        effect = self._note(index.apply(self.source, batch.payload))
         if index.slots is not slots or index.searches != searched:
-            self._on_change()
+            self.on_change()
         return effect
 
     def _note(self, result: ApplyResult) -> Effect:
@@ -191,7 +182,7 @@ class SourceFeed:
         if result.problem is not None:
             self.report(MalformedBatch(result.problem))
         if result.cleared:
-            self._tidy(self.index)
+            self.tidy(self.index)
         self._has_had_lower_tiers |= result.has_lower_tiers
         if result.is_incomplete:
             return Effect.INCOMPLETE
@@ -202,29 +193,29 @@ class SourceFeed:
 
     def _look_at_key(self) -> None:
         """Say so if nothing of this source will ever be found."""
-        found = self.index.statistics().get(self._source)
+        found = self.index.statistics().get(self.source)
         if found is not None and found.key_problem is not None:
-            source = self._source
+            source = self.source
             _log.error("replica %s rank %d: %s", *source, found.key_problem)
 
     def clear(self, reason: str) -> None:
         _log.info(
             "replica %s rank %d: start from nothing (%s)",
-            self._source.replica,
-            self._source.dp_rank,
+            self.source.replica,
+            self.source.dp_rank,
             reason,
         )
         self._applied.cleared += 1
-        self._taps.end(self._source, f"the stream starts from nothing: {reason}")
-        self.index.clear(self._source)
-        self._tidy(self.index)
+        self.taps.end(self.source, f"the stream starts from nothing: {reason}")
+        self.index.clear(self.source)
+        self.tidy(self.index)
 
     def change(self, state: SourceState) -> None:
         is_news = state is SourceState.SUSPECT and not self._is_known_suspect
         level = logging.WARNING if is_news else logging.INFO
         problem = self._subscriber and self._subscriber.statistics().problem
         why = f": {problem}" if problem and state is SourceState.SUSPECT else ""
-        _log.log(level, "replica %s rank %d: %s%s", *self._source, state.value, why)
+        _log.log(level, "replica %s rank %d: %s%s", *self.source, state.value, why)
         self._enter(state)
         if state in (SourceState.SUSPECT, SourceState.LIVE):
             self._is_known_suspect = state is SourceState.SUSPECT
@@ -235,17 +226,17 @@ class SourceFeed:
             return  # and the source may have been added again
         if state is SourceState.LIVE:
             self.lost_since = None
-            self._suspects.discard(self._source)
+            self.suspects.discard(self.source)
         else:
             self.lost_since = self.lost_since or time.monotonic()
-            self._suspects.add(self._source)
-        self._on_change()
+            self.suspects.add(self.source)
+        self.on_change()
 
     def report(self, problem: KVEventsError) -> None:
         if isinstance(problem, NoAnswer):
-            _log.warning("replica %s rank %d: %s", *self._source, problem)
+            _log.warning("replica %s rank %d: %s", *self.source, problem)
         else:
-            self._complain(self._source, problem)
+            self.complain(self.source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """A subscriber ends only when it is cancelled; anything else is our bug, and shows."""
@@ -260,8 +251,8 @@ class SourceFeed:
             )
             _log.error(
                 "replica %s rank %d: no longer followed: %s",
-                self._source.replica,
-                self._source.dp_rank,
+                self.source.replica,
+                self.source.dp_rank,
                 what,
             )
 

@@ -115,30 +115,21 @@ class PlaneListener(NamedTuple):
     """One with much to compute was sent."""
 
 
+@dataclass(eq=False, repr=False)
 class DataPlane:
     """Belongs to one event loop, on which it calls."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        proxy: PlaneProxy,
-        options: PlaneOptions,
-        control_path: str,
-        listener: PlaneListener,
-        prepares: Prepares,
-    ) -> None:
-        """
-        Args:
-            handler: Takes the requests that go to replicas, and questions.
-            control_path: The Unix socket of the application behind.
-            listener: Told of what the core does by itself.
-        """
-        self._handler = handler
-        self._proxy = proxy
-        self._options = options
-        self._control_path = control_path
-        self._listener = listener
-        self._prepares = prepares
+    handler: Handler
+    """Takes the requests that go to replicas, and questions."""
+    proxy: PlaneProxy
+    options: PlaneOptions
+    control_path: str
+    """The Unix socket of the application behind."""
+    listener: PlaneListener
+    """Told of what the core does by itself."""
+    prepares: Prepares
+
+    def __post_init__(self) -> None:
         self._exchanges: dict[int, PlaneExchange] = {}
         self._failed_first: dict[int, FailedFirst] = {}
         """Until the request is opened."""
@@ -151,10 +142,10 @@ class DataPlane:
 
     def _by_kind(self) -> dict[str, Callable[..., None]]:
         """Who is told of an event."""
-        listener, to_relay = self._listener, self._to_relay
+        listener, to_relay = self.listener, self._to_relay
         return {
             "opened": self._opened,
-            "prepare": self._prepares.prepare,
+            "prepare": self.prepares.prepare,
             "body": self._body,
             "left": self._left,
             "failed": partial(to_relay, PlaneRelay.on_failed),
@@ -188,11 +179,11 @@ class DataPlane:
         Args:
             listeners: Sockets that listen, one for each thread; the core closes them.
         """
-        options = asdict(self._options) | {"broken_events": broken_events()}
+        options = asdict(self.options) | {"broken_events": broken_events()}
         self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
-        if self._listener.sum_bounds is not None:
-            self.plane.sum_up(*self._listener.sum_bounds)
-        self._proxy.plane = self._plane
+        if self.listener.sum_bounds is not None:
+            self.plane.sum_up(*self.listener.sum_bounds)
+        self.proxy.plane = self._plane
         asyncio.get_running_loop().add_reader(self.plane.fileno(), self._on_events)
 
     def give_up(self, origin: str, silent_s: float) -> None:
@@ -223,7 +214,7 @@ class DataPlane:
             self._tell(*self._untold.pop())
         for event in self.plane.take():
             self._tell(*event)
-        for task in list(self._proxy.tasks):
+        for task in list(self.proxy.tasks):
             task.cancel()
 
     # --- events -----------------------------------------------------------------------------------
@@ -255,7 +246,7 @@ class DataPlane:
         try:
             self._told[kind](number, *what)
         except Exception as error:
-            self._prepares.left(number)
+            self.prepares.left(number)
             if not is_out_of_memory(error):
                 logger.exception("an event of the data plane (%s) could not be served", kind)
                 self.plane.cut(number)
@@ -264,11 +255,11 @@ class DataPlane:
 
     def _refuse_without_memory(self, number: int) -> None:
         try:
-            self._listener.on_refusal("overloaded")
+            self.listener.on_refusal("overloaded")
             self.plane.respond_out_of_memory(number)
         except MemoryError:  # not even for that
             self.plane.cut(number)
-        if number not in self._proxy.relays:  # which are told how they end
+        if number not in self.proxy.relays:  # which are told how they end
             self._left(number)
 
     def _opened(
@@ -296,12 +287,12 @@ class DataPlane:
             headers,
             (host, port),
         )
-        opens = self._handler.opens(method, exchange.path, exchange.query)
+        opens = self.handler.opens(method, exchange.path, exchange.query)
         if opens is None:
             self._control(exchange, len(body), is_whole)
             return
         self._exchanges[number] = exchange
-        exchange.begun = self._prepares.hand_over(number)
+        exchange.begun = self.prepares.hand_over(number)
         exchange.failed_first = self._failed_first.pop(number, None)
         exchange.on_over = self._forget
         exchange.receive(body, is_whole)
@@ -321,14 +312,14 @@ class DataPlane:
 
     def _left(self, number: int) -> None:
         self._controls.pop(number, None)
-        self._prepares.left(number)
-        self._listener.on_left(number)
+        self.prepares.left(number)
+        self.listener.on_left(number)
         exchange = self._exchanges.get(number)
         if exchange is not None:
             exchange.is_gone = True
             if exchange.server is not None:
                 exchange.server.client_left()
-            if number not in self._proxy.relays:
+            if number not in self.proxy.relays:
                 exchange.over()
 
     def _forget(self, number: int) -> None:
@@ -338,13 +329,13 @@ class DataPlane:
 
     def _handed_over(self, number: int, *what: Any) -> None:
         self._failed_first[number] = failed = FailedFirst(*what)
-        self._listener.on_handed_over(number, failed)
+        self.listener.on_handed_over(number, failed)
 
     def _overtaken(self, number: int, *what: Any) -> None:
-        self._listener.on_handed_over(number, FailedFirst(*what))
+        self.listener.on_handed_over(number, FailedFirst(*what))
 
     def _to_relay(self, tell: Callable[..., None], number: int, *what: Any) -> None:
-        relay = self._proxy.relays.get(number)
+        relay = self.proxy.relays.get(number)
         if relay is not None:
             tell(relay, *what)
 
@@ -361,7 +352,7 @@ class DataPlane:
     def _read_control(self, number: int, body_bytes: int, is_whole: bool) -> None:
         unread = self._controls[number]
         unread.bytes += body_bytes
-        if unread.bytes > self._options.max_body_bytes:
+        if unread.bytes > self.options.max_body_bytes:
             del self._controls[number]
             self._refuse_body(number)
         elif is_whole:
@@ -371,7 +362,7 @@ class DataPlane:
             self.plane.read_body(number)
 
     def _refuse_body(self, number: int) -> None:
-        message = f"body: longer than the limit of {self._options.max_body_bytes} bytes"
+        message = f"body: longer than the limit of {self.options.max_body_bytes} bytes"
         self._respond(number, 413, message, "body_too_large")
 
     def _respond(self, number: int, status: int, message: str, code: str) -> None:
@@ -388,7 +379,7 @@ class DataPlane:
         self.plane.forward(
             number,
             "control",
-            (self._control_path,),
+            (self.control_path,),
             0,
             "",
             b"",

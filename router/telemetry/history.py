@@ -92,35 +92,29 @@ class Removals:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class History:
     """Keeps the hour. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        caches: Callable[[], Mapping[str, BlockCounts]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            caches: What the caches of every replica hold now; those that are gone are forgotten.
-            clock: A monotonic clock, in seconds.
-        """
-        self._metrics = metrics
-        self.bounds = metrics.first_byte.buckets
-        self._caches = caches
-        self._clock = clock
+    metrics: RouterMetrics
+    caches: Callable[[], Mapping[str, BlockCounts]]
+    """What the caches of every replica hold now; those that are gone are forgotten."""
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
+
+    def __post_init__(self) -> None:
+        self.bounds = self.metrics.first_byte.buckets
         self._timer: asyncio.TimerHandle | None = None
         self._of_all = _Ring()
         self._replicas: dict[str, _Ring] = {}
-        self._at = clock()
+        self._at = self.clock()
         self._counts = self._read()
-        self._removed = {name: found.removed for name, found in caches().items()}
+        self._removed = {name: found.removed for name, found in self.caches().items()}
 
     def start(self) -> None:
         """Keep a step every half minute from now on."""
         # Routers end their steps together, so that their histories can be laid side by side.
-        left_s = STEP_S - self._clock() % STEP_S
+        left_s = STEP_S - self.clock() % STEP_S
         # A timer may be early by a moment: that is no step.
         left_s += STEP_S if left_s < _LEAST_STEP_S else 0
         self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
@@ -136,7 +130,7 @@ class History:
 
     def sample(self) -> None:
         """A step is over: keep it and begin the next one."""
-        now, counts, caches = self._clock(), self._read(), self._caches()
+        now, counts, caches = self.clock(), self._read(), self.caches()
         seconds = max(now - self._at, 1e-3)
         whole, removed_of_all = [0.0] * self._width, []
         for name in self._replicas.keys() - caches.keys():
@@ -164,9 +158,9 @@ class History:
 
     def hours(self, replica_ids: Iterable[str]) -> dict[str | None, Hour]:
         """The same of all together, under None, and of those of the replicas that are followed."""
-        caches = self._caches()
+        caches = self.caches()
         differences = self._since(self._read())
-        seconds = max(self._clock() - self._at, 1e-3)
+        seconds = max(self.clock() - self._at, 1e-3)
         whole = [sum(column) for column in zip(*differences.values(), strict=True)]
         held = sum(found.gpu_blocks for found in caches.values())
         removed = _by_group(sum, [self._lost(name, found) for name, found in caches.items()])
@@ -221,8 +215,8 @@ class History:
 
     def _read(self) -> dict[str, list[float]]:
         """The counters of every replica, and of none, by the label `replica`."""
-        metrics = self._metrics
-        found: dict[str, list[float]] = {name: [0.0] * self._width for name in self._caches()}
+        metrics = self.metrics
+        found: dict[str, list[float]] = {name: [0.0] * self._width for name in self.caches()}
 
         def of(name: str) -> list[float]:
             return found.setdefault(name, [0.0] * self._width)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -329,21 +330,14 @@ class _TracingObserver(ProxyObserver):
         self._inner.on_end(end, status, seconds)
 
 
+@dataclass(eq=False, repr=False)
 class Tracer:
     """Begins the trace of each request, or goes on with its client's."""
 
-    def __init__(
-        self,
-        is_sampled: Callable[[str, TraceContext | None], bool],
-        sink: Callable[[RequestTrace], object],
-    ) -> None:
-        """
-        Args:
-            is_sampled: Whether a request is recorded, by its trace's id and what its client says.
-            sink: Takes those that are, at their end; it must not wait.
-        """
-        self._is_sampled = is_sampled
-        self._sink = sink
+    is_sampled: Callable[[str, TraceContext | None], bool]
+    """Whether a request is recorded, by its trace's id and what its client says."""
+    sink: Callable[[RequestTrace], object]
+    """Takes those that are, at their end; it must not wait."""
 
     def begin(
         self, context: TraceContext | None, method: str, path: str, route: str | None
@@ -355,7 +349,7 @@ class Tracer:
             route: The same of a fixed set, where it is of one.
         """
         trace_id = _new_id(32) if context is None else context.trace_id
-        trace = RequestTrace(trace_id, context, self._is_sampled(trace_id, context), self._sink)
+        trace = RequestTrace(trace_id, context, self.is_sampled(trace_id, context), self.sink)
         trace.method, trace.path, trace.route = method, path, route
         return trace
 

@@ -82,28 +82,23 @@ class Key:
     """Names the responses made with it, where there are several keys."""
 
 
+@dataclass(eq=False, repr=False)
 class WrongKeys:
     """Counts and logs wrong keys, and slows down who tries many.
 
     An address gets some attempts for nothing; after those, each of its refusals is held back, at
     first for a tenth of the bound, then for twice as long each time. A right key never waits. What
     is kept is bounded: addresses are forgotten after a while, the oldest first.
-
-    Args:
-        max_delay_s: The bound on each delay.
-        count: Called with the endpoint of each.
-        clock: A monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        max_delay_s: float,
-        count: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_delay_s = max_delay_s
-        self._count = count
-        self._clock = clock
+    max_delay_s: float
+    """The bound on each delay."""
+    count: Callable[[str], None]
+    """Called with the endpoint of each."""
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
+
+    def __post_init__(self) -> None:
         self._attempts: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._held = 0
 
@@ -115,19 +110,19 @@ class WrongKeys:
         Returns:
             For how many seconds to hold the refusal back.
         """
-        now = self._clock()
+        now = self.clock()
         attempts, last = self._attempts.pop(address, (0, now))
         attempts = 1 if now - last > _FORGOTTEN_AFTER_S else attempts + 1
         self._attempts[address] = attempts, now
         if len(self._attempts) > _MAX_ADDRESSES:
             self._attempts.popitem(last=False)
-        self._count(endpoint)
+        self.count(endpoint)
         if attempts & (attempts - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood makes few lines
             logger.warning("wrong key for %s from %s, %d so far", endpoint, address, attempts)
         if attempts <= _FREE_ATTEMPTS:
             return 0.0
         doublings = min(attempts - _FREE_ATTEMPTS - 1, 10)
-        return float(min(self._max_delay_s, self._max_delay_s / 10 * 2**doublings))
+        return float(min(self.max_delay_s, self.max_delay_s / 10 * 2**doublings))
 
     def hold(self, endpoint: str, address: str) -> float:
         """Count one.
