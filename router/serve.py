@@ -273,7 +273,10 @@ def _control_server(
         listeners = [os.dup(listener.fileno()) for _ in range(config.server.threads)]
         plane.start(listeners, certificates.secured)
         preparation.plane = plane.plane
-        guard.on_host = plane.plane.accept_host
+        guard.on_host = accept_host = plane.plane.accept_host
+        # Else Python would look at all requests that come before it has looked at the first.
+        for host in guard.known_hosts(listener.getsockname()[1]):
+            accept_host(host)
         server.start_deciding()
         _announce(listener, config)
 

@@ -972,6 +972,22 @@ async def test_a_page_that_calls_the_router_by_its_own_name_is_refused(
             assert await client.read_head() == 403
 
 
+async def test_the_first_request_under_one_of_the_routers_names_needs_no_python(
+    router: RouterProcess,
+) -> None:
+    """A thousand that come at once after a start would all wait until Python had looked at one."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        number = await until_native(router, stub)
+        for host in ("localhost", f"localhost:{router.port}", f"127.0.0.1:{router.port}"):
+            body = {"model": stub.model, "prompt": prompt_ids(64, 900), "max_tokens": 2}
+            whole = request_bytes("POST", "/v1/completions", json.dumps(body).encode())
+            async with connect(router.port) as client:
+                await client.write(whole.replace(b"host: router", f"host: {host}".encode()))
+                assert (await client.read_answer()).status == 200
+            number += 1
+            assert is_without_python(await last_request(router, number))
+
+
 async def test_wrong_predictions_are_evidence_whoever_made_them() -> None:
     """A source that tells lies is found out also where Python has decided nothing."""
     events = {"self_repair_after_s": 0.2, "self_repair_quiet_s": 1e-6}

@@ -21,7 +21,7 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -40,6 +40,7 @@ from router.errors import (
     UnknownPath,
 )
 from router.fleet.limits import KeyUsage
+from router.process import in_url
 from router.routing.stored_responses import ResponseOwner
 from router.routing.terms import TenantSalt
 
@@ -238,6 +239,16 @@ class Guard:
         if not fitting:
             raise Unauthorized(was_given=bool(given))
         return fitting[0]
+
+    def known_hosts(self, port: int) -> Iterator[bytes]:
+        """Yield what a `Host` of this router's may say, as far as that is known unasked.
+
+        Args:
+            port: Where it listens.
+        """
+        for name in {"localhost", "127.0.0.1", "::1", *self._own} - {_ANY_HOST}:
+            yield in_url(name).encode("latin-1")
+            yield f"{in_url(name)}:{port}".encode("latin-1")
 
     def check_host(self, headers: Headers) -> None:
         """Check that the client means this router. Raises `ForeignHost`."""
