@@ -433,8 +433,8 @@ class ReplicaRegistry:
     async def _keep_pace(self) -> None:
         while True:
             await asyncio.sleep(self._health.interval_s)
-            counts = self._load.statistics()
-            if self.pace.look(Traffic(counts.started + self.decisions(), counts.in_flight)):
+            in_flight, started, _ = self._load.books.counts()
+            if self.pace.look(Traffic(started + self.decisions(), in_flight)):
                 for watcher in self._watchers.values():
                     watcher.look_soon()
 

@@ -484,16 +484,16 @@ class ServedMetrics:
         metrics.expected.labels(model, replica).inc(expected)
         metrics.expectations.labels(model, replica, outcome(expected, actual)).inc()
 
-    def add(self, sum_: RequestSum, policy: str) -> None:
+    def add(self, summed: RequestSum, policy: str) -> None:
         """Count requests that were served whole.
 
         Args:
-            sum_: Of this model and, unless it was removed, this replica.
+            summed: It is of this model and, unless the replica was removed, of this replica.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
-        metrics.routing.labels(model).add(sum_.routing_s)
-        metrics.total.labels(model).add(sum_.seconds)
-        metrics.requests.labels(model, replica, policy, "200").inc(sum_.requests)
+        metrics.routing.labels(model).add(summed.routing_s)
+        metrics.total.labels(model).add(summed.seconds)
+        metrics.requests.labels(model, replica, policy, "200").inc(summed.requests)
 
     def add_compared(self, found: Comparisons) -> None:
         """Count predictions that could be compared."""

@@ -181,15 +181,15 @@ class Totals(msgspec.Struct):
                 self.over += request.verdict == "over"
                 self.under += request.verdict == "under"
 
-    def add_sum(self, sum_: RequestSum, compared: Iterable[Comparisons]) -> None:
+    def add_sum(self, summed: RequestSum, compared: Iterable[Comparisons]) -> None:
         """Count requests that were served whole.
 
         Args:
             compared: Those whose responses reported their cached tokens.
         """
-        self.requests += sum_.requests
-        self.routed_tokens += sum_.prompt_tokens
-        self.promised_tokens += sum_.promised_tokens
+        self.requests += summed.requests
+        self.routed_tokens += summed.prompt_tokens
+        self.promised_tokens += summed.promised_tokens
         for each in compared:
             self.compared += each.requests
             self.compared_tokens += each.prompt_tokens
@@ -317,15 +317,15 @@ class RequestLog:
         self.update(request)
         self.totals.now().add_request(request)
 
-    def add_sum(self, sum_: RequestSum, compared: Iterable[Comparisons]) -> None:
+    def add_sum(self, summed: RequestSum, compared: Iterable[Comparisons]) -> None:
         """Count requests that are not shown: others ended in the same moment.
 
         Args:
-            sum_: All of them; they were served whole.
+            summed: It holds all of them; each was served whole.
             compared: Those whose responses reported their cached tokens.
         """
-        self._requests += sum_.requests
-        self.totals.now().add_sum(sum_, compared)
+        self._requests += summed.requests
+        self.totals.now().add_sum(summed, compared)
 
     def count_failure(self) -> None:
         """Count a request that the router itself ended with a 5xx."""

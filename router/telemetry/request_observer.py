@@ -242,28 +242,28 @@ class RequestObservers:
         self.log.finish(request)
         return request
 
-    def add(self, sum_: RequestSum, policy: str) -> None:
+    def add(self, summed: RequestSum, policy: str) -> None:
         """Count requests that were decided and served elsewhere, and that are not logged.
 
         Args:
             policy: The name of the policy that chose.
         """
-        model, replica = sum_.model, sum_.replica
+        model, replica = summed.model, summed.replica
         is_known = replica in self.replicas
         served = self.metrics.served(model, replica if is_known else "removed")
-        served.add(sum_, policy)
-        self.metrics.ends.labels(End.COMPLETED.value).inc(sum_.requests)
+        served.add(summed, policy)
+        self.metrics.ends.labels(End.COMPLETED.value).inc(summed.requests)
         compared: list[Comparisons] = []
         if is_known:
             self.replicas.report_served(replica)
-            self.metrics.first_byte.labels(model, replica).add(sum_.first_byte_s)
-            if sum_.reported.requests:
+            self.metrics.first_byte.labels(model, replica).add(summed.first_byte_s)
+            if summed.reported.requests:
                 self.reporting.add(replica)
-            compared = [sum_.reported, *([sum_.silent] if replica in self.reporting else [])]
+            compared = [summed.reported, *([summed.silent] if replica in self.reporting else [])]
         for each in compared:
             if each.requests:
                 served.add_compared(each)
-        self.log.add_sum(sum_, compared)
+        self.log.add_sum(summed, compared)
 
     def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
         actual = self.cached_tokens(settled.usage_reader, settled.replica)

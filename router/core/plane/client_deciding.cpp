@@ -18,6 +18,13 @@ Respond json_response(std::string body) {
     return made;
 }
 
+// The model of a request that can be decided here. Null: it is unknown, or Python reads the request
+// first.
+std::shared_ptr<const Model> decided_here(Decider& decider, const std::optional<Ask>& ask) {
+    auto model = ask ? decider.model(ask->model) : nullptr;
+    return model != nullptr && model->is_read_first ? nullptr : model;
+}
+
 }  // namespace
 
 // --- without Python -------------------------------------------------------------------------------
@@ -80,10 +87,8 @@ bool Client::decide() {
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
         std::optional<Ask> ask = read_ask(body_);
-        auto model = ask ? decider->model(ask->model) : nullptr;
-        if (model != nullptr && !model->is_read_first) {
-            return is_placed(std::move(*ask), std::move(model));
-        }
+        auto model = decided_here(*decider, ask);
+        if (model != nullptr) return is_placed(std::move(*ask), std::move(model));
     }
     prepare(care == Care::prepared);
     return true;
@@ -107,8 +112,8 @@ bool Client::is_told_where() {
                            head_.find("content-type").find("msgpack") != sv::npos;
     if (decider == nullptr || is_packed) return false;
     const std::optional<Ask> ask = read_ask(body_, Form::question);
-    auto model = ask ? decider->model(ask->model) : nullptr;
-    if (model == nullptr || model->is_read_first) return false;
+    auto model = decided_here(*decider, ask);
+    if (model == nullptr) return false;
     const double began = clock_now();
     const std::optional<Answer> answer =
         decider->look({.ask = *ask, .model = std::move(model), .now = began});
@@ -125,8 +130,8 @@ bool Client::is_selected() {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
     const std::optional<Ask> ask = read_ask(body_, Form::reservation);
-    auto model = ask && ask->reservation.empty() ? decider->model(ask->model) : nullptr;
-    if (model == nullptr || model->is_read_first) return false;
+    auto model = decided_here(*decider, ask);
+    if (model == nullptr || !ask->reservation.empty()) return false;
     const double began = clock_now();
     const std::optional<Selection> selection =
         decider->select({.ask = *ask, .model = std::move(model), .now = began});
@@ -143,8 +148,8 @@ bool Client::is_reserved() {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
     const std::optional<Ask> ask = read_ask(body_, Form::reservation);
-    auto model = ask ? decider->model(ask->model) : nullptr;
-    if (model == nullptr || model->is_read_first) return false;
+    auto model = decided_here(*decider, ask);
+    if (model == nullptr) return false;
     const double began = clock_now();
     std::optional<Reservable> made = decider->reserve({.ask = *ask,
                                                        .model = std::move(model),
