@@ -44,6 +44,7 @@ from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
+from router.routing.prefill import PrefillPlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -249,6 +250,7 @@ class RouterService(RouterParts):
             self.responses,
             self._large_work,
             owns_priority=config.owns_priority,
+            prefill=PrefillPlanner(planner, config.prefill.min_uncached_tokens),
         )
         self.proxy = PlaneProxy(proxy_settings(config), self.shortages.note)
         return planner

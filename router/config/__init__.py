@@ -25,6 +25,7 @@ The files; each imports only what is listed above it:
     models.py         models, and what events leave out about their caches
     server.py         where the router listens, who may come in, its limits
     policy.py         how it chooses
+    prefill.py        when prompts are computed elsewhere
     health.py         how replicas are watched
     events.py         how event streams are followed
     schema.py         the whole, and the rules between its sections
@@ -50,6 +51,7 @@ from router.config.replica import (
     PriorityOrder,
     ReplicaConfig,
     ReplicaOptions,
+    Role,
     key_bytes,
     read_replica,
     read_replicas,
@@ -75,6 +77,7 @@ __all__ = [
     "PriorityOrder",
     "ReplicaConfig",
     "ReplicaOptions",
+    "Role",
     "RouterConfig",
     "ServerConfig",
     "StoreConfig",

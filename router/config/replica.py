@@ -69,6 +69,8 @@ class PeerTierConfig(Section, frozen=True):
 
 PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
 """Which of two numbers an engine serves first."""
+Role: TypeAlias = Literal["both", "prefill", "decode"]
+"""What a replica computes, where prompts and responses may be computed apart."""
 
 
 class ReplicaAddress(Section, frozen=True):
@@ -110,6 +112,12 @@ class ReplicaOptions(Section, frozen=True):
     """Sent to it in place of the client's key.
 
     Change it when the engine requires one; it replaces the client's."""
+    role: Role = "both"
+    """What it computes of a request: `prefill` gets none of its own, and computes prompts for
+    others; `decode` has its longer prompts computed elsewhere.
+
+    Change it when engines are set up to compute prompts for each other ([prefill and decode
+    replicas](gateways.md#prefill-and-decode-replicas)); llm-d's pods say it in their label."""
     speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
     """Relative to the other replicas.
 

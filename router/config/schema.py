@@ -27,6 +27,7 @@ from router.config.models import ModelConfig
 from router.config.observability import ObservabilityConfig
 from router.config.overload import OverloadConfig
 from router.config.policy import PolicyConfig
+from router.config.prefill import PrefillConfig
 from router.config.replica import ReplicaConfig, ReplicaOptions
 from router.config.section import Section
 from router.config.server import ServerConfig
@@ -92,6 +93,7 @@ class RouterConfig(Section, frozen=True):
     replicas: Items[ReplicaConfig] = ()
     discovery: DiscoveryConfig = DiscoveryConfig()
     policy: PolicyConfig = PolicyConfig()
+    prefill: PrefillConfig = PrefillConfig()
     health: HealthConfig = HealthConfig()
     overload: OverloadConfig = OverloadConfig()
     doors: DoorsConfig = DoorsConfig()

@@ -297,10 +297,11 @@ def _scores_of(decision: Decision) -> dict[str, float]:
     if decision.model is None or not decision.prompts:
         return {}
     found = holdings(decision.model, decision.prompts[0])
+    replicas = {**decision.prefillers, **decision.replicas}
     return {
-        address_of(decision.replicas[name]): max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
+        address_of(replicas[name]): max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
         for name, ranks in found.items()
-        if name in decision.replicas
+        if name in replicas
     }
 
 

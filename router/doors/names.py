@@ -6,13 +6,13 @@ from __future__ import annotations
 import xxhash
 
 from router.fleet.replica import Replica
-from router.routing.decision import SOURCE_HEADER
+from router.routing.decision import PREFILLER_HEADER, SOURCE_HEADER
 
 RANK_ADDRESS_HEADER = b"x-data-parallel-host-port"
 SIDECAR_HEADERS = (
     SOURCE_HEADER,
     RANK_ADDRESS_HEADER,
-    b"x-prefiller-host-port",
+    PREFILLER_HEADER,
     b"x-encoder-hosts-ports",
 )
 """By which llm-d's sidecar is told whom to connect to. A client's own would have it connect

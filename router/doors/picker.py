@@ -341,7 +341,8 @@ class Pick:
             return
         replica = next((each for each in replicas.values() if address_of(each) == served), None)
         if replica is not None:
-            reservation.served_by(Attempt(replica.id, replica.origin))
+            prefiller = reservation.attempt.prefiller
+            reservation.served_by(Attempt(replica.id, replica.origin, prefiller=prefiller))
 
     def _let_go_of_body(self) -> None:
         self._body.clear()

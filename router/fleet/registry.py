@@ -150,6 +150,12 @@ class ReplicaRegistry:
         self._announce_configured(replica)
         return replica
 
+    def reconfigure(self, replica_id: str, config: ReplicaConfig) -> None:
+        """Take over other options of a replica; see `Replica.reconfigure`. Raises
+        `UnknownReplica`."""
+        self.get(replica_id).reconfigure(config)
+        self.generation += 1  # its role may be another
+
     def drain(self, replica_id: str) -> Replica:
         """Send it nothing new; running requests continue. Raises `UnknownReplica`."""
         return self._set_draining(replica_id, True)

@@ -88,8 +88,8 @@ class Replica:
         self._tell()
 
     def reconfigure(self, config: ReplicaConfig) -> None:
-        """Take over other options: its key, speed and limit. Its address, models and event sources
-        must be the same."""
+        """Take over other options: its key, role, speed and limit. Its address, models and event
+        sources must be the same."""
         self.config = config
         self.headers = _authorization(config)
         self._max_requests = config.max_concurrent_requests
@@ -108,6 +108,11 @@ class Replica:
         """Its only cache, or the first of several."""
         self.has_ranks = len(sources) > 1
         self._tell()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Return whether requests may be sent there; else it computes prompts for others only."""
+        return self.config.role != "prefill"
 
     @property
     def peer_address(self) -> tuple[str, int] | None:
@@ -241,6 +246,7 @@ class Replica:
             notes=self.notes,
             speed=self.config.speed,
             max_concurrent_requests=self.config.max_concurrent_requests,
+            role=self.config.role,
             load=load,
             others=others,
             engine_load=self.engine_load,

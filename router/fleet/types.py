@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from kvevents.field_docs import counter, flag, gauge
+from router.config import Role
 from router.fleet.engine_load import EngineLoad
 from router.fleet.load import ReplicaLoad
 
@@ -69,6 +70,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong in the last discovery, and what was assumed."""
     speed: float
     max_concurrent_requests: int | None
+    role: Role = "both"
+    """`prefill` gets no requests of its own, and computes prompts for others."""
     load: ReplicaLoad
     """What this router has in flight there."""
     others: ReplicaLoad = msgspec.field(default_factory=ReplicaLoad)

@@ -15,6 +15,7 @@ from enum import Enum
 import msgspec
 
 from router.config.origin import Header, Origin
+from router.policies import Candidate
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -33,6 +34,8 @@ class Attempt(msgspec.Struct, frozen=True):
     keep: tuple[int, ...] = ()
     """Lengths of the prompt at which the engine is told to keep windows and states, for the
     observer."""
+    prefiller: Candidate | None = None
+    """Who computes the prompt, where that is another replica; for the observer."""
 
 
 class Failure(Enum):

@@ -130,6 +130,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     keys: Sequence[int] = ()
     """The keys of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal
     prefixes. Empty for a batch."""
+    is_for_prefill: bool = False
+    """Whether only its prompt is computed there, for a replica that was chosen before."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.

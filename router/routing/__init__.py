@@ -40,6 +40,7 @@ The files; each imports only what is listed above it:
     fleets.py              tells the compiled core which replicas there are, and how they are
     ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas
+    prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's: where it may be sent, chosen anew at each attempt
     dispatcher.py          a request's body -> a decision

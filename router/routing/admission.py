@@ -90,6 +90,7 @@ class Admission:
         """Return what keeps the router from serving requests; None if one of *replicas* can."""
         if self._is_shutting_down:
             return "the router is shutting down"
+        replicas = [replica for replica in replicas if replica.takes_requests]
         healthy = [replica for replica in replicas if replica.state is ReplicaState.HEALTHY]
         if not healthy:
             return f"none of {len(replicas)} replicas is healthy"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -35,9 +36,12 @@ ANY_MODEL = "any"
 RANK_HEADER = b"x-data-parallel-rank"
 SOURCE_HEADER = b"x-kv-cache-source-host-port"
 """Tells llm-d's sidecar from whose cache to pull."""
+PREFILLER_HEADER = b"x-prefiller-host-port"
+"""Tells llm-d's sidecar who computes the prompt."""
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
 every vLLM for embeddings."""
+_NO_REPLICAS: Mapping[str, Replica] = MappingProxyType({})
 _BYTES_OF_A_TOKEN = 4
 
 
@@ -107,6 +111,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The version that was chosen, where that name stands for several."""
     rename: Callable[[bytes, str], bytes] = with_model
     """Puts another model's name into the body."""
+    prefillers: Mapping[str, Replica] = _NO_REPLICAS
+    """Those that serve the model, and only compute prompts for others; by id."""
+    choose_prefiller: Callable[[Candidate], Candidate | None] | None = None
+    """Who computes the prompt for a candidate; None: itself. Missing where no other can."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -200,6 +208,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source, hit = self.source_of(candidate), candidate.cached_tokens
         return self.expects(self.prompts, source, self.prompt_tokens, hit)
 
+    def prefiller_for(self, candidate: Candidate) -> Candidate | None:
+        """Who computes the prompt for *candidate*; None: itself."""
+        return None if self.choose_prefiller is None else self.choose_prefiller(candidate)
+
+    def prefilling(self, prefiller: Candidate) -> Replica:
+        """The replica that was chosen to compute the prompt."""
+        name = prefiller.replica_id
+        return self.prefillers[name] if name in self.prefillers else self.replicas[name]
+
     def attempts(
         self, shows_hit: bool = True, number_of: Callable[[int], int] | None = None
     ) -> Iterator[Attempt]:
@@ -212,6 +229,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             ranked, and unhealthy now       last, or removed
             draining, or at its limit now   not at all
 
+        Only for the first may another replica compute the prompt: if that fails, it may be the
+        cause.
+
         Args:
             shows_hit: Whether the client is told how much of its prompt is cached.
             number_of: The number of a request that has so many tokens to compute, for engines that
@@ -221,7 +241,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             return
         first = self.ranking[0].candidate
         hints = self._steer(first)
-        yield self._ordered(self._attempt(first, shows_hit, hints), first, number_of)
+        attempt = self._prefilled(self._attempt(first, shows_hit, hints), first)
+        yield self._ordered(attempt, first, number_of)
         left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
@@ -275,10 +296,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source = self.replicas.get(candidate.pull_from or "")
         if source is not None and source.peer_address is not None and not source.removed:
             body = with_source(body, *source.peer_address)
-            address = source.origin.key.partition("://")[2]
-            headers = (*headers, (SOURCE_HEADER, address.encode("ascii")))
+            headers = (*headers, (SOURCE_HEADER, _address(source)))
         changed = None if body is self.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
+
+    def _prefilled(self, attempt: Attempt, candidate: Candidate) -> Attempt:
+        """The attempt with who computes the prompt, where that is another replica."""
+        prefiller = self.prefiller_for(candidate)
+        if prefiller is None:
+            return attempt
+        told = PREFILLER_HEADER, _address(self.prefilling(prefiller))
+        headers = (*attempt.request_headers, told)
+        return msgspec.structs.replace(attempt, request_headers=headers, prefiller=prefiller)
 
     def _ordered(
         self, attempt: Attempt, candidate: Candidate, number_of: Callable[[int], int] | None
@@ -336,4 +365,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             retry_after_s = max(1, math.ceil(min(opens_in_s, default=0)))
             if able and len(self.told_off_by) == len(able):
                 raise KeyLimitReached("requests at the replicas", retry_after_s)
-            raise NoReplica(self.model_name, empty_reason(self.excluded), retry_after_s)
+            reason = empty_reason(self.excluded)
+            if not self.replicas and self.prefillers:
+                reason = f"{len(self.prefillers)} of role prefill"
+            raise NoReplica(self.model_name, reason, retry_after_s)
+
+
+def _address(replica: Replica) -> bytes:
+    """Its `host:port`, IPv6 in brackets."""
+    return replica.origin.key.partition("://")[2].encode("ascii")

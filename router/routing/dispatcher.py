@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -34,6 +35,7 @@ from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.prefill import PrefillPlanner, Serving
 from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
 
@@ -64,6 +66,7 @@ class Dispatcher:
         large_work: LargeWork,
         limits: PromptLimits | None = None,
         owns_priority: bool = False,
+        prefill: PrefillPlanner | None = None,
     ) -> None:
         """Keep the parts that decisions are made from.
 
@@ -74,17 +77,19 @@ class Dispatcher:
             responses: Which replica has which stored response.
             limits: Bounds on prompts.
             owns_priority: Whether the `priority` of clients is the router's to decide.
+            prefill: Chooses who computes prompts; None: always those that requests are sent to.
         """
         self.owns_priority = owns_priority
         self._models = models
         self._replicas = replicas
         self._planner = planner
+        self._prefill = prefill
         self._policy_name = policy_name
         self._responses = responses
         self._large_work = large_work
         self._limits = limits or PromptLimits()
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
-        self._served: dict[tuple[tuple[str, ...], str | None], Mapping[str, Replica]] = {}
+        self._served: dict[tuple[tuple[str, ...], str | None], Serving] = {}
         self._served_at = -1
         """The registry's generation."""
 
@@ -167,6 +172,11 @@ class Dispatcher:
     def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
         """The replicas that requests for a model go to, or for an adapter of it."""
         return list(self._serving(model, lora_name).values())
+
+    def may_split(self, model: Model, lora_name: str | None) -> bool:
+        """Return whether a prompt may be computed elsewhere than where its request goes."""
+        prefill = self._prefill
+        return prefill is not None and prefill.is_on and self._all(model, lora_name).may_split
 
     def have_room(self, decision: Decision) -> bool:
         """Return whether one of the replicas that could serve a request has room for it now. Who
@@ -289,6 +299,11 @@ class Dispatcher:
         ranking, excluded = self._planner.rank(
             request, model.index, prompts, replicas.values(), choice, asked.tenant
         )
+        serving, choose_prefiller = self._all(model, asked.lora_name), None
+        serving = serving._replace(able=replicas, prefillers=asked.among(serving.prefillers))
+        if serving.may_split and self._prefill is not None and self._prefill.allows(spec, prompts):
+            of_request = request, model.index, prompts, serving, asked.tenant
+            choose_prefiller = functools.partial(self._prefill.prefiller, *of_request)
         started, tokenized_at = times
         return Decision(
             model=model,
@@ -309,6 +324,8 @@ class Dispatcher:
             body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
+            prefillers=serving.prefillers,
+            choose_prefiller=choose_prefiller,
         )
 
     async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
@@ -416,7 +433,9 @@ class Dispatcher:
         return replicas if holder is None else {holder.id: holder}
 
     def _all_replicas(self) -> dict[str, Replica]:
-        return {replica.id: replica for replica in self._replicas.replicas()}
+        return {
+            replica.id: replica for replica in self._replicas.replicas() if replica.takes_requests
+        }
 
     def _resolve(self, name: str | None) -> tuple[Model, str | None]:
         try:
@@ -431,6 +450,10 @@ class Dispatcher:
             raise
 
     def _serving(self, model: Model, lora_name: str | None) -> Mapping[str, Replica]:
+        """The replicas that requests are sent to."""
+        return self._all(model, lora_name).able
+
+    def _all(self, model: Model, lora_name: str | None) -> Serving:
         """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
         if self._served_at != self._replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
@@ -441,12 +464,12 @@ class Dispatcher:
             found = self._served[asked] = self._look_up(model, lora_name)
         return found
 
-    def _look_up(self, model: Model, lora_name: str | None) -> dict[str, Replica]:
+    def _look_up(self, model: Model, lora_name: str | None) -> Serving:
         adapted = self._replicas.serving(lora_name) if lora_name else ()
         found = adapted or [
             replica for name in model.names for replica in self._replicas.serving(name)
         ]
-        return {replica.id: replica for replica in found}
+        return Serving.of(found)
 
     async def _parse(
         self,

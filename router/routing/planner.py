@@ -188,6 +188,7 @@ class RoutePlanner:
         prompt_tokens: int,
         candidate: Candidate,
         keep: Sequence[int] = (),
+        uncached: int | None = None,
     ) -> Visit | None:
         """A request is about to be sent to a cache: follow it there.
 
@@ -195,12 +196,14 @@ class RoutePlanner:
             prompts: From `prepare`.
             candidate: That it is, as it was ranked.
             keep: Lengths of the prompt at which the engine is told to keep windows and states.
+            uncached: Prompt tokens to compute there; None: those that are not cached.
         Returns:
             What is told of the request's first token and end; None without a mirror.
         """
         if self._mirror is None:
             return None
-        uncached = uncached_tokens(prompt_tokens, candidate)
+        if uncached is None:
+            uncached = uncached_tokens(prompt_tokens, candidate)
         if self._tell is not None and uncached >= WORTH_TELLING:
             self._tell()
         return self._mirror.begin(

@@ -135,12 +135,14 @@ class Ranker:
         Raises:
             PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
         """
-        fleet = self._fleets.fleet_of(request.model, replicas, index)
+        # Those who compute prompts for others are a fleet of their own, with turns of their own.
+        name = f"{request.model} prefill" if request.is_for_prefill else request.model
+        fleet = self._fleets.fleet_of(name, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
         asked = self._with_outlook(request, prompts) if self.asks_a_plug_in else request
         found = self.decider.rank(
             fleet.core,
-            request.model,
+            name,
             session_bytes(request),
             tenant,
             request.prompt_tokens,
@@ -179,10 +181,8 @@ class Ranker:
         """With what a plug-in may know of a request besides."""
         if self._mirror is None or not self._needs_outlook:
             return request
-        return RouteRequest(
-            model=request.model,
-            prompt_tokens=request.prompt_tokens,
-            session=request.session,
+        return replace(
+            request,
             prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
             keys=prompts[0].prefix_keys(STEP) if len(prompts) == 1 else (),
         )

@@ -327,7 +327,7 @@ class NativeDecisions(ReplicaListener):
         """Return what the core is told of a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
-        if not replicas or index.searches:
+        if not replicas or index.searches or self._service.dispatcher.may_split(model, adapter):
             return None
         forms = {model.hint_form(replica) for replica in replicas}
         for replica in replicas:

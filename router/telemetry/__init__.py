@@ -19,6 +19,7 @@ The files; each imports only what is listed above it:
     problems.py           what is wrong with a replica, in sentences
     readiness.py          is the router ready, and whom does it wait for?
     settled.py            a request that the data plane decided by itself
+    prefills.py           a prompt in the caches that will hold it
     request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context: what a client says of its trace, what a replica is told
     spans.py              what one request does and when; handed over at its end

@@ -213,6 +213,10 @@ class RouterMetrics:
     """Streams whose first byte was late, and that were sent to a second replica as well (`begun`):
     it was the first to respond (`won`), or could not serve (`failed`). `not_allowed`: the share was
     used up, or first bytes were late there too."""
+    prefills: Annotated[
+        WrittenCounter, counter("kvroute_requests_prefilled_elsewhere", "model", "replica")
+    ]
+    """Requests whose prompt another replica than theirs is asked to compute, by that one."""
     predicted: Annotated[
         WrittenCounter, counter("kvroute_predicted_cached_tokens", "model", "replica")
     ]

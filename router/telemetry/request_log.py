@@ -19,6 +19,7 @@ import msgspec
 from router.errors import RequestError
 from router.index.mirror_types import STEP
 from router.policies import Ranked
+from router.routing.decision import Decision
 from router.telemetry.sums import Comparisons, RequestSum
 
 MAX_REQUESTS = 512
@@ -66,6 +67,8 @@ class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
     replica: str | None = None
     """Where it was sent last."""
     dp_rank: int | None = None
+    prefiller: str | None = None
+    """The replica that computes its prompt, where that is another one."""
     attempts: int = 0
     last_failure: str | None = None
     """How the last failed attempt failed; another attempt may have followed."""
@@ -133,6 +136,23 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     def has_failed(self) -> bool:
         """Return whether it failed for a reason other than its client."""
         return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
+
+
+def routed(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
+    """The request as the log shows it before it is sent."""
+    unknown = None
+    for prompt in decision.tokenized:
+        unknown = unknown or prompt.reason
+    return RoutedRequest(
+        request_id=request_id,
+        path=path,
+        model=decision.model_name,
+        policy=decision.policy,
+        stream=decision.spec is not None and decision.spec.stream,
+        prompt_tokens=decision.prompt_tokens,
+        unknown=unknown,
+        trace_id=trace_id,
+    )
 
 
 class Totals(msgspec.Struct):

@@ -10,7 +10,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from router._core import EstimatedVisit, Visit
+from router._core import EstimatedVisit
 from router.errors import KeyLimitReached, NoReplica, Overloaded, RequestError
 from router.feed.taps import Tap, Taps
 from router.fleet.load import InFlight, LoadTracker
@@ -26,7 +26,8 @@ from router.routing.decision import Decision
 from router.routing.planner import RoutePlanner, source_of, uncached_tokens
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
-from router.telemetry.request_log import RequestLog, RoutedRequest
+from router.telemetry.prefills import Prefill, visit_of
+from router.telemetry.request_log import RequestLog, RoutedRequest, routed
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Settled, in_words
 from router.telemetry.shortages import Shortages
@@ -37,6 +38,8 @@ from router.telemetry.sums import Comparisons, RequestSum
 _NOT_HELD_AGAINST_IT = frozenset(
     (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
 )
+# The sidecar of a replica whose prompts are computed elsewhere responds with the status from there.
+_PASSED_ON = frozenset((Failure.UNAVAILABLE, Failure.SERVER_ERROR))
 _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
 
 
@@ -81,7 +84,7 @@ class RequestObservers:
         self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         if decision.target is not None:
             self.metrics.versions.labels(decision.named or "", decision.target).inc()
-        request = _logged(decision, path, request_id, trace_id)
+        request = routed(decision, path, request_id, trace_id)
         try:
             decision.require_replica()
         except (NoReplica, KeyLimitReached) as error:
@@ -146,17 +149,18 @@ class RequestObservers:
         if request is not None:
             request.last_failure = failure.value
 
-    def failed(self, replica_id: str, failure: Failure) -> bool:
+    def failed(self, replica_id: str, failure: Failure, is_its_own: bool = True) -> bool:
         """A replica failed; return whether it is out of rotation.
 
         Args:
             replica_id: Who; may have been removed since.
+            is_its_own: Whether it is sure to be the cause.
         """
         if failure in RETRIED and replica_id in self.replicas:
             self.metrics.retries.labels(replica_id, failure.value).inc()
-            if failure not in _CACHE_IS_THERE:
+            if is_its_own and failure not in _CACHE_IS_THERE:
                 self.planner.forget(replica_id)
-        if failure not in _NOT_HELD_AGAINST_IT:
+        if is_its_own and failure not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, failure.value)
         return not self.replicas.is_healthy(replica_id)
 
@@ -338,6 +342,7 @@ class RequestObserver(ProxyObserver):
         "_in_flight",
         "_moment",
         "_of_all",
+        "_prefill",
         "_queries",
         "_ranked",
         "_responded",
@@ -367,6 +372,8 @@ class RequestObserver(ProxyObserver):
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
         self._in_flight: InFlight | None = None
+        self._prefill: Prefill | None = None
+        """Its prompt, where another replica computes it."""
         self._approximate: EstimatedVisit | None = None
         self._moment: QuietSample | None = None
         self.usage = UsageReader()
@@ -388,8 +395,12 @@ class RequestObserver(ProxyObserver):
         candidate, tokens = ranked.candidate, decision.prompt_tokens
         source = self._source = decision.certain_source_of(candidate)
         uncached, dp_rank, visit = uncached_tokens(tokens, candidate), None, None
+        self._prefill_at(attempt.prefiller)
+        if attempt.prefiller is not None:
+            uncached = 0
         if source is not None:
-            dp_rank, visit = candidate.dp_rank, self._visit(source, candidate, attempt.keep)
+            dp_rank = candidate.dp_rank
+            visit = visit_of(of_all.planner, decision, source, candidate, uncached, attempt.keep)
         if self._in_flight is None:
             started = of_all.load.started
             self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
@@ -412,7 +423,10 @@ class RequestObserver(ProxyObserver):
     @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self.request.last_failure = failure.value
-        return self._of_all.failed(attempt.replica_id, failure)
+        if self._prefill is None or failure not in _PASSED_ON:
+            return self._of_all.failed(attempt.replica_id, failure)
+        self._of_all.replicas.mark_suspect(self._prefill.prefiller.replica_id)
+        return self._of_all.failed(attempt.replica_id, failure, is_its_own=False)
 
     @override
     def is_at_ease(self, attempt: Attempt) -> bool:
@@ -434,6 +448,8 @@ class RequestObserver(ProxyObserver):
         seconds += self.waited_s
         if self._in_flight is not None:
             self._in_flight.first_token()
+        if self._prefill is not None:
+            self._prefill.computed()
         if self._approximate is not None:
             self._approximate.first_token()
         self.request.first_byte_s = seconds
@@ -477,6 +493,8 @@ class RequestObserver(ProxyObserver):
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.ended()
+        if self._prefill is not None:
+            self._prefill.ended()
         was_quiet = self._end_moment()
         decision, metrics, request = self._decision, self._of_all.metrics, self.request
         seconds += self.waited_s
@@ -499,21 +517,18 @@ class RequestObserver(ProxyObserver):
         reported = self.usage.usage().completion_tokens
         return self._events if reported is None else reported
 
-    def _visit(self, source: SourceId, candidate: Candidate, keep: tuple[int, ...]) -> Visit | None:
-        """Let the planner know that the request is sent to a cache."""
-        decision = self._decision
-        self._of_all.planner.remember(decision.prompts, source)
-        if decision.model is None:
-            return None
-        return self._of_all.planner.visit(
-            decision.model.name,
-            decision.model.index,
-            decision.prompts,
-            source,
-            decision.prompt_tokens,
-            candidate,
-            keep,
-        )
+    def _prefill_at(self, prefiller: Candidate | None) -> None:
+        """Another replica computes its prompt; None: no other, or no other any more."""
+        before = self._prefill
+        if prefiller is (None if before is None else before.prefiller):
+            return
+        if before is not None:
+            before.ended()
+        of_all, self._prefill = self._of_all, None
+        if prefiller is not None:
+            of_all.metrics.prefills.labels(self._decision.model_name, prefiller.replica_id).inc()
+            self._prefill = Prefill(of_all.planner, of_all.load, self._decision, prefiller)
+        self.request.prefiller = None if prefiller is None else prefiller.replica_id
 
     def _label(self) -> str:
         """The replica that responded. The series of one that was removed meanwhile are gone, and
@@ -534,7 +549,7 @@ class RequestObserver(ProxyObserver):
         if replica_id is None or ranked is None or replica_id not in self._of_all.replicas:
             return
         candidate, source = ranked.candidate, self._source
-        is_comparable = self._decision.is_comparable_at(candidate)
+        is_comparable = self._is_comparable_at(candidate)
         actual = self._of_all.cached_tokens(self.usage, replica_id) if is_comparable else None
         if actual is not None:
             self.request.actual_tokens = actual
@@ -549,6 +564,11 @@ class RequestObserver(ProxyObserver):
                 served.compare_expected(self.request.expected_tokens, actual)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:
             self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))
+
+    def _is_comparable_at(self, candidate: Candidate) -> bool:
+        """Return whether the response will report what was cached where it was sent; not what came
+        there from whoever computed the prompt."""
+        return self._prefill is None and self._decision.is_comparable_at(candidate)
 
     def _comparison(self, actual: int) -> Comparison:
         prompt = self._decision.tokenized[0]
@@ -568,25 +588,8 @@ class RequestObserver(ProxyObserver):
         and the engine's report will be comparable."""
         decision = self._decision
         taps = () if source is None else self._of_all.taps.of(source)
-        if not (taps and decision.prompts and decision.is_comparable_at(candidate)):
+        if not (taps and decision.prompts and self._is_comparable_at(candidate)):
             return ()
         prompt = decision.tokenized[0]
         told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
         return tuple((tap, tap.query(*told)) for tap in taps)
-
-
-def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
-    """The request as the log shows it before it is sent."""
-    unknown = None
-    for prompt in decision.tokenized:
-        unknown = unknown or prompt.reason
-    return RoutedRequest(
-        request_id=request_id,
-        path=path,
-        model=decision.model_name,
-        policy=decision.policy,
-        stream=decision.spec is not None and decision.spec.stream,
-        prompt_tokens=decision.prompt_tokens,
-        unknown=unknown,
-        trace_id=trace_id,
-    )

@@ -44,8 +44,9 @@ class ApiParts:
         return overview(self.fleet(), router.request_log, policy, under_way)
 
     def healthy(self) -> list[Replica]:
-        """The healthy replicas."""
-        return [replica for replica in self.router.registry.replicas() if replica.is_healthy]
+        """The healthy replicas that take requests."""
+        replicas = self.router.registry.replicas()
+        return [each for each in replicas if each.is_healthy and each.takes_requests]
 
     def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
         router = self.router

@@ -12,6 +12,7 @@ import msgspec
 from router.doors.http.views import View
 from router.doors.names import address_of, worker_number
 from router.index import GroupHit, SourceId
+from router.routing.planner import uncached_tokens
 
 if TYPE_CHECKING:
     from router.fleet.replica import Replica
@@ -189,6 +190,21 @@ class OverlapView(View, frozen=True, kw_only=True):
     """With what all lower tiers would bring back."""
 
 
+class PrefillView(View, frozen=True, kw_only=True):
+    """Who computes the prompt for the chosen replica."""
+
+    replica: str
+    worker_id: int
+    """The replica's id as a number, the same at every router."""
+    endpoint: str
+    """The replica's URL."""
+    address: str
+    """Its `host:port`, as in the header `x-prefiller-host-port`."""
+    hit: HitView
+    effective_prefill_tokens: int
+    """Prompt tokens to be computed there."""
+
+
 class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     """Where a gateway should send a request."""
 
@@ -215,7 +231,9 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     isl_tokens: int
     """Of the prompt, as far as its token ids are known."""
     effective_prefill_tokens: int
-    """Prompt tokens to be computed."""
+    """Prompt tokens to be computed, wherever."""
+    prefill: PrefillView | None = None
+    """Who computes them, where that is another replica: it is in `headers`, for llm-d's sidecar."""
     expected_tokens: int
     """Prompt tokens that will be cached when the engine admits the request: the prediction that is
     compared with its report."""
@@ -246,6 +264,7 @@ def selection_view(
     replica = decision.replicas[candidate.replica_id]
     source, model = decision.source_of(candidate), decision.model
     layout = None if model is None else model.index.announced(source)
+    prefiller = decision.prefiller_for(candidate) if attempt is None else attempt.prefiller
     return SelectionView(
         selection_id=selection_id,
         model_name=decision.model_name,
@@ -260,12 +279,25 @@ def selection_view(
         overlap=_overlap(candidate),
         isl_tokens=decision.prompt_tokens,
         effective_prefill_tokens=max(decision.prompt_tokens - candidate.cached_tokens, 0),
+        prefill=None if prefiller is None else _prefill_view(decision, prefiller),
         expected_tokens=decision.expected_tokens(candidate),
         groups=_group_hits(decision, source) if attempt is None else [],
         hit=hit_view(candidate),
         reason=best.reason,
         policy=decision.policy,
         cost=round(best.cost, 3) if math.isfinite(best.cost) else 0.0,
+    )
+
+
+def _prefill_view(decision: Decision, prefiller: Candidate) -> PrefillView:
+    replica = decision.prefilling(prefiller)
+    return PrefillView(
+        replica=replica.id,
+        worker_id=worker_number(replica.id),
+        endpoint=str(replica.origin),
+        address=address_of(replica),
+        hit=hit_view(prefiller),
+        effective_prefill_tokens=uncached_tokens(decision.prompt_tokens, prefiller),
     )
 
 

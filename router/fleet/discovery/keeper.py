@@ -246,7 +246,7 @@ class ReplicaKeeper:
         if config == kept.config:
             return
         if is_same_cache(config, kept.config):
-            self._registry.get(replica_id).reconfigure(config)
+            self._registry.reconfigure(replica_id, config)
             kept.config = config
         else:
             self._remove(replica_id)

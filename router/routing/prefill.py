@@ -1,0 +1,118 @@
+"""Whether another replica computes a request's prompt than its response, and which one.
+
+Roles decide who may:
+
+    role      requests are sent there   computes prompts for
+    both      yes                       replicas of role `decode`
+    decode    yes                       nobody
+    prefill   no                        all others
+
+The replica of the response is chosen first, as for every request. Only where it would have to
+compute much of the prompt is it worth moving a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from router.fleet.replica import Replica
+from router.index import HashedPrompt, PrefixIndex
+from router.policies import Candidate, RouteRequest
+from router.prompt import Endpoint, PromptSpec
+from router.routing.planner import RankChoice, RoutePlanner
+
+_SPLIT = frozenset(
+    {
+        Endpoint.CHAT,
+        Endpoint.COMPLETIONS,
+        Endpoint.RESPONSES,
+        Endpoint.MESSAGES,
+        Endpoint.GENERATE,
+        Endpoint.ROUTE,
+    }
+)
+"""Where llm-d's sidecar has a prompt computed elsewhere; and what only asks where to send."""
+_RANK_OF_ITS_OWN = RankChoice(is_read=False, may_pull=False)
+"""Nobody tells a prefiller a rank, or where to pull from."""
+
+
+class Serving(NamedTuple):
+    """Holds the replicas that serve a model or an adapter, by id."""
+
+    able: Mapping[str, Replica]
+    """Those that requests are sent to."""
+    prefillers: Mapping[str, Replica]
+    """Those that only compute prompts."""
+    may_split: bool
+    """Whether a prompt may be computed elsewhere than where its request is sent."""
+
+    @staticmethod
+    def of(replicas: Iterable[Replica]) -> Serving:
+        """Tell them apart."""
+        able: dict[str, Replica] = {}
+        prefillers: dict[str, Replica] = {}
+        for replica in replicas:
+            (able if replica.takes_requests else prefillers)[replica.id] = replica
+        roles = {replica.config.role for replica in able.values()}
+        return Serving(able, prefillers, bool(able and prefillers) or roles >= {"both", "decode"})
+
+
+class PrefillPlanner:
+    """Chooses who computes a prompt.
+
+    Args:
+        min_uncached_tokens: So many must be left to compute where the request is sent; 0: nobody
+            else ever computes a prompt.
+    """
+
+    def __init__(self, planner: RoutePlanner, min_uncached_tokens: int) -> None:
+        self._planner = planner
+        self._least = min_uncached_tokens
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether prompts may be computed elsewhere at all."""
+        return self._least > 0
+
+    def allows(self, spec: PromptSpec, prompts: Collection[HashedPrompt]) -> bool:
+        """Return whether engines can compute this prompt apart from its response."""
+        return (
+            self.is_on
+            and len(prompts) == len(spec.prompts) == spec.choices == 1
+            and spec.endpoint in _SPLIT
+            and spec.reads_cache
+            and spec.stored_response is None  # the replica that has it knows the prompt alone
+        )
+
+    def prefiller(
+        self,
+        request: RouteRequest,
+        index: PrefixIndex,
+        prompts: Sequence[HashedPrompt],
+        serving: Serving,
+        tenant: str,
+        chosen: Candidate,
+    ) -> Candidate | None:
+        """Choose who computes the prompt; None: the chosen replica itself.
+
+        Args:
+            request: What the policy may know of it.
+            serving: Who may be chosen.
+            tenant: Whose it is, where replicas may tell tenants apart.
+            chosen: Where the request is sent.
+        """
+        # What the replica only waits for counts as well: its engine would not wait for it again.
+        if request.prompt_tokens - chosen.cached_tokens < self._least:
+            return None
+        others = [each for each in serving.prefillers.values() if not each.removed]
+        if serving.able[chosen.replica_id].config.role == "decode":
+            able = serving.able.values()
+            others += [each for each in able if each.config.role == "both" and not each.removed]
+        if not others:
+            return None
+        asked = replace(request, is_for_prefill=True)
+        ranking, _ = self._planner.rank(asked, index, prompts, others, _RANK_OF_ITS_OWN, tenant)
+        return ranking[0].candidate if ranking else None
