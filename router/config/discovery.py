@@ -126,8 +126,9 @@ class KubernetesDiscovery(Section, frozen=True):
 
     Change it when the certificate of the server's authority is not where pods find theirs."""
     replica: ReplicaOptions = ReplicaOptions()
-    """What is true of every one of them. A pod's annotation `kvroute.io/replica` overrides it: the
-    same options as a JSON object, and `port`, `scheme` and `path`."""
+    """What is true of every one of them. A pod's label `llm-d.ai/role` overrides its `role`, and
+    its annotation `kvroute.io/replica` overrides all: the same options as a JSON object, and
+    `port`, `scheme` and `path`."""
 
     @property
     def title(self) -> str:

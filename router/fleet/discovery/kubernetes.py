@@ -14,7 +14,7 @@ import msgspec
 from pydantic import ValidationError
 
 from kvevents.listener import LISTENED_TO
-from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions
+from router.config import KubernetesDiscovery, ReplicaConfig, ReplicaOptions, Role
 from router.config.discovery import Scheme, TcpPort
 from router.config.document import Location, problems_in
 from router.config.origin import Origin
@@ -28,6 +28,19 @@ from router.fleet.discovery.kubernetes_api import (
 from router.fleet.discovery.provider import ProviderListener
 
 ANNOTATION = "kvroute.io/replica"
+ROLE_LABEL = "llm-d.ai/role"
+"""By which llm-d tells apart what its pods compute."""
+_ROLES: Mapping[str, Role | None] = {
+    "both": "both",
+    "decode": "decode",
+    "encode": None,
+    "encode-decode": "decode",
+    "encode-prefill": "prefill",
+    "encode-prefill-decode": "both",
+    "prefill": "prefill",
+    "prefill-decode": "both",
+}
+"""None: it computes neither prompts nor responses."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -162,6 +175,8 @@ class _PodPlace(NamedTuple):
     address: str
     ports: tuple[int, ...]
     annotation: str | None = None
+    role: str | None = None
+    """As its label has it."""
 
 
 class KubernetesProvider:
@@ -280,7 +295,8 @@ class KubernetesProvider:
             for each in container.ports or ()
         }
         found = self._ports(named, ports)
-        return _PodPlace(pod.metadata.name, pod.status.ip, found, annotation)
+        role = (pod.metadata.labels or {}).get(ROLE_LABEL)
+        return _PodPlace(pod.metadata.name, pod.status.ip, found, annotation, role)
 
     def _places(self, found: _EndpointSlice) -> Iterator[_PodPlace]:
         ports = self._ports({each.name or "": each.port for each in found.ports or () if each.port})
@@ -322,6 +338,11 @@ class KubernetesProvider:
 
     def _make(self, place: _PodPlace) -> tuple[ReplicaConfig, ...] | str:
         """The replicas at a place, or why there is none."""
+        if place.role is not None and place.role not in _ROLES:
+            rule = f"must be one of {', '.join(_ROLES)}"
+            return f"pod {place.name}: label {ROLE_LABEL}: {place.role!r}; {rule}"
+        if place.role is not None and _ROLES[place.role] is None:
+            return ()
         where = f"pod {place.name}: {ANNOTATION}"
         try:
             return tuple(self._replicas_at(place))
@@ -340,7 +361,10 @@ class KubernetesProvider:
         path = own.pop("path", None) or self._config.path or ""
         own.pop("port", None)
         shared = self._config.replica
-        given = {**{name: getattr(shared, name) for name in shared.model_fields_set}, **own}
+        given = {name: getattr(shared, name) for name in shared.model_fields_set}
+        if place.role is not None:
+            given["role"] = _ROLES[place.role]
+        given.update(own)
         if not ports:
             raise msgspec.DecodeError("names no port, and the configuration neither")
         host = f"[{place.address}]" if ":" in place.address else place.address

@@ -53,6 +53,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
     name: str = ""
     resource_version: str = ""
     deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
 
 

@@ -167,6 +167,43 @@ async def test_an_annotation_says_what_is_true_of_one_pod() -> None:
             assert "sped: unknown key; did you mean speed?" in found.broken[0]
 
 
+async def test_llm_d_s_label_says_a_pod_s_role() -> None:
+    """A pod that is set up for llm-d needs nothing else; what only encodes images takes no
+    requests, and another word may mean anything."""
+    said = {"kvroute.io/replica": json.dumps({"role": "both"})}
+    roles = {
+        "prefill": "prefill",
+        "decode": "decode",
+        "both": "both",
+        "prefill-decode": "both",
+        "encode-prefill": "prefill",
+        "encode-decode": "decode",
+        "encode-prefill-decode": "both",
+    }
+    async with api_server() as (server, url):
+        for place, label in enumerate((*roles, "encode", "draft")):
+            labels = {"llm-d.ai/role": label}
+            await server.put(PATH, pod(label, f"10.0.1.{place}", labels=labels))
+        await server.put(PATH, pod("unlabelled", "10.0.2.1"))
+        overridden = pod("overridden", "10.0.2.2", labels={"llm-d.ai/role": "prefill"})
+        overridden["metadata"]["annotations"] = said
+        await server.put(PATH, overridden)
+        options = ReplicaOptions(role="decode")
+        async with following(provider(url, replica=options)) as found:
+            await eventually(lambda: found.lists, "a list")
+            assert {name: each.role for name, each in found.replicas.items()} == {
+                **roles,
+                "unlabelled": "decode",
+                "overridden": "both",
+            }
+            assert [text.partition(";")[0] for text in found.broken] == [
+                "pod draft: label llm-d.ai/role: 'draft'"
+            ]
+            labels = {"llm-d.ai/role": "decode"}
+            await server.put(PATH, pod("prefill", "10.0.1.0", labels=labels))
+            await eventually(lambda: found.replicas["prefill"].role == "decode", "another role")
+
+
 async def test_a_pods_engine_may_connect_to_the_router() -> None:
     """Its events come to an address of the router's own machine, and that is meant."""
     said = {"kvroute.io/replica": json.dumps({"kv_events": [{"endpoint": "listen"}]})}
