@@ -6,7 +6,7 @@ sets the pace.
 
 from __future__ import annotations
 
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -46,14 +46,16 @@ class Publisher:
             time.sleep(0.01)
 
     def _accept(self) -> None:
-        numbers = {listener: number for number, listener in enumerate(self._listeners)}
-        while not self._is_closed.is_set():
-            ready, _, _ = select.select(list(numbers), [], [], 0.1)
-            for listener in ready:
-                peer, _ = listener.accept()
-                with suppress(OSError):
-                    _shake_hands(peer)
-                    self._peers[numbers[listener]] = peer
+        # `select` would take no descriptor above 1,023.
+        with selectors.DefaultSelector() as selector:
+            for number, listener in enumerate(self._listeners):
+                selector.register(listener, selectors.EVENT_READ, number)
+            while not self._is_closed.is_set():
+                for key, _ in selector.select(0.1):
+                    peer, _ = self._listeners[key.data].accept()
+                    with suppress(OSError):
+                        _shake_hands(peer)
+                        self._peers[key.data] = peer
 
     def messages(self, source: int, payloads: Iterable[bytes]) -> bytes:
         """The next messages of a source, as they go over the wire.
@@ -84,21 +86,26 @@ class Publisher:
             if each and peer is not None
         }
         deadline = time.monotonic() + timeout_s
-        for peer in left:
-            peer.setblocking(False)
-        while left:
-            _, ready, _ = select.select([], left, [], 1.0)
-            for peer in ready:
-                try:
-                    sent = peer.send(left[peer][:_PIECE_BYTES])
-                except ConnectionError:  # it comes back, and gets what is sent from then on
-                    self._peers[self._peers.index(peer)] = None
-                    sent = len(left[peer])
-                left[peer] = left[peer][sent:]
-                if not left[peer]:
-                    del left[peer]
-            if time.monotonic() > deadline:
-                raise TimeoutError("a subscriber does not read its events")
+        with selectors.DefaultSelector() as selector:
+            for peer in left:
+                peer.setblocking(False)
+                selector.register(peer, selectors.EVENT_WRITE, peer)
+            while left:
+                for key, _ in selector.select(1.0):
+                    peer = key.data
+                    left[peer] = left[peer][self._send_piece(peer, left[peer]) :]
+                    if not left[peer]:
+                        selector.unregister(peer)
+                        del left[peer]
+                if time.monotonic() > deadline:
+                    raise TimeoutError("a subscriber does not read its events")
+
+    def _send_piece(self, peer: socket.socket, data: memoryview) -> int:
+        try:
+            return peer.send(data[:_PIECE_BYTES])
+        except ConnectionError:  # it comes back, and gets what is sent from then on
+            self._peers[self._peers.index(peer)] = None
+            return len(data)
 
     def close(self) -> None:
         self._is_closed.set()
