@@ -323,9 +323,16 @@ class UsageCapture:
 def read_ask(body: bytes) -> tuple[str, list[int], bool] | None:
     """Model, token ids and whether it streams; None where the body needs a closer look."""
 
-def read_report(method: str, target: bytes, body: bytes) -> bool | None:
-    """Whether a response had begun by a gateway's report; None where it is none, or needs a closer
-    look."""
+def read_report(
+    method: str, target: bytes, body: bytes, prompt_tokens: int
+) -> tuple[bool, bool, int, bytes] | None:
+    """Whether a response had begun by a gateway's report, whether it was served whole by its end,
+    tokens of it, and what the engine reported, as JSON; None where it is none, or needs a closer
+    look.
+
+    Args:
+        prompt_tokens: Of the reservation.
+    """
 
 class Booking:
     """A request that the core has booked."""
@@ -350,6 +357,15 @@ class Reservations:
     def take(self, reservation_id: str) -> Place | None: ...
     def has(self, reservation_id: str) -> bool: ...
     def held(self) -> int: ...
+    def completed(self) -> int:
+        """Those that were served whole and are not told of."""
+    def tell(self, reservation_id: str) -> list[tuple[Any, ...]]:
+        """One that the core keeps to itself, each as an event of `Plane`; none where it does not.
+        What is reported of it is told of from now on."""
+    def tell_at(self, replica: str) -> list[tuple[Any, ...]]:
+        """Likewise all that are booked at a replica."""
+    def tell_silent(self, since: float, most: int) -> list[tuple[Any, ...]]:
+        """Likewise those of which nothing was said since, where that is longest ago first."""
 
 class Networks:
     """Networks that addresses belong to."""
@@ -478,8 +494,9 @@ class Plane:
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
         reserved    a gateway that sends a request itself was told where: the id of its
-                    reservation, its booking, its place, the reason, tokens by lower tier, and the
-                    record of `settled`
+                    reservation, its booking, its place, the reason, tokens by lower tier, the
+                    record of `settled`, and when something was said of it last. Where `sum_up` was
+                    called, most are not told of: see `Reservations`
         reported    what that gateway reports of it: its id, `first_token`, `output` or `end`, the
                     body, and when
         told        where such a request would go: model, seconds of the decision; of no exchange

@@ -369,6 +369,8 @@ def _plane(
         service.entrance,
         service.config.policy.name,
     )
+    if settling.sum_bounds is not None:
+        service.reservations.follow_core(reserved.adopt)
     return DataPlane(
         app.direct,
         service.proxy,

@@ -1,8 +1,9 @@
-"""Reservations that the compiled core makes by itself: from here on they are as all others."""
+"""Reservations that the compiled core makes by itself. Of most it only says how many were served;
+those that it tells of, or that it is asked for, are as all others from here on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Adopted:
         reason: str,
         by_tier: tuple[tuple[str, int], ...],
         record: Sequence[Any],
+        touched_at: float,
     ) -> None:
         """A gateway was told where to send a request, and it is booked there.
 
@@ -56,31 +58,46 @@ class Adopted:
             place: Among the reservations that there may be.
             reason: Why it goes there.
             by_tier: Tokens that lower tiers have of its prompt.
-            record: As `Plane` tells of a request that it served.
+            record: As `Plane` tells of a request that it served, with what its gateway has
+                reported by now.
+            touched_at: When something was said of it last, by the clock.
         """
         settled = Settled.of_core(record)
-        settled = settled._replace(reason=f"{reason}{BY_CORE}", by_tier=by_tier)
+        seconds = self.reservations.clock() - settled.began_at
+        settled = settled._replace(
+            reason=f"{reason}{BY_CORE}", by_tier=by_tier, seconds=max(seconds, 0.0)
+        )
         observer = _CoreObserver(self.observers, number, settled, booking, self.policy)
-        replicas = self.observers.replicas
+        replicas, has_begun = self.observers.replicas, settled.first_byte_s > 0
         if settled.replica not in replicas:  # it was removed meanwhile
             self.reservations.count_gone()
-            observer.on_end(End.NO_REPLICA, None, self.reservations.clock() - settled.began_at)
+            end = End.REPLICA_DIED if has_begun else End.NO_REPLICA
+            observer.on_end(end, None, settled.seconds)
             place.give_back()
             return
         replicas.report_sent(settled.replica)
-        self.reservations.add(
-            Reservation(
-                reservation_id,
-                "",
-                settled.tokens[0],
-                Attempt(settled.replica, replicas.get(settled.replica).origin),
-                observer,
-                self._claim(settled),
-                place,
-                self.reservations.clock,
-                settled.began_at,
-            )
+        reservation = Reservation(
+            reservation_id,
+            "",
+            settled.tokens[0],
+            Attempt(settled.replica, replicas.get(settled.replica).origin),
+            observer,
+            self._claim(settled),
+            place,
+            self.reservations.clock,
+            settled.began_at,
         )
+        reservation.has_begun, reservation.touched_at = has_begun, touched_at
+        self.reservations.add(reservation)
+
+    def adopt(self, told: Iterable[tuple[Any, ...]]) -> None:
+        """Take over reservations that were made a while ago.
+
+        Args:
+            told: Each as an event of `Plane`.
+        """
+        for _, number, *what in told:
+            self.made(number, *what)
 
     def _claim(self, settled: Settled) -> Claim:
         """Its place among those that wait: it did not have to."""
@@ -103,8 +120,8 @@ class _CoreObserver:
     policy: str
 
     def __post_init__(self) -> None:
-        self._first_byte_s, self._events = 0.0, 0
-        self._usage = False, b"", b""
+        self._first_byte_s, self._events = self.settled.first_byte_s, self.settled.events
+        self._usage = self.settled.is_json, self.settled.usage, b""
         self.observers.show(self.number, self.settled, RESERVE_PATH, self.policy)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002

@@ -4,13 +4,14 @@ when its replica is removed, or when the gateway has been silent for too long.""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from kvevents.field_docs import counter, gauge
 from router.doors.asks import Question
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from router._core import Reservations as CoreReservations
 
 _SWEEP_S = 0.5
+_AT_ONCE = 256
+"""So many of the core's are looked at in one turn."""
 
 
 class Outcome(Enum):
@@ -303,13 +306,26 @@ class Reservations:
     ) -> None:
         self._limit = limit
         self.core: CoreReservations = import_module("router._core").Reservations(limit)
-        """Has a place for each of them, and knows those that the compiled core has made."""
+        """Has a place for each of them, and knows those that the compiled core has made, most of
+        which are not told of."""
+        self._adopt: Callable[[Iterable[tuple[Any, ...]]], object] | None = None
         self._idle_s = idle_s
         self.clock = clock
-        self._held: OrderedDict[str, Reservation] = OrderedDict()
-        """By id; the one that was reported on last stands last."""
+        self._held: dict[str, Reservation] = {}
+        """By id; without those of the core that it has not told of."""
+        self._gone: set[str] = set()
+        """Replicas that were removed a moment ago: the core may just have chosen one of them."""
         self._ends: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
+
+    def follow_core(self, adopt: Callable[[Iterable[tuple[Any, ...]]], object]) -> None:
+        """From now on the core may keep reservations to itself.
+
+        Args:
+            adopt: Adds those that the core tells of.
+        """
+        self._adopt = adopt
+        self._look_later()
 
     def check_room(self, reservation_id: str) -> None:
         """Check that another one may be made.
@@ -350,19 +366,29 @@ class Reservations:
         Raises:
             UnknownReservation: There is none, or *holder* did not make it.
         """
+        if reservation_id not in self._held and self._adopt is not None:
+            self._adopt(self.core.tell(reservation_id))
         found = self._held.get(reservation_id)
         if found is None or found.holder != holder:
             raise UnknownReservation
         self.touch(found)
         return found
 
+    def show_some(self) -> None:
+        """Have the log of requests show some of those that the core has not told of: the ones that
+        were silent for longest."""
+        if self._adopt is not None and len(self._held) < _AT_ONCE:
+            self._adopt(self.core.tell_silent(self.clock(), _AT_ONCE - len(self._held)))
+
     def touch(self, reservation: Reservation) -> None:
         """Something was said of one that has not ended."""
         reservation.touched_at = self.clock()
-        self._held.move_to_end(reservation.id)
 
     def replica_gone(self, replica_id: str) -> None:
         """A replica was removed."""
+        if self._adopt is not None:
+            self._gone.add(replica_id)
+            self._adopt(self.core.tell_at(replica_id))
         for reservation in list(self._held.values()):
             if reservation.attempt.replica_id == replica_id:
                 reservation.end(Outcome.REPLICA_GONE)
@@ -373,6 +399,9 @@ class Reservations:
 
     def end_all(self) -> None:
         """The router stops."""
+        if self._adopt is not None:
+            self._adopt(self.core.tell_silent(math.inf, self._limit))
+            self._adopt = None
         for reservation in list(self._held.values()):
             reservation.end(Outcome.ABANDONED)
         if self._timer is not None:
@@ -382,22 +411,31 @@ class Reservations:
     def statistics(self) -> ReservationStatistics:
         """How many there are, and how they ended."""
         ends = {outcome.value: self._ends[outcome.value] for outcome in Outcome}
-        return ReservationStatistics(len(self._held), ends)
+        ends[Outcome.COMPLETED.value] += self.core.completed()
+        return ReservationStatistics(self.core.held(), ends)
 
     def _over(self, reservation: Reservation, outcome: Outcome) -> None:
         self._ends[outcome.value] += 1
         self._held.pop(reservation.id, None)
 
-    def _look_later(self) -> None:
-        if self._timer is None and self._held:
-            self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+    def _look_later(self, after_s: float = _SWEEP_S) -> None:
+        if self._timer is None and (self._held or self._adopt is not None):
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._sweep)
 
     def _sweep(self) -> None:
         self._timer = None
         last = self.clock() - self._idle_s
-        while self._held:
-            oldest = next(iter(self._held.values()))
-            if oldest.touched_at > last:
-                break
-            oldest.end(Outcome.EXPIRED)
-        self._look_later()
+        has_more = self._adopt is not None and self._adopt_silent(self._adopt, last)
+        for reservation in [each for each in self._held.values() if each.touched_at <= last]:
+            reservation.end(Outcome.EXPIRED)
+        self._look_later(0.0 if has_more else _SWEEP_S)
+
+    def _adopt_silent(
+        self, adopt: Callable[[Iterable[tuple[Any, ...]]], object], last: float
+    ) -> bool:
+        """Have the core tell of those that end by themselves; return whether there may be more."""
+        while self._gone:
+            adopt(self.core.tell_at(self._gone.pop()))
+        silent = self.core.tell_silent(last, _AT_ONCE)
+        adopt(silent)
+        return len(silent) == _AT_ONCE

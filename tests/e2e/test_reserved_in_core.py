@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.engine_stub import EngineStub, engines, prompt_ids
-from tests.support.http_client import Answer, ask
-from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.http_client import Answer, ask, connect, encoded, request_bytes
+from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
 
 BY_PYTHON = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 """With this header, a question is answered in Python."""
@@ -248,4 +248,89 @@ async def test_a_failure_counts_against_the_replica(router: RouterProcess) -> No
         assert (entry["last_failure"], entry["end"]) == ("connect", "no_replica")
         now = await router.metrics()
         assert now.sum("kvroute_retries_total", replica=stub.name, reason="connect") == 1
+    await router.until_idle()
+
+
+def counted(now: Metrics) -> dict[str, float]:
+    """What is counted of reservations that were served whole and report what was cached."""
+    names = (
+        *("kvroute_requests_total", "kvroute_predictions_total"),
+        *("kvroute_admission_predictions_total", "kvroute_actual_cached_tokens_total"),
+        *("kvroute_compared_prompt_tokens_total", "kvroute_time_to_first_byte_seconds_count"),
+        *("kvroute_request_seconds_count", "kvroute_routing_seconds_count"),
+        "kvroute_prediction_error_tokens_count",
+    )
+    ends = {
+        name: now.sum(name, end="completed")
+        for name in ("kvroute_request_ends_total", "kvroute_reservation_ends_total")
+    }
+    return {**{name: now.sum(name) for name in names}, **ends}
+
+
+async def test_many_that_end_in_a_moment_are_counted_and_few_are_told_of(
+    router: RouterProcess,
+) -> None:
+    """Nothing may be missing from the metrics because it was summed up on its way there."""
+    many, cached = 200, 32
+    async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+        await until_core(router, stubs[0])
+        body = {"model": stubs[0].model, "token_ids": prompt_ids(64, 12)}
+        last = (await logged(router))["number"]
+        before = counted(await router.metrics())
+        burst = b""
+        for number in range(many):
+            name = f"burst-{number}"
+            burst += request_bytes("POST", PATH, encoded({**body, "selection_id": name}))
+            burst += request_bytes("POST", f"/reservations/{name}/prefill_complete")
+            usage = {"tokens": 2, "cached_tokens": cached}
+            burst += request_bytes("DELETE", f"/reservations/{name}", encoded(usage))
+        async with connect(router.port) as client:
+            await client.write(burst)
+            for _ in range(3 * many):
+                assert (await client.read_answer()).status == 200
+        await router.until_idle()
+        after = counted(await router.metrics())
+        found = {name: after[name] - before[name] for name in after}
+        assert found.pop("kvroute_actual_cached_tokens_total") == many * cached
+        assert found.pop("kvroute_compared_prompt_tokens_total") == many * 64
+        assert found == dict.fromkeys(found, many)
+        assert 0 < (await logged(router))["number"] - last < many
+        assert set((await booked(router)).values()) == {0}
+
+
+async def test_what_the_core_keeps_to_itself_is_shown_to_whoever_looks(
+    router: RouterProcess,
+) -> None:
+    """Operators look for the request that hangs, with all that its gateway has said."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        await until_core(router, stub)
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 13)}
+        waiting, running = [await reserve(router, body) for _ in range(2)]
+        await report(router, running, "prefill_complete")
+        await report(router, running, "output", {"tokens": 7})
+        entries = (await router.get("/requests?limit=2")).json["requests"]
+        assert [each["end"] for each in entries] == [None, None]
+        assert sorted(each["first_byte_ms"] is not None for each in entries) == [False, True]
+        assert (await booked(router))["kvroute_in_flight_decodes"] == 1
+        for found in (waiting, running):
+            assert (await end(router, found, {"tokens": 1})).status == 200
+        entries = (await router.get("/requests?limit=2")).json["requests"]
+        assert [each["end"] for each in entries] == ["completed", "completed"]
+    await router.until_idle()
+
+
+async def test_a_report_that_only_python_reads_finds_what_was_said_before_it(
+    router: RouterProcess,
+) -> None:
+    """The core kept that to itself until then."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        await until_core(router, stub)
+        found = await reserve(router, {"model": stub.model, "token_ids": prompt_ids(64, 14)})
+        assert (await report(router, found, "output", {"cached_tokens": 48})).status == 200
+        assert (await end(router, found, {"a field": "of another version"})).status == 200
+        entry = await logged(router)
+        assert is_of_core(entry)
+        assert (entry["actual"], entry["end"], entry["status"]) == (48, "completed", 200)
+        assert entry["first_byte_ms"] < entry["total_ms"]
+        assert (await end(router, found)).status == 404
     await router.until_idle()

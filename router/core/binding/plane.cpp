@@ -266,10 +266,14 @@ nb::object read_ask_of(nb::bytes body) {
     return nb::make_tuple(ask->model, ask->tokens, ask->is_stream);
 }
 
-nb::object read_report_of(const std::string& method, nb::bytes target, nb::bytes body) {
+nb::object read_report_of(const std::string& method, nb::bytes target, nb::bytes body,
+                          u64 prompt_tokens) {
     const std::optional<Report> report = report_of(method, {target.c_str(), target.size()});
     if (!report) return nb::none();
-    return nb::cast(has_begun(report->kind, {body.c_str(), body.size()}));
+    const std::optional<ReportBody> found = read_report(report->kind, {body.c_str(), body.size()});
+    if (!found) return nb::none();
+    return nb::make_tuple(found->has_begun, found->is_whole, found->tokens,
+                          bytes_of(found->usage_body(prompt_tokens)));
 }
 
 nb::object with_model_of(nb::bytes body, const std::string& name) {

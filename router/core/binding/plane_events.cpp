@@ -174,9 +174,10 @@ struct AsTuple {
         for (const auto& [tier, tokens] : reserved.by_tier) {
             by_tier.append(nb::make_tuple(tier, tokens));
         }
-        return nb::make_tuple("reserved", id, reserved.id, BookingHandle{reserved.booking},
-                              PlaceHandle{reserved.place}, reserved.reason, nb::tuple(by_tier),
-                              record(reserved.so_far));
+        return nb::make_tuple("reserved", reserved.number, reserved.id,
+                              BookingHandle{reserved.booking}, PlaceHandle{reserved.place},
+                              reserved.reason, nb::tuple(by_tier), record(reserved.so_far),
+                              reserved.touched_at);
     }
     nb::object operator()(const Reported& reported) const {
         static constexpr const char* kKinds[] = {"first_token", "output", "end"};
@@ -191,6 +192,12 @@ struct AsTuple {
         return nb::make_tuple("refused", id, refused.reason);
     }
 };
+
+nb::list list_of(const Reservations::Untold& reserved) {
+    nb::list made;
+    for (const auto& each : reserved) made.append(AsTuple{each->number}(*each));
+    return made;
+}
 
 // There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off, and whoever
 // is told of its request hears that it is over.
@@ -251,5 +258,15 @@ void kvroute::binding::bind_bookings(nb::module_& module) {
                  return PlaceHandle{std::move(place)};
              })
         .def("has", &Reservations::has)
-        .def("held", &Reservations::held);
+        .def("held", &Reservations::held)
+        .def("completed", &Reservations::completed)
+        .def("tell",
+             [](Reservations& self, const std::string& id) { return list_of(self.tell(id)); })
+        .def("tell_at",
+             [](Reservations& self, const std::string& replica) {
+                 return list_of(self.tell_at(replica));
+             })
+        .def("tell_silent", [](Reservations& self, double since, std::size_t most) {
+            return list_of(self.tell_silent(since, most));
+        });
 }

@@ -58,6 +58,7 @@ struct Reservable : Selection {
     std::shared_ptr<Booking> booking;
     std::shared_ptr<Reservations::Place> place;
     std::string request_id;
+    bool is_probe = false;  // of a replica that failed too many requests: others wait for how it ends
 };
 
 // As router/policies/reasons.py says it of a delay.

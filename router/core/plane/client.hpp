@@ -169,6 +169,7 @@ private:
     void show_running(double now);
     void show(Shown shown);
     bool is_summed(const Ended& ended, bool was_alone);
+    bool is_summed(const Reserved& reserved, const ReportBody& last, bool was_alone, double now);
     void settle(Ended ended);
     void finish(End end);
     void end_exchange();

@@ -156,7 +156,9 @@ bool Client::is_reserved() {
                                                        .request_id = head_.find("x-request-id"),
                                                        .now = began});
     if (!made) return false;
-    Reserved told;
+    auto reserved = std::make_unique<Reserved>();
+    Reserved& told = *reserved;
+    told.number = exchange_;
     told.reason = reason_of(made->answer);
     const Respond respond = json_response(selection_body(*made, told.reason));
     const Prediction& prediction = made->answer.prediction;
@@ -167,34 +169,75 @@ bool Client::is_reserved() {
     told.so_far.routing_s = clock_now() - began;
     told.id = std::move(made->id);
     told.by_tier = std::move(made->answer.by_tier);
-    const std::string id = told.id;
-    const std::shared_ptr<Booking> booking = made->booking;
     told.booking = std::move(made->booking);
     told.place = std::move(made->place);
     const u64 long_tokens = thread_.options().long_prompt_tokens;
     if (long_tokens && prediction.uncached_tokens >= long_tokens) {
         thread_.post(0, LongPromptSent{});
     }
-    thread_.post(exchange_, std::move(told));
-    decider->follow(id, booking);  // no report of it is told of before it
+    told.touched_at = clock_now();
+    Reservations& reservations = decider->reservations();
+    if (thread_.sums_up() && !made->is_probe) {
+        reservations.keep(std::move(reserved));
+    } else {
+        const std::string id = told.id;
+        const std::shared_ptr<Booking> booking = told.booking;
+        thread_.post(exchange_, std::move(told));
+        reservations.put(id, booking);  // no report of it is told of before it
+    }
     this->respond(respond);
     return true;
 }
 
-// Whether a gateway's report was noted: the books know it at once, and Python a moment later.
+// Whether a gateway's report was noted: the books know it at once, and Python a moment later, if at all.
 bool Client::is_noted() {
     Decider* const decider = thread_.decider();
-    const std::optional<bool> begun = has_begun(report_.kind, body_);
-    if (decider == nullptr || !begun) return false;
+    const std::optional<ReportBody> report = read_report(report_.kind, body_);
+    if (decider == nullptr || !report) return false;
     const bool is_over = report_.kind == ReportKind::end;
-    const std::shared_ptr<Booking> booking = decider->reserved(report_.id, is_over);
-    if (booking == nullptr) return false;
     const double now = clock_now();
-    if (*begun) booking->first_byte(now);
-    if (is_over) booking->ended(true, now);
-    thread_.post(exchange_, Reported{std::string(report_.id), report_.kind, body_, now});
+    Reservations& reservations = decider->reservations();
+    Reservations::Noted noted = reservations.note(report_.id, *report, is_over, now);
+    if (noted.booking == nullptr) return false;
+    if (report->has_begun) noted.booking->first_byte(now);
+    const bool was_alone = is_over && noted.booking->ended(true, now);
+    if (noted.untold != nullptr && is_summed(*noted.untold, *report, was_alone, now)) {
+        reservations.count_completed();
+    } else if (noted.untold != nullptr) {
+        thread_.post(noted.untold->number, std::move(*noted.untold));
+        noted.is_told = true;
+    } else if (!noted.is_told) {
+        noted.booking->generated(report->tokens, now);
+    }
+    if (noted.is_told) {
+        thread_.post(exchange_, Reported{std::string(report_.id), report_.kind, body_, now});
+    }
     respond(json_response("{\"status\":\"ok\"}"));
     return true;
+}
+
+// True where it is enough to count a reservation that is over: see the other one.
+bool Client::is_summed(const Reserved& reserved, const ReportBody& last, bool was_alone, double now) {
+    const Settled& of = reserved.so_far;
+    Ended ended;
+    ended.usage = last.usage_body(of.prompt_tokens);
+    if (ended.usage.empty()) ended.usage = of.ended.usage;
+    std::optional<Usage> usage;
+    if (of.asked.is_comparable && !ended.usage.empty()) {
+        usage = plain_usage(ended);
+        if (!usage || was_alone || !reserved.by_tier.empty()) return false;
+    }
+    if (!last.is_whole || of.estimate_trust != 0) return false;
+    const double seconds = now - of.began_at;
+    return thread_.sum({.model = of.model,
+                        .replica = of.replica,
+                        .prompt_tokens = of.prompt_tokens,
+                        .cached_tokens = of.cached_tokens,
+                        .expected_tokens = of.expected_tokens,
+                        .routing_s = of.routing_s,
+                        .first_byte_s = of.first_byte_s > 0 ? of.first_byte_s : seconds,
+                        .seconds = seconds,
+                        .usage = usage});
 }
 
 void Client::prepare(bool by_fields) {

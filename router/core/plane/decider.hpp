@@ -82,10 +82,8 @@ public:
     virtual std::optional<Selection> select(const Question& question) = 0;
     // Books a request that a gateway sends. Nothing: as before.
     virtual std::optional<Reservable> reserve(const Question& question) = 0;
-    // Gives the booking of a reservation to those who report on it by its name.
-    virtual void follow(const std::string& id, std::shared_ptr<Booking> booking) = 0;
-    // One that was reserved and is not over; null: it is not known. `is_over`: from now on.
-    virtual std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) = 0;
+    // Knows what was reserved by its name.
+    virtual Reservations& reservations() = 0;
 };
 
 }  // namespace kvroute::plane

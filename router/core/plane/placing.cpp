@@ -350,10 +350,11 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
         question.ask.is_completion ? served.ways[replica].ordered_by : OrderedBy::nothing;
     const bool is_changed = by == OrderedBy::field || by == OrderedBy::negated_field;
     if (!served.names[replica].empty() || is_changed) return std::nullopt;  // in its body
+    Reservable made;
+    made.is_probe = choice->replica->conditions->gate.open_until.has_value();
     Prediction prediction = predicted(*choice, *read);
     auto booking = book(question, *read, *choice, prediction, nullptr);
     prediction.expected_tokens = booking->expected_tokens();
-    Reservable made;
     made.booking = std::move(booking);
     made.answer = answer_of(*choice, std::move(prediction));
     made.place = std::move(place);
@@ -368,14 +369,6 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
         made.headers.emplace_back("x-vllm-priority", std::to_string(number));
     }
     return made;
-}
-
-void Placing::follow(const std::string& id, std::shared_ptr<Booking> booking) {
-    reservations_->put(id, std::move(booking));
-}
-
-std::shared_ptr<Booking> Placing::reserved(std::string_view id, bool is_over) {
-    return reservations_->booking(std::string(id), is_over);
 }
 
 Answer Placing::looked_up(Choice& choice, const Read& read) const {

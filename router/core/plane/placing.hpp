@@ -74,8 +74,7 @@ public:
     std::optional<Answer> look(const Question& question) override;
     std::optional<Selection> select(const Question& question) override;
     std::optional<Reservable> reserve(const Question& question) override;
-    void follow(const std::string& id, std::shared_ptr<Booking> booking) override;
-    std::shared_ptr<Booking> reserved(std::string_view id, bool is_over) override;
+    Reservations& reservations() override { return *reservations_; }
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }

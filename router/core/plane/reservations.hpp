@@ -1,16 +1,22 @@
-// What gateways have reserved, by name: how much there may be, and what was booked for it without Python.
+// What gateways have reserved, by name: how much there may be, and what was booked for it without Python,
+// which is told of one where it needs to know it.
 #pragma once
 
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace kvroute::plane {
 
 class Booking;
+struct Reserved;
+struct ReportBody;
 
 // From any thread.
 class Reservations : public std::enable_shared_from_this<Reservations> {
@@ -34,49 +40,60 @@ public:
 
     // `most`: those that Python makes among them.
     explicit Reservations(std::uint64_t most) : most_(most) {}
+    ~Reservations();
 
     // Null: there is one of that name, or there are as many as there may be.
-    std::shared_ptr<Place> take(const std::string& id) {
-        auto place = std::make_shared<Place>(nullptr, id);  // of nothing yet, should memory be short
-        std::lock_guard locked(mutex_);
-        if (by_id_.size() >= most_ || !by_id_.try_emplace(id).second) return nullptr;
-        place->of_ = shared_from_this();
-        return place;
-    }
-    bool has(const std::string& id) const {
-        std::lock_guard locked(mutex_);
-        return by_id_.contains(id);
-    }
-    std::uint64_t held() const {
-        std::lock_guard locked(mutex_);
-        return by_id_.size();
-    }
+    std::shared_ptr<Place> take(const std::string& id);
+    bool has(const std::string& id) const;
+    std::uint64_t held() const;
 
-    // What one has; nothing if its place was given back meanwhile.
-    void put(const std::string& id, std::shared_ptr<Booking> booking) {
+    // What one has that Python is told of; nothing if its place was given back meanwhile.
+    void put(const std::string& id, std::shared_ptr<Booking> booking);
+    // The same of one that Python is not told of. Its place is its own until it is.
+    void keep(std::unique_ptr<Reserved> untold);
+
+    // What a report is about.
+    struct Noted {
+        std::shared_ptr<Booking> booking;  // null: there is none that was booked here and goes on
+        std::unique_ptr<Reserved> untold;  // that is over with this report, and what was noted before it
+        bool is_told = false;              // Python knows it
+    };
+    // `is_over`: from now on; else what it says is noted where Python does not know it.
+    Noted note(std::string_view id, const ReportBody& report, bool is_over, double now);
+
+    // Those of which Python has to know from now on, and does not.
+    using Untold = std::vector<std::unique_ptr<Reserved>>;
+    Untold tell(const std::string& id);
+    Untold tell_at(std::string_view replica);
+    // That nothing was said of since, and at most so many; those of which it is longest ago.
+    Untold tell_silent(double since, std::size_t most);
+
+    // One that Python is not told of was served whole.
+    void count_completed() {
         std::lock_guard locked(mutex_);
-        const auto found = by_id_.find(id);
-        if (found != by_id_.end()) found->second.swap(booking);
+        ++completed_;
     }
-    // Null: there is none that was booked here and goes on. `is_over`: it does not, from now on.
-    std::shared_ptr<Booking> booking(const std::string& id, bool is_over) {
+    std::uint64_t completed() const {
         std::lock_guard locked(mutex_);
-        const auto found = by_id_.find(id);
-        if (found == by_id_.end()) return nullptr;
-        return is_over ? std::exchange(found->second, nullptr) : found->second;
+        return completed_;
     }
 
 private:
-    void forget(const std::string& id) {
-        std::shared_ptr<Booking> last;  // it takes other mutexes when it goes
-        std::lock_guard locked(mutex_);
-        auto node = by_id_.extract(id);
-        if (!node.empty()) last = std::move(node.mapped());
-    }
+    using Silent = std::list<std::unique_ptr<Reserved>>;  // that of which most was said last stands last
+    struct Entry {
+        std::shared_ptr<Booking> booking;  // null: Python's
+        Silent::iterator untold;
+        bool is_told = true;
+    };
+
+    void forget(const std::string& id);
+    std::unique_ptr<Reserved> told(Entry& entry);
 
     std::uint64_t most_;
+    std::uint64_t completed_ = 0;
     mutable std::mutex mutex_;
-    std::unordered_map<std::string, std::shared_ptr<Booking>> by_id_;  // null: Python's
+    std::unordered_map<std::string, Entry> by_id_;
+    Silent untold_;
 };
 
 }  // namespace kvroute::plane

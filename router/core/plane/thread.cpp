@@ -71,7 +71,8 @@ void Outbox::post(Event event, bool is_awaited) {
     is_awaited |= !can_wait;
     {
         std::lock_guard locked(mutex_);
-        settled_ += std::holds_alternative<Settled>(event.what);
+        settled_ += std::holds_alternative<Settled>(event.what) ||
+                    std::holds_alternative<Reserved>(event.what);
         events_.push_back(std::move(event));
         waiting_.store(events_.size(), std::memory_order_relaxed);
         if (is_signalled_ || (!is_awaited && events_.size() < kMostRecords)) return;
@@ -83,6 +84,11 @@ void Outbox::post(Event event, bool is_awaited) {
 void Outbox::sum_up(std::unique_ptr<Sums> sums) {
     std::lock_guard locked(mutex_);
     sums_ = std::move(sums);
+}
+
+bool Outbox::sums_up() {
+    std::lock_guard locked(mutex_);
+    return sums_ != nullptr;
 }
 
 bool Outbox::sum(const Sums::Finished& finished) {

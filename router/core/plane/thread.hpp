@@ -27,6 +27,7 @@ public:
     void post(Event event, bool is_awaited);
     // From now on, of requests that are over no more than some are told of one by one; null: all are.
     void sum_up(std::unique_ptr<Sums> sums);
+    bool sums_up();
     // Counts one; false where it has to be told of.
     bool sum(const Sums::Finished& finished);
     Sums::Found take_sums();
@@ -105,6 +106,7 @@ public:
     // Requests that are shown while they run: no more than there is room for in what shows them.
     bool may_show() const { return shown_ < kMostShown; }
     void count_shown(bool is_one_more) { is_one_more ? ++shown_ : --shown_; }
+    bool sums_up() { return common_.outbox.sums_up(); }
     bool sum(const Sums::Finished& finished) { return common_.outbox.sum(finished); }
     ExchangeId next_exchange(u32 place);
     void closed(u32 place);

@@ -242,12 +242,14 @@ struct Told {
 // A gateway that sends a request itself was told where. It is booked until that gateway reports its
 // end: reports that come to Python are told of behind this event.
 struct Reserved {
+    ExchangeId number = 0;  // of the gateway's question
     std::string id;
     std::shared_ptr<Booking> booking;
     std::shared_ptr<Reservations::Place> place;
     std::string reason;
     std::vector<std::pair<std::string, u64>> by_tier;
-    Settled so_far;
+    Settled so_far;  // with what its gateway has reported by now
+    double touched_at = 0;  // by the clock: when something was said of it last
 };
 
 // What a gateway has reported of one: it was told that this is noted.

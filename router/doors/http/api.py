@@ -391,6 +391,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def requests(request: Request) -> Response:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
+        parts.desk.reservations.show_some()
         return _json(requests_view(parts.router.request_log, after, limit))
 
     @app.get(

@@ -240,13 +240,13 @@ def take_report(
 
 def _note_output(reservation: Reservation, report: OutputReport, at: float | None) -> None:
     reservation.output(report.tokens, at)
-    _report_usage(reservation, report)
+    report_usage(reservation, report)
 
 
 def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None) -> None:
     if report.tokens:
         reservation.output(report.tokens, at)
-    _report_usage(reservation, report)
+    report_usage(reservation, report)
     failure = None if report.failure is None else Failure(report.failure)
     reservation.end(Outcome(report.outcome), report.status, failure, at)
 
@@ -390,7 +390,8 @@ def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict
     return fields
 
 
-def _report_usage(reservation: Reservation, report: OutputReport) -> None:
+def report_usage(reservation: Reservation, report: OutputReport) -> None:
+    """Take what the engine reported, by what a gateway says of it."""
     usage = report.usage
     if usage is None and report.cached_tokens is not None:
         usage = EngineUsage(

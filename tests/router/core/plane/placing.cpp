@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plane/placing.hpp"
+#include "plane/report.hpp"
 
 using namespace kvroute;
 using namespace kvroute::plane;
@@ -98,10 +99,20 @@ void ask(World& world, unsigned seed, std::atomic<u32>& estimated) {
             live(*placed->booking, random, now);
         }
         if (const auto reserved = world.placing.reserve(question)) {
-            world.placing.follow(reserved->id, reserved->booking);
-            if (const auto other = world.placing.reserved(reserved->id, random() % 2)) {
-                live(*other, random, now);
+            Reservations& reservations = world.placing.reservations();
+            if (random() % 2) {
+                reservations.put(reserved->id, reserved->booking);
+            } else {
+                auto kept = std::make_unique<Reserved>();
+                kept->id = reserved->id;
+                kept->booking = reserved->booking;
+                kept->place = reserved->place;
+                reservations.keep(std::move(kept));
             }
+            if (const auto noted = reservations.note(reserved->id, {}, random() % 2, now); noted.booking) {
+                live(*noted.booking, random, now);
+            }
+            reservations.tell_silent(1e9, 1);  // what was kept is dropped here
         }
         const auto selected = world.placing.select(question);
         if (selected && selected->answer.prediction.is_estimate()) {

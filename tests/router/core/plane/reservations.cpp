@@ -1,5 +1,5 @@
-// Threads that reserve, report and end under a few names: a program for sanitizers. Prints "done" where
-// every booking has ended once and no name is left.
+// Threads that reserve, report and end under a few names, and ask for what they are not told: a program
+// for sanitizers. Prints "done" where every booking has ended once and no name is left.
 
 #include <atomic>
 #include <cstdio>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plane/decider.hpp"
+#include "plane/report.hpp"
 
 using namespace kvroute::plane;
 
@@ -16,7 +17,7 @@ namespace {
 constexpr std::uint64_t kMost = 5;
 constexpr int kNames = 8, kThreads = 4, kRounds = 20'000;
 
-std::atomic<int> booked = 0, ended = 0, gone = 0;
+std::atomic<int> booked = 0, ended = 0, gone = 0, kept = 0, told = 0;
 std::atomic<bool> has_failed = false;
 
 class Counted final : public Booking {
@@ -29,6 +30,35 @@ public:
     void reported(std::optional<std::int64_t>, double) override {}
 };
 
+// Everything that was kept is told of once: at its end, or where somebody asks for it.
+void take(Reservations::Untold untold) {
+    for (const auto& each : untold) {
+        ++told;
+        if (each->booking == nullptr || each->place == nullptr) has_failed = true;
+    }
+}
+
+void keep(Reservations& all, const std::string& id, std::shared_ptr<Reservations::Place> place,
+          std::mt19937& random) {
+    auto untold = std::make_unique<Reserved>();
+    untold->id = id;
+    untold->booking = std::make_shared<Counted>();
+    untold->place = std::move(place);
+    untold->so_far.replica = random() % 2 ? "a" : "b";
+    untold->touched_at = random() % 10;
+    all.keep(std::move(untold));
+    ++kept;
+}
+
+void ask(Reservations& all, const std::string& id, std::mt19937& random) {
+    switch (random() % 6) {
+        case 0: return take(all.tell(id));
+        case 1: return take(all.tell_at("a"));
+        case 2: return take(all.tell_silent(random() % 10, 2));
+        default: return;
+    }
+}
+
 void reserve_and_report(const std::shared_ptr<Reservations>& all, unsigned seed) {
     std::mt19937 random(seed);
     std::vector<std::shared_ptr<Reservations::Place>> places;
@@ -36,12 +66,27 @@ void reserve_and_report(const std::shared_ptr<Reservations>& all, unsigned seed)
         const std::string id = "name " + std::to_string(random() % kNames);
         if (auto place = all->take(id)) {
             if (!all->has(id) || all->held() > kMost) has_failed = true;
-            if (random() % 2) all->put(id, std::make_shared<Counted>());  // else it is Python's
-            places.push_back(std::move(place));
+            if (random() % 2) {
+                keep(*all, id, std::move(place), random);
+            } else {
+                if (random() % 2) all->put(id, std::make_shared<Counted>());  // else it is Python's
+                places.push_back(std::move(place));
+            }
         }
         const std::string other = "name " + std::to_string(random() % kNames);
-        if (const auto booking = all->booking(other, false)) booking->first_byte(0);
-        if (const auto booking = all->booking(other, true)) booking->ended(true, 0);
+        ask(*all, other, random);
+        ReportBody report;
+        report.tokens = 3;
+        report.cached_tokens = 7;
+        if (const auto noted = all->note(other, report, false, round); noted.booking) {
+            noted.booking->first_byte(0);
+            if (noted.untold) has_failed = true;
+        }
+        if (auto noted = all->note(other, report, true, round); noted.booking) {
+            noted.booking->ended(true, 0);
+            if ((noted.untold == nullptr) != noted.is_told) has_failed = true;
+            if (noted.untold) ++told;
+        }
         if (places.size() > 1) places.erase(places.begin());
     }
 }
@@ -55,6 +100,8 @@ int main() {
         threads.emplace_back(reserve_and_report, all, seed);
     }
     for (std::thread& each : threads) each.join();
-    const bool is_right = !has_failed && all->held() == 0 && gone == booked && ended <= booked && ended;
+    take(all->tell_silent(1e9, 1'000));
+    const bool is_right = !has_failed && all->held() == 0 && gone == booked && ended <= booked && ended &&
+                          kept && told == kept;
     std::puts(is_right ? "done" : "something is left");
 }

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.doors.http.request_bodies import OutputReport, ReservationEnd
+from router.doors.http.selection import report_usage
+from router.plane.usage import ReportedUsage, UsageReader
 
 ID = "0123456789abcdef" * 2
 COUNTS = st.one_of(
@@ -47,9 +49,30 @@ REPORTS = st.fixed_dictionaries(
 )
 
 
-def noted(method: str, path: str, body: bytes) -> bool | None:
-    found: bool | None = import_module("router._core").read_report(method, path.encode(), body)
+PROMPT_TOKENS = 1000
+
+
+def noted(method: str, path: str, body: bytes) -> tuple[bool, bool, int, bytes] | None:
+    """Whether it has begun, is whole, tokens, and the engine's report."""
+    read: Any = import_module("router._core").read_report
+    found: tuple[bool, bool, int, bytes] | None = read(method, path.encode(), body, PROMPT_TOKENS)
     return found
+
+
+class Heard:
+    """Takes what Python makes of a report; the rest of a reservation does not matter here."""
+
+    prompt_tokens = PROMPT_TOKENS
+    usage = b""
+
+    def report(self, usage: bytes) -> None:
+        self.usage = usage
+
+
+def usage_of(body: bytes) -> ReportedUsage:
+    reader = UsageReader()
+    reader.take(True, body, b"")
+    return reader.usage()
 
 
 @given(REPORTS, st.sampled_from([None, 0, 2]), st.booleans())
@@ -59,13 +82,21 @@ def test_what_the_core_notes_is_what_python_reads(
     """A report that is wrong must be refused, by whoever reads it."""
     body = json.dumps(report, indent=indent).encode()
     path = f"/reservations/{ID}" if is_end else f"/reservations/{ID}/output"
-    has_begun = noted("DELETE" if is_end else "POST", path, body)
-    if has_begun is None:
+    found = noted("DELETE" if is_end else "POST", path, body)
+    if found is None:
         return
+    has_begun, is_whole, tokens, usage = found
     kind = ReservationEnd if is_end else OutputReport
     read = msgspec.json.decode(body, type=kind)
     is_completed = isinstance(read, ReservationEnd) and read.outcome == "completed"
     assert has_begun == (not is_end or is_completed or read.tokens > 0)
+    assert tokens == read.tokens
+    if isinstance(read, ReservationEnd):
+        is_usual = read.failure is None and read.status in (None, 200)
+        assert is_whole == (is_completed and is_usual)
+    heard: Any = Heard()
+    report_usage(heard, read)
+    assert usage_of(usage) == usage_of(heard.usage)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +113,9 @@ def test_what_the_core_notes_is_what_python_reads(
 )
 def test_usual_reports_are_noted(body: bytes, begun: bool) -> None:
     """Gateways send one for every request."""
-    assert noted("DELETE", f"/reservations/{ID}", body) is begun
+    found = noted("DELETE", f"/reservations/{ID}", body)
+    assert found is not None
+    assert found[0] is begun
 
 
 @pytest.mark.parametrize(
