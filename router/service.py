@@ -31,9 +31,9 @@ from router.fleet.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.fleet.entrance import Entrance, line_limits
 from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker
+from router.fleet.probes import ProbeFetch
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.room import RoomListener, WaitingRoom
-from router.fleet.watcher import UpstreamFetch
 from router.follower import ReplicaFollower
 from router.index import PrefixIndex, SourceId
 from router.index.mirror import Mirror
@@ -150,6 +150,7 @@ class RouterService(RouterParts):
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
         trusted = self.replica_certificate and self.replica_certificate.context
         self._upstream = UpstreamClient(trusted, self.shortages.note)
+        self._probes = ProbeFetch(self._upstream)
         self.count_connections = dict
         self._make_overload()
         self._make_caches(new_index)
@@ -165,7 +166,7 @@ class RouterService(RouterParts):
         requests wait for room, if they do."""
         config, overload, metrics = self.config, self.config.overload, self.metrics
         self.registry = ReplicaRegistry(
-            UpstreamFetch(self._upstream), config.health, self._load, gates=gate_options(config)
+            self._probes, config.health, self._load, gates=gate_options(config)
         )
         self.key_limits = KeyLimits(self.config.server.client_keys)
         self.entrance = None
@@ -415,6 +416,7 @@ class RouterService(RouterParts):
         await self.tokenizer_check.close()
         await self._follower.close()
         await self.feed.close()
+        self._probes.close()
         await self._upstream.close()
         self.models.close()
         self._large_work.close()

@@ -9,6 +9,7 @@ The files; each imports only what is listed above it:
 
     client_errors.py     what asking a server may raise
     client.py            asks servers about themselves, with bounds and time limits
+    probes.py            the same where it is done all the time, at less cost
     limits.py            what the holder of a key may use
     gate.py              how much one replica may be given
     line.py              who waits for one model, and who is next

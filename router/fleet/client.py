@@ -38,7 +38,8 @@ from router.fleet.client_errors import (
 _NOT_BY_ITSELF = ("accept", "accept-encoding", "content-type", "user-agent")
 """Headers that are sent where the caller says so."""
 _MAX_REACHED = 16_384
-_TARGET = re.compile(rb"/[!-\"$-~]*")
+TARGET = re.compile(rb"/[!-\"$-~]*")
+"""Path and query of a request."""
 _SHORTAGES = {
     errno.EMFILE: "open_files",
     errno.ENFILE: "open_files",
@@ -155,8 +156,7 @@ class UpstreamClient:
             found = await _in_time(_with_first_byte(asked), limit_s, rule, FirstByteTimeout)
         except (OSError, aiohttp.ClientError, MemoryError) as error:
             raise self._failure(error, origin, timeouts, use) from None
-        if len(self._reached) < _MAX_REACHED:
-            self._reached.add(origin.key)
+        self.reached(origin)
         return UpstreamResponse(*found, origin, timeouts.idle_s)
 
     async def fetch(
@@ -199,6 +199,18 @@ class UpstreamClient:
             raise IdleTimeout(f"{origin}: response not complete in {limit_s:g} s") from None
         return response.status, response.headers, content
 
+    def reached(self, origin: Origin) -> None:
+        """Note that there was a connection to *origin*."""
+        if len(self._reached) < _MAX_REACHED:
+            self._reached.add(origin.key)
+
+    def no_connection(self, error: OSError | MemoryError, origin: Origin) -> ConnectFailed:
+        """Return what it means that there was none, and tell of a shortage."""
+        if resource := self._shortage(error, origin):
+            return self._out_of(resource, origin)
+        why = _why(error) if isinstance(error, OSError) else "there is no memory"
+        return ConnectFailed(f"{origin}: no connection: {why}")
+
     async def close(self) -> None:
         """Close every connection, those in use too."""
         self._is_closed = True
@@ -239,9 +251,7 @@ class UpstreamClient:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return ConnectTimeout(f"{origin}: no connection within {times.connect_s:g} s")
         if resource := self._shortage(error, origin):
-            self._on_shortage(resource)
-            message = f"{origin}: no connection: the router is out of {resource}"
-            return OutOfResources(message, resource)
+            return self._out_of(resource, origin)
         if isinstance(error, aiohttp.ClientConnectorError):
             return ConnectFailed(f"{origin}: no connection: {_why(error.os_error)}")
         if isinstance(error, aiohttp.ClientPayloadError):
@@ -250,6 +260,11 @@ class UpstreamClient:
             kind = KeptConnectionClosed if use.is_kept else ClosedBeforeResponse
             return kind(f"{origin}: closed the connection before its response")
         return ResponseBroken(f"{origin}: the response is not HTTP, or over a bound")
+
+    def _out_of(self, resource: str, origin: Origin) -> OutOfResources:
+        self._on_shortage(resource)
+        message = f"{origin}: no connection: the router is out of {resource}"
+        return OutOfResources(message, resource)
 
     def _shortage(self, error: BaseException, origin: Origin) -> str | None:
         """Return what the system ran out of; None where it is the server that cannot be reached."""
@@ -347,7 +362,7 @@ def _cut_off(origin: Origin) -> str:
 
 
 def _url(origin: Origin, target: bytes) -> URL:
-    if not _TARGET.fullmatch(target):
+    if not TARGET.fullmatch(target):
         raise ValueError("request: the target must begin with / and hold visible ASCII without #")
     return URL(f"{origin.key}{origin.base_path}{target.decode('ascii')}", encoded=True)
 

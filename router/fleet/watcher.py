@@ -13,12 +13,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from async_timeout import timeout
-
 from router.config import HealthConfig
-from router.config.origin import Header, Origin, Timeouts
+from router.config.origin import Header, Origin
 from router.errors import InvalidReplicaResponse
-from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import OutOfResources, UpstreamError
 from router.fleet.engine_load import EngineLoad, parse_engine_load
 from router.fleet.load import LoadTracker
@@ -66,24 +63,6 @@ class Fetch(Protocol):
             OSError: There is no connection.
             asyncio.TimeoutError: It took longer than *timeout_s*.
         """
-
-
-class UpstreamFetch:
-    """`Fetch` over the kept connections of the router's own HTTP client."""
-
-    def __init__(self, client: UpstreamClient) -> None:
-        self._client = client
-
-    async def __call__(
-        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
-    ) -> tuple[int, bytes]:
-        """See `Fetch`."""
-        phases = Timeouts(timeout_s, timeout_s, timeout_s)
-        async with timeout(timeout_s):
-            status, _, body = await self._client.fetch(
-                origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
-            )
-        return status, body
 
 
 class WatchListener(Protocol):

@@ -135,6 +135,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/plane/proxied_messages.py": ("tests/router/plane",),
     "router/plane/usage.py": ("tests/router/plane",),
     "router/fleet/client.py": ("tests/router/fleet", "tests/router/plane"),
+    "router/fleet/probes.py": ("tests/router/fleet",),
     # What outlives a process, or comes from another.
     "router/sharing/slots.py": ("tests/router/sharing",),
     "router/sharing/valkey.py": ("tests/router/sharing",),

@@ -1,5 +1,5 @@
-// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers. Nothing
-// of the router calls it.
+// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers, and for
+// router/fleet/probes.py, which reads responses.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

@@ -30,6 +30,7 @@ from router.errors import (
 from router.fleet.client import UpstreamClient
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
+from router.fleet.probes import ProbeFetch
 from router.fleet.registry import MAX_REPLICAS, ReplicaListener, ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.self_description import (
@@ -43,7 +44,6 @@ from router.fleet.types import (
     ReplicaState,
     ServedModels,
 )
-from router.fleet.watcher import UpstreamFetch
 from router.policies import (
     Candidate,
     CandidateLoad,
@@ -208,10 +208,10 @@ class Diary:
 class Setting:
     """A registry on the router's own HTTP client, and engines to put into it."""
 
-    def __init__(self, client: UpstreamClient, health: HealthConfig) -> None:
+    def __init__(self, probes: ProbeFetch, health: HealthConfig) -> None:
         self.load = LoadTracker()
         self.diary = Diary()
-        self.registry = ReplicaRegistry(UpstreamFetch(client), health, self.load)
+        self.registry = ReplicaRegistry(probes, health, self.load)
         self.registry.subscribe(self.diary)
         self.engines: list[Engine] = []
 
@@ -228,11 +228,13 @@ class Setting:
 @asynccontextmanager
 async def setting(health: HealthConfig = FAST) -> AsyncIterator[Setting]:
     client = UpstreamClient()
-    this = Setting(client, health)
+    probes = ProbeFetch(client)
+    this = Setting(probes, health)
     try:
         yield this
     finally:
         await this.registry.close()
+        probes.close()
         await client.close()
         for engine in this.engines:
             await engine.stop()
@@ -1135,7 +1137,8 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
     """SIGTERM ends the process when the tasks have ended."""
     before = asyncio.all_tasks()
     client = UpstreamClient()
-    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker())
+    probes = ProbeFetch(client)
+    registry = ReplicaRegistry(probes, FAST, LoadTracker())
     engines = [Engine() for _ in range(3)]
     for index, engine in enumerate(engines):
         await engine.start()
@@ -1145,6 +1148,7 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
     await until(lambda: engines[1].asked["/v1/models"] and engines[0].asked["/health"])
     registry.remove("r2")
     await registry.close()
+    probes.close()
     await client.close()
     with pytest.raises(ShuttingDown):
         registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
@@ -1185,12 +1189,14 @@ async def test_a_watcher_that_crashes_is_reported(caplog: pytest.LogCaptureFixtu
     client = UpstreamClient()
     engine = Engine()
     await engine.start()
-    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker())
+    probes = ProbeFetch(client)
+    registry = ReplicaRegistry(probes, FAST, LoadTracker())
     registry.subscribe(Broken())
     registry.add(ReplicaConfig(url=engine.url, id="r"))
     await until(
         lambda: "replica r: health ended, and the replica is not watched any more" in caplog.text
     )
     await registry.close()
+    probes.close()
     await client.close()
     await engine.stop()
