@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from enum import IntEnum
@@ -52,7 +53,12 @@ _QUIET_S = 0.25
 """While no request is under way: what can change then is told at once, but for bounds that are
 reached by requests."""
 _LOOK_AGAIN_S = 0.25
-"""The longest time until a change reaches the core."""
+"""The longest time until a change reaches the core of which nobody tells, as of what an engine says
+of itself; but for what the next two say."""
+_QUIET_LOOK_AGAIN_S = 1.0
+"""The same while no request is under way."""
+_LOOKING_SHARE = 0.02
+"""The most of the control loop's time that looking may take: it grows with the fleet."""
 MAX_ADAPTERS = 256
 """That the core knows; the one that was named least recently is forgotten."""
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
@@ -163,6 +169,8 @@ class NativeDecisions(ReplicaListener):
         """How replicas are told what to keep, by name."""
         self._seen: Any = None
         self._seen_at = -math.inf
+        self._looking_s = 0.0
+        """What the last look took."""
         service.registry.subscribe(self)
         service.feed.on_change = service.feed.taps.on_change = self._has_changed.set
         self._room = None if service.entrance is None else service.entrance.room
@@ -201,9 +209,12 @@ class NativeDecisions(ReplicaListener):
                 async with timeout(self._pause_s()):
                     await self._has_changed.wait()
 
+    @property
+    def _is_quiet(self) -> bool:
+        return self._is_on and not self._service.admission.under_way
+
     def _pause_s(self) -> float:
-        is_quiet = self._is_on and not self._service.admission.under_way
-        return _QUIET_S if is_quiet else REFRESH_S
+        return _QUIET_S if self._is_quiet else REFRESH_S
 
     @override
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
@@ -248,7 +259,9 @@ class NativeDecisions(ReplicaListener):
         # Where a request waits, those that come have to wait as well, though there were room.
         may = may and (self._room is None or self._room.is_empty)
         if may and self._is_due():
+            began = time.perf_counter()
             self._tell()
+            self._looking_s = time.perf_counter() - began
         if may != self._is_on:
             self._is_on = may
             plane.plane.decide_by(self._placing if may else None)
@@ -258,7 +271,9 @@ class NativeDecisions(ReplicaListener):
         now = asyncio.get_running_loop().time()
         caches = [(model.name, model.index.slots, model.index.searches) for model in self._models]
         seen = caches, set(self._service.feed.suspects)
-        if seen == self._seen and now - self._seen_at < _LOOK_AGAIN_S:
+        longest_s = _QUIET_LOOK_AGAIN_S if self._is_quiet else _LOOK_AGAIN_S
+        longest_s = max(longest_s, self._looking_s / _LOOKING_SHARE)
+        if seen == self._seen and now - self._seen_at < longest_s:
             return False
         self._seen, self._seen_at = seen, now
         return True
