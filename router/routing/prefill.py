@@ -78,12 +78,15 @@ class PrefillPlanner:
         return self._least > 0
 
     def allows(self, spec: PromptSpec, prompts: Collection[HashedPrompt]) -> bool:
-        """Return whether engines can compute this prompt apart from its response."""
+        """Return whether engines can compute this prompt apart from its response.
+
+        Args:
+            prompts: Those that are looked up: none where engines do not read their cache.
+        """
         return (
             self.is_on
             and len(prompts) == len(spec.prompts) == spec.choices == 1
             and spec.endpoint in _SPLIT
-            and spec.reads_cache
             and spec.stored_response is None  # the replica that has it knows the prompt alone
         )
 

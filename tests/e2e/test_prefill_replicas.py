@@ -30,7 +30,7 @@ from tests.support.engine_stub import (
     unique,
 )
 from tests.support.envoy import Envoy, envoy, needs_envoy
-from tests.support.http_client import Answer, connect
+from tests.support.http_client import Answer, ask, connect
 from tests.support.router_process import Metrics, RouterProcess, router_process
 from tests.support.waiting import DEADLINE_S
 
@@ -252,7 +252,9 @@ async def test_a_request_that_ends_before_its_response_frees_the_prefiller(
         if door == "reservation":
             made = (await router.post("/select_and_reserve", body)).json
             await router.until(lambda now: tokens_at(now, fleet) == 320, "booked")
-            await router.delete(f"/reservations/{made['selection_id']}")
+            path = f"/reservations/{made['selection_id']}"
+            ended = await ask(router.port, "DELETE", path, {"outcome": "client_left"})
+            assert ended.status == 200, ended.body
         else:
             async with connect(gateways[door].port) as client:
                 headers = {"content-type": "application/json"}
@@ -334,6 +336,50 @@ async def test_who_does_both_computes_prompts_for_those_that_do_not(
                 assert named == (address_of(both) if by_decoder else None)
             assert len(decoder.requests) > 1
             assert both.requests
+
+
+async def test_turns_are_taken_on_both_sides() -> None:
+    """Two decisions for each request must not leave every other replica out."""
+    with router_process({**ROLES, "policy": {"name": "round_robin"}}) as router:
+        async with fleet_of(router) as fleet:
+            named = [
+                await told(fleet, {}, "proxy", prompt_ids(320, 50 + number)) for number in range(4)
+            ]
+            assert [len(stub.requests) for stub in fleet.decoders] == [2, 2]
+            assert sorted(map(str, named)) == sorted(map(address_of, fleet.prefillers * 2))
+
+
+async def test_with_zero_nobody_computes_prompts_for_others() -> None:
+    """As llm-d's decider has it; prefill replicas get no requests all the same."""
+    with router_process({**CONFIG, "prefill": {"min_uncached_tokens": 0}}) as router:
+        async with fleet_of(router) as fleet:
+            for number in range(4):
+                assert await told(fleet, {}, "proxy", prompt_ids(320, 54 + number)) is None
+
+
+async def test_the_prefiller_stays_where_the_gateway_tries_another_replica() -> None:
+    """It sends the same headers there."""
+    ext_proc = {"listen": "127.0.0.1:0", "fallbacks": 1}
+    slow = {"interval_s": 9.0}  # so that the death is the gateway's to find
+    with router_process({**ROLES, "health": slow, "doors": {"ext_proc": ext_proc}}) as router:
+        async with fleet_of(router) as fleet:
+            dead, alive = fleet.decoders
+            ids = prompt_ids(320, 60)
+            await fleet.holds(dead, ids)
+            hosts = [address_of(stub) for stub in fleet.decoders]
+            with envoy(picker_of(router), hosts=hosts, retries=True) as gateway:
+                await dead.stop()
+                body = {"model": fleet.model, "prompt": [*ids, *prompt_ids(320, 61)]}
+                assert (await post(gateway, body)).status == 200
+            named = alive.requests[-1].headers[HEADER]
+            await until_unbooked(router)
+            logged = (await router.get("/requests?limit=1")).json["requests"][0]
+            (prefiller,) = [each for each in fleet.prefillers if address_of(each) == named]
+            assert (logged["replica"], logged["prefiller"]) == (alive.name, prefiller.name)
+            assert (logged["attempts"], logged["actual"]) == (2, None)
+            metrics = await router.metrics()
+            assert metrics.sum("kvroute_requests_prefilled_elsewhere_total") == 1
+            await dead.start()
 
 
 @pytest.mark.parametrize("allows_prefiller", [True, False])
