@@ -86,6 +86,9 @@ class ReplicaFollower(ReplicaListener):
         self.planner.note_streams(replica)
         self._follow(replica, before, replica.sources)
 
+    def on_reconfigured(self, replica: Replica) -> None:
+        """Nothing follows: whoever decides looks at its options."""
+
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
         self.planner.note_streams(replica)

@@ -64,6 +64,9 @@ class ReplicaListener(Protocol):
             before: Its sources until now.
         """
 
+    def on_reconfigured(self, replica: Replica) -> None:
+        """Other options of it were taken over, such as its role."""
+
     def on_removed(self, replica: Replica) -> None:
         """The replica has left the registry; requests may still run there."""
 
@@ -153,8 +156,11 @@ class ReplicaRegistry:
     def reconfigure(self, replica_id: str, config: ReplicaConfig) -> None:
         """Take over other options of a replica; see `Replica.reconfigure`. Raises
         `UnknownReplica`."""
-        self.get(replica_id).reconfigure(config)
+        replica = self.get(replica_id)
+        replica.reconfigure(config)
         self.generation += 1  # its role may be another
+        for listener in self._listeners:
+            listener.on_reconfigured(replica)
 
     def drain(self, replica_id: str) -> Replica:
         """Send it nothing new; running requests continue. Raises `UnknownReplica`."""

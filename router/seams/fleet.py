@@ -225,6 +225,10 @@ class NativeDecisions(ReplicaListener):
         self._has_changed.set()
 
     @override
+    def on_reconfigured(self, replica: Replica) -> None:
+        self._has_changed.set()
+
+    @override
     def on_removed(self, replica: Replica) -> None:
         self._has_changed.set()
 
