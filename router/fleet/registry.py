@@ -310,6 +310,18 @@ class ReplicaRegistry:
         if replica is not None and replica.record.mark_suspect():
             self._watchers[replica_id].check_soon()
 
+    def others_told(self, replica_ids: Iterable[str], within_s: float) -> None:
+        """Other routers have told what they have in flight at these replicas, and the load knows.
+
+        Args:
+            replica_ids: Unknown ones are left out.
+            within_s: How late they tell of a request.
+        """
+        for replica_id in replica_ids:
+            watcher = self._watchers.get(replica_id)
+            if watcher is not None:
+                watcher.others_told(within_s)
+
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""
         now = self._clock()

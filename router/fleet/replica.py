@@ -59,7 +59,8 @@ class Replica:
         self.engine_load: EngineLoad | None = None
         self.engine_load_at = now
         self.foreign_requests = 0
-        """Requests there that were not this router's when its load was scraped."""
+        """Requests there when its load was read that were not this router's, nor known to be
+        another's soon after."""
         self.foreign_requests_by_rank: dict[int, int] = {}
         """The same, for each rank that the engine tells apart."""
         self.health_since = now
@@ -178,12 +179,29 @@ class Replica:
         """
         self.engine_load = load
         self.engine_load_at = now
-        self.foreign_requests = max(0, load.running + load.waiting - own_requests)
-        self.foreign_requests_by_rank = {
-            rank.dp_rank: max(0, rank.requests - own_by_rank.get(rank.dp_rank, 0))
-            for rank in load.ranks
-        }
+        self.foreign_requests, self.foreign_requests_by_rank = _foreign(
+            load, own_requests, own_by_rank
+        )
         self._tell()
+
+    def claim(self, own_requests: int, own_by_rank: Mapping[int, int]) -> None:
+        """Other routers have told of requests which the engine's metrics may have counted: these
+        are foreign no longer. Those that are over by now never become foreign again.
+
+        Args:
+            own_requests: Those of this router and of others that are known there now.
+            own_by_rank: Of these, those at each rank; a rank without any may be missing.
+        """
+        if self.engine_load is None:
+            return
+        before = self.foreign_requests, self.foreign_requests_by_rank
+        requests, by_rank = _foreign(self.engine_load, own_requests, own_by_rank)
+        self.foreign_requests = min(self.foreign_requests, requests)
+        self.foreign_requests_by_rank = {
+            rank: min(count, by_rank[rank]) for rank, count in self.foreign_requests_by_rank.items()
+        }
+        if before != (self.foreign_requests, self.foreign_requests_by_rank):
+            self._tell()
 
     def _tell(self) -> None:
         for listener in self.listeners:
@@ -268,6 +286,18 @@ class Replica:
             backs_off_s=self.gate.backs_off_s,
             slow_start=self.gate.speed,
         )
+
+
+def _foreign(
+    load: EngineLoad, own_requests: int, own_by_rank: Mapping[int, int]
+) -> tuple[int, dict[int, int]]:
+    """Return how many of the requests that an engine counts are not these, and how many of those
+    at each rank."""
+    by_rank = {
+        rank.dp_rank: max(0, rank.requests - own_by_rank.get(rank.dp_rank, 0))
+        for rank in load.ranks
+    }
+    return max(0, load.running + load.waiting - own_requests), by_rank
 
 
 def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:

@@ -160,6 +160,19 @@ class Watcher:
         self._check_now.set()
         self._look_now.set()
 
+    def others_told(self, within_s: float) -> None:
+        """Other routers have told what they have in flight.
+
+        Args:
+            within_s: How late they tell of a request: what the engine counted longer ago is not
+                among these.
+        """
+        replica, load = self._replica, self._replica.engine_load
+        if load is None or not replica.foreign_requests:
+            return
+        if self._clock() - replica.engine_load_at <= within_s:
+            replica.claim(self._own_requests(), self._own_by_rank(load))
+
     def became_healthy(self) -> None:
         """Ask it about itself now: it is new, or may be another process than before."""
         self._discovery_due = self._clock()

@@ -26,6 +26,8 @@ MOST_SHARE = 0.05
 much to say, it is said less often."""
 MOST_PAUSE_S = 0.25
 """But no less often than this, however much that is."""
+MOST_DELAY_S = 2 * MOST_PAUSE_S
+"""From what happens at one router to what another knows: it is published, and it is received."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
 from here; what several sent there before they knew of each other counts once, since the engine
-computes it once. A replica that one of them finds unhealthy is checked at once, and believed to be
-if that check fails: a router that is cut off must not take the fleet from the others. A moment with
-their requests is not quiet, so predictions made in it prove nothing.
+computes it once. What an engine counted before they told of it is not foreign any more. A
+replica that one of them finds unhealthy is checked at once, and believed to be if that check fails:
+a router that is cut off must not take the fleet from the others. A moment with their requests is
+not quiet, so predictions made in it prove nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Prefilling
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
-from router.sharing.board import Board
+from router.sharing.board import MOST_DELAY_S, Board
 from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitting
 
 MAX_COMPARED = 16
@@ -134,7 +135,9 @@ class Sharing:
         """
         received = self._prefilling(slots)
         twice = _queued_twice([*self.mirror.prefilling(), *received])
-        self.load.take_others(_summed(slots, twice))
+        loads = _summed(slots, twice)
+        self.load.take_others(loads)
+        self.registry.others_told([at for at in loads if isinstance(at, str)], MOST_DELAY_S)
         self.keys.take_elsewhere(
             {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
             for slot in slots.values()

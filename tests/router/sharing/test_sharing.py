@@ -13,15 +13,18 @@ from router._core import Visit
 from router.config import ClientKeyConfig, HealthConfig, read_replica
 from router.config.origin import Header, Origin
 from router.errors import KeyLimitReached
+from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.limits import KeyCounts, KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
 from router.index import HashedPrompt, SourceId
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
+from router.sharing.board import MOST_DELAY_S
 from router.sharing.exchange import Sharing
 from router.sharing.slots import Slot, decode_slot, encode_slot
 from tests.support.waiting import eventually
@@ -36,10 +39,12 @@ class Party:
     def __init__(self, secret: bytes = b"secret") -> None:
         self.is_up = True
         self.checks = 0
+        self.now = 1000.0
+        """On the clock of its registry."""
         health = HealthConfig(interval_s=0.05, timeout_s=0.05, scrape_metrics=False)
         self.load, self.mirror = LoadTracker(), Mirror()
         self.recent = RecentPrefixes(self.load.books)
-        self.registry = ReplicaRegistry(self._fetch, health, self.load)
+        self.registry = ReplicaRegistry(self._fetch, health, self.load, clock=lambda: self.now)
         self.registry.add(read_replica({"id": "r0", "url": "http://r0", "models": ["m"]}))
         self.quiet = QuietMoments(1.0)
         self.models = ModelSet([], self._no_replica, key_secret=secret)
@@ -101,6 +106,47 @@ async def test_the_requests_of_others_are_load(parties: tuple[Party, Party]) -> 
     here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(1, 50)
     own.ended()
+
+
+async def test_what_an_engine_counts_before_another_tells_of_it_is_counted_once(
+    parties: tuple[Party, Party],
+) -> None:
+    """An engine is asked in the middle of a burst. Its requests would be both the others' and
+    foreign until it is asked again, and keep the next of them from the prompt that all share."""
+    here, there = parties
+    replica = here.registry.get("r0")
+    ranks = (EngineRankLoad(0, 1, 0), EngineRankLoad(1, 3, 1))
+    replica.take_engine_load(EngineLoad(4, 1, None, ranks), 0, here.now)
+    assert foreign_at(replica) == (5, {0: 1, 1: 4})
+    told: list[int] = []
+    replica.listeners.append(lambda _: told.append(replica.foreign_requests))
+    here.now += MOST_DELAY_S
+    flights = [there.load.started("r0", 300, 1000, dp_rank=1) for _ in range(3)]
+    here.hear(there=there)
+    assert foreign_at(replica) == (2, {0: 1, 1: 1})
+    assert told == [2], "decisions know"
+    for flight in flights:
+        flight.ended()
+    here.hear(there=there)
+    assert foreign_at(replica) == (2, {0: 1, 1: 1}), "those that were there are not foreign now"
+    assert told == [2]
+
+
+async def test_requests_that_others_send_later_make_no_foreign_ones_theirs(
+    parties: tuple[Party, Party],
+) -> None:
+    """What an engine counted when it was asked does not get less by what comes afterwards."""
+    here, there = parties
+    replica = here.registry.get("r0")
+    replica.take_engine_load(EngineLoad(4, 0, None), 0, here.now)
+    here.now += MOST_DELAY_S + 0.01
+    with there.load.started("r0", 300, 1000):
+        here.hear(there=there)
+        assert foreign_at(replica) == (4, {})
+
+
+def foreign_at(replica: Replica) -> tuple[int, dict[int, int]]:
+    return replica.foreign_requests, replica.foreign_requests_by_rank
 
 
 async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, Party]) -> None:
