@@ -26,7 +26,8 @@ class HealthConfig(Section, frozen=True):
     (raise)."""
     no_traffic_factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False), PLAIN] = 4.0
     """How many times longer the interval is for a healthy replica while no request has come for
-    five intervals and none is under way. The first one ends that.
+    five intervals and none is under way. The first one ends that. Metrics by which others' requests
+    run or wait there are scraped at the usual interval.
 
     Change it when a router that gets no requests should notice a lost replica sooner (lower), or
     cost less (raise)."""

@@ -244,7 +244,11 @@ class Watcher:
         until_discovery_s = max(self._discovery_due - self._clock(), self._config.interval_s)
         if not self._config.scrape_metrics:
             return until_discovery_s
-        return min(self._pace.interval_s, until_discovery_s)
+        load = self._replica.engine_load
+        # What counts against it may soon be over.
+        is_loaded = self._replica.foreign_requests or (load is not None and load.waiting)
+        interval_s = self._config.interval_s if is_loaded else self._pace.interval_s
+        return min(interval_s, until_discovery_s)
 
     async def _discover(self) -> None:
         due = self._discovery_due

@@ -10,12 +10,19 @@ import pytest
 from router.config import HealthConfig
 from router.config.origin import Header, Origin
 from router.config.schema import ReplicaConfig
-from router.fleet.load import LoadTracker
+from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.pace import QUIET_AFTER, Pace, Traffic
 from router.fleet.registry import ReplicaRegistry
 from tests.support.waiting import eventually
 
 NONE = Traffic(asked=0, in_flight=0)
+LOADS = {
+    "127.0.0.1": b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n",
+    "127.0.0.2": b"vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n",
+    "127.0.0.3": b"vllm:num_requests_running 0\nvllm:num_requests_waiting 1\n",
+    "127.0.0.4": b"vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n",
+}
+"""The last one's requests are other routers'."""
 
 
 class Clock:
@@ -101,5 +108,39 @@ async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> 
         well = asked["127.0.0.1"]
         with load.started("127.0.0.1:1", 10, 10):
             await eventually(lambda: asked["127.0.0.1"] >= well + 10, "one is under way")
+    finally:
+        await registry.close()
+
+
+async def test_the_load_of_one_that_was_not_idle_is_asked_for_as_often_as_before() -> None:
+    """What is over a moment later would count until the next question, against a replica without
+    requests."""
+    scraped: Counter[str] = Counter()
+
+    async def fetch(
+        origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        if path != "/metrics":
+            return 200, b'{"data": [{"id": "m"}]}'
+        scraped[origin.host] += 1
+        return 200, LOADS[origin.host]
+
+    health = HealthConfig(
+        interval_s=0.01,
+        no_traffic_factor=1000,
+        engine_load_stale_after_s=600,
+        discovery_interval_s=600,
+    )
+    registry = ReplicaRegistry(fetch, health, load := LoadTracker())
+    load.take_others({"127.0.0.4:1": ReplicaLoad(prefilling_requests=2)})
+    for host in LOADS:
+        registry.add(ReplicaConfig(url=f"http://{host}:1", models=("m",), kv_events=()))
+    try:
+        await eventually(lambda: registry.pace.is_quiet, "nobody asks")
+        before = Counter(scraped)
+        for host in ("127.0.0.2", "127.0.0.3"):
+            await eventually(lambda host=host: scraped[host] >= before[host] + 10, "was not idle")
+        for host in ("127.0.0.1", "127.0.0.4"):
+            assert scraped[host] <= before[host] + 1, "one question may have been under way"
     finally:
         await registry.close()
