@@ -878,14 +878,17 @@ async def test_a_cancelled_request_ends_once_and_closes_the_replicas_connection(
 async def test_a_client_that_leaves_before_it_is_sent_for_costs_no_replica_anything() -> None:
     """It left while it was decided where its request goes."""
     left, loop = threading.Event(), asyncio.get_running_loop()
+    is_asked = asyncio.Event()
 
     def leaves(request: ProxyRequest) -> ProxyRequest:
-        loop.call_soon_threadsafe(client.leave)
+        loop.call_soon_threadsafe(is_asked.set)
         assert left.wait(DEADLINE_S)
         return request
 
     async with one_replica(answering(answer()), rewrite=leaves) as (proxy, client, _):
         await client.request()
+        await is_asked.wait()  # by now its socket is open
+        client.leave()
         await eventually(lambda: proxy.open_sockets == 0, "the client has left")
         left.set()
         recorder = await proxy.recorder(End.CLIENT_LEFT)
