@@ -94,6 +94,8 @@ public:
     // `layout` must live as long. `free_blocks`: that hold nothing.
     Forecast(const Layout& layout, double free_blocks) : layout_(layout), free_(free_blocks) {}
 
+    // Whether it may evict anything for so many tokens of so many prompts; false is certain.
+    bool may_evict(Tokens tokens, std::size_t prompts) const;
     // A prompt comes next, of which so many tokens have to be computed; of its windows and states so
     // many blocks stay.
     void compute(Tokens tokens, double kept_blocks);

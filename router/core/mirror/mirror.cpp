@@ -265,6 +265,12 @@ Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, 
 double Mirror::foresee_evictions(Cache& cache) {
     const Layout& layout = cache.layout;
     Forecast forecast(layout, cache.free_blocks());
+    Tokens tokens = 0;
+    for (Visit* visit : cache.prefilling) {
+        tokens += visit->tokens;
+        visit->evicted_before = 0.0;
+    }
+    if (!forecast.may_evict(tokens, cache.prefilling.size())) return 0.0;
     bool may_have_begun = true;
     for (Visit* visit : cache.prefilling) {
         Tokens done = visit->found.tokens;

@@ -168,9 +168,10 @@ std::optional<Bits> random_bits() {
 
 std::string hex_of(Bits bits) {
     static constexpr char kDigits[] = "0123456789abcdef";
-    std::string made;
+    std::string made(32, '0');
+    char* to = made.data();
     for (u64 part : bits) {
-        for (std::size_t at = 0; at < 16; ++at, part >>= 4) made.push_back(kDigits[part & 15]);
+        for (std::size_t at = 0; at < 16; ++at, part >>= 4) *to++ = kDigits[part & 15];
     }
     return made;
 }
