@@ -13,6 +13,7 @@ from router.config.origin import Header, Origin
 from router.config.values import POLLED
 from router.doors import address_of
 from router.feed.beginning import Beginning
+from router.feed.feed import Reach
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
@@ -136,19 +137,9 @@ class ReplicaFollower(ReplicaListener):
         await self.beginning.fill(model.name, model.index)
         if self.parts.models.get(model.name) is not model:
             return  # it was removed again before its turn came
-        self.parts.feed.add(
-            SourceId(replica.id, source.dp_rank),
-            source.endpoint,
-            source.replay_endpoint,
-            source.topic or None,  # an empty topic subscribes to all of them
-            model.name,
-            model.hints_of(replica.id),
-            source.snapshot_endpoint,
-            replica.origin.allows,
-            source.server_key,
-            (replica.id, replica.origin.host, address_of(replica)),
-            _headers_for(source, replica),
-        )
+        names = replica.id, replica.origin.host, address_of(replica)
+        reach = Reach(replica.origin.allows, names, _headers_for(source, replica))
+        self.parts.feed.add(replica.id, source, model.name, model.hints_of(replica.id), reach)
 
     async def _keep_feed(self) -> None:
         await self.beginning.find()

@@ -25,6 +25,7 @@ from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import ReplicaOptions, RouterConfig
 from router.feed.feed import Feed
+from router.fleet.types import EventSource
 from router.index import Hit, PrefixIndex, SourceId
 from router.service import RouterService
 from tests.support.following import QUICK
@@ -588,7 +589,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
     )
     index, source = PrefixIndex(), SourceId("example")
     feed = Feed(lambda _model: index, QUICK)
-    feed.add(source, events, replay, "kv-events", "model")
+    feed.add(source.replica, EventSource(source.dp_rank, events, replay, "kv-events"), "model")
     try:
         hits = [await compared(engine, index, source, prompt) for prompt in prompts(150)]
         assert sum(hit > 0 for hit in hits) > 50
@@ -617,7 +618,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
         )
         index, source = PrefixIndex(), SourceId("example")
         feed = Feed(lambda _model, index=index: index, QUICK)
-        feed.add(source, events, replay, "kv-events", "model")
+        feed.add(source.replica, EventSource(source.dp_rank, events, replay, "kv-events"), "model")
         try:
             await eventually(
                 lambda index=index, is_first=is_first: knows_the_start(index, is_first),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -34,6 +34,7 @@ from router.feed.polled import Pollers, PollerStatistics
 from router.feed.source_feed import SavedSource, SourceFeed, SourceFeedStatistics
 from router.feed.taps import Tap, Taps
 from router.fleet.client import UpstreamClient
+from router.fleet.types import EventSource
 from router.index import LayoutHints, PrefixIndex, SourceId
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,20 @@ _log = logging.getLogger(__name__)
 _MAX_SOCKETS = 16_384
 """Five for a source that is being repaired; libzmq's own bound of 1023 would end at 200 sources."""
 _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
+
+
+class Reach(NamedTuple):
+    """How a source is reached, besides its addresses."""
+
+    allows: Callable[[str], bool] | None = None
+    """Whether an address may be connected to; None: every address."""
+    names: Sequence[str] = ()
+    """What the topic of a publisher that connects to us may call its pod."""
+    headers: Sequence[Header] = ()
+    """Sent along where it is asked."""
+
+
+ANYHOW = Reach()
 
 
 class Feed:
@@ -113,56 +128,44 @@ class Feed:
 
     def add(
         self,
-        source: SourceId,
-        endpoint: str,
-        replay_endpoint: str | None,
-        topic: str | None,
+        replica: str,
+        published: EventSource,
         model: str,
         hints: LayoutHints | None = None,
-        snapshot_endpoint: str | None = None,
-        allows: Callable[[str], bool] | None = None,
-        server_key: str | None = None,
-        names: Sequence[str] = (),
-        headers: Sequence[Header] = (),
+        reach: Reach = ANYHOW,
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
         Args:
-            source: One data-parallel rank of a replica; each has endpoints of its own.
-            endpoint: Its PUB address; `LISTENED_TO` where it connects to us; `http://` where it is
-                asked.
-            replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
-                the source suspect, unless it makes snapshots.
-            topic: What it publishes under, exactly; None takes every topic.
+            published: Where one of the replica's ranks publishes. Without a replay endpoint, events
+                that are lost stay lost and leave the source suspect, unless it makes snapshots.
             hints: What the configuration says of its cache.
-            snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
-            allows: Whether an address may be connected to; None: every address.
-            server_key: The publisher's public key, where it has one of its own.
-            names: What the topic of a publisher that connects to us may call its pod.
-            headers: Sent along where it is asked.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
         """
+        source = SourceId(replica, published.dp_rank)
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
+        endpoint, replay_endpoint = published.endpoint, published.replay_endpoint
+        topic = published.topic or None
         stream = repr((endpoint, replay_endpoint, topic, hints))
         feed = self._feed_of(source, model, stream)
         feed.shares_stores = hints is not None and bool(hints.stores)
         resume = self._resume(source, feed) if replay_endpoint else None
         connect = None
         if endpoint == LISTENED_TO:
-            endpoint, connect = self._listen_for(source, feed, names, topic)
+            endpoint, connect = self._listen_for(source, feed, reach.names, topic)
         elif endpoint.startswith(POLLED):
-            connect = self._ask_for(source, feed, endpoint, headers, allows)
+            connect = self._ask_for(source, feed, endpoint, reach)
         try:
             subscriber = Subscriber(
                 endpoint,
                 feed,
                 replay_endpoint=replay_endpoint,
-                snapshot_endpoint=snapshot_endpoint,
+                snapshot_endpoint=published.snapshot_endpoint,
                 topic=topic,
-                options=self._options_of(allows, server_key),
+                options=self._options_of(reach.allows, published.server_key),
                 context=self._context,
                 pacer=self._pacer,
                 resume=resume,
@@ -192,15 +195,12 @@ class Feed:
         return listener.endpoint, partial(ChannelConnection, channel)
 
     def _ask_for(
-        self,
-        source: SourceId,
-        feed: SourceFeed,
-        endpoint: str,
-        headers: Sequence[Header],
-        allows: Callable[[str], bool] | None,
+        self, source: SourceId, feed: SourceFeed, endpoint: str, reach: Reach
     ) -> Callable[[], Connection]:
         """Return what brings the events of a server that is asked for them."""
-        poller, connect = self._pollers.register(endpoint, source.dp_rank, headers, allows)
+        poller, connect = self._pollers.register(
+            endpoint, source.dp_rank, reach.headers, reach.allows
+        )
         poller.on_problem = partial(self._note_problem, source)
         feed.on_left = partial(self._pollers.unregister, endpoint, source.dp_rank)
         return connect
@@ -300,10 +300,6 @@ class Feed:
         """Return whether all that can be known of a source is known. Of one that is suspect or
         whose feed has died there is no more to come; of one that is not followed yet there is."""
         return source in self._sources and self.state(source) not in _CATCHING_UP
-
-    def is_suspect(self, source: SourceId) -> bool:
-        """Return whether a source is one of the `suspects`."""
-        return source in self.suspects
 
     def lost_since(self, source: SourceId) -> float | None:
         """Since when the events of a source have not been whole, on the monotonic clock: from the

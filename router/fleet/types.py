@@ -38,9 +38,13 @@ class EventSource(msgspec.Struct, frozen=True):
 
     dp_rank: int
     endpoint: str
+    """Its PUB address; `listen` where it connects to us; `http://` where it is asked."""
     replay_endpoint: str | None = None
+    """Its ROUTER address."""
     topic: str = ""
+    """What it publishes under, exactly; an empty one takes every topic."""
     snapshot_endpoint: str | None = None
+    """Where it makes snapshots, if there is an address for these alone."""
     server_key: str | None = None
     """The publisher's public key, where it is its own."""
 

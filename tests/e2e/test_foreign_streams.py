@@ -16,6 +16,7 @@ from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed.feed import Feed
+from router.fleet.types import EventSource
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK
@@ -119,7 +120,11 @@ class Crossing:
         self.were_replays_foreign = False
         self.index = PrefixIndex(secret=b"test")
         self.feed = Feed(lambda model: self.index, OPTIONS)
-        self.feed.add(SOURCE, lines.events.endpoint, lines.replays.endpoint, TOPIC, "a model")
+        self.feed.add(
+            SOURCE.replica,
+            EventSource(SOURCE.dp_rank, lines.events.endpoint, lines.replays.endpoint, TOPIC),
+            "a model",
+        )
 
     def is_live(self) -> bool:
         return self.feed.state(SOURCE) is SourceState.LIVE

@@ -16,6 +16,7 @@ from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed.feed import Feed
 from router.feed.source_feed import SourceFeedStatistics
+from router.fleet.types import EventSource
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK
@@ -41,7 +42,9 @@ class Router:
         self.feed = Feed(lambda model: self.index, OPTIONS)
 
     def follow(self, endpoint: str, replay_endpoint: str | None) -> None:
-        self.feed.add(SOURCE, endpoint, replay_endpoint, TOPIC, "a model")
+        self.feed.add(
+            SOURCE.replica, EventSource(SOURCE.dp_rank, endpoint, replay_endpoint, TOPIC), "a model"
+        )
 
     @property
     def statistics(self) -> SourceFeedStatistics:
@@ -223,7 +226,7 @@ async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleare
                 last = await engine.run(20)
             relay.heal()
             await routing.until(SourceState.SUSPECT, last)
-            assert routing.feed.is_suspect(SOURCE)
+            assert SOURCE in routing.feed.suspects
             engine.emit(engine.engine.clear())
             await routing.until(SourceState.LIVE, publisher.last_seq)
             await routing.until(SourceState.LIVE, await engine.run(50))
@@ -322,7 +325,11 @@ async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> Non
                 SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50)
             )
             vllm = SourceId("replica-b")
-            routing.feed.add(vllm, plain.endpoint, plain.replay_endpoint, TOPIC, "a model")
+            routing.feed.add(
+                vllm.replica,
+                EventSource(vllm.dp_rank, plain.endpoint, plain.replay_endpoint, TOPIC),
+                "a model",
+            )
             await eventually(
                 lambda: routing.feed.state(vllm) is SourceState.LIVE, "the second replica"
             )

@@ -20,6 +20,7 @@ from kvevents.hashing import DEFAULT_SEED
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed.feed import Feed
+from router.fleet.types import EventSource
 from router.index import (
     Hit,
     LayoutHints,
@@ -72,7 +73,11 @@ def stored(tokens: int, start: int = 0, medium: str = "GPU") -> bytes:
 
 
 def follow(feed: Feed, source: SourceId, publisher: VllmPublisher, model: str = "one") -> None:
-    feed.add(source, publisher.endpoint, publisher.replay_endpoint, TOPIC, model)
+    feed.add(
+        source.replica,
+        EventSource(source.dp_rank, publisher.endpoint, publisher.replay_endpoint, TOPIC),
+        model,
+    )
 
 
 async def until_live(feed: Feed, source: SourceId, last_seq: int | None) -> None:
@@ -124,10 +129,10 @@ async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
     """Until the past is known, a hit of nothing means nothing."""
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
-        assert feed.is_suspect(A)
+        assert A in feed.suspects
         assert feed.state(A) is SourceState.CONNECTING
         await until_live(feed, A, None)
-        assert not feed.is_suspect(A)
+        assert A not in feed.suspects
 
 
 async def test_a_source_says_since_when_it_has_not_been_whole(feed: Feed) -> None:
@@ -164,7 +169,7 @@ async def test_a_source_is_rebuilt_on_demand(feed: Feed, models: Models) -> None
 async def test_a_source_that_is_not_followed_is_dead_and_has_no_hits_to_suspect(feed: Feed) -> None:
     """A replica that was just removed, or that publishes nothing, can still be asked about."""
     assert feed.state(A) is SourceState.DEAD
-    assert not feed.is_suspect(A)
+    assert A not in feed.suspects
 
 
 async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> None:
@@ -225,7 +230,12 @@ async def test_a_source_that_is_removed_and_added_at_once_is_followed(
         removing = asyncio.ensure_future(feed.remove(A))
         await asyncio.sleep(0)
         hints = LayoutHints(eagle=True)
-        feed.add(A, publisher.endpoint, publisher.replay_endpoint, TOPIC, "one", hints)
+        feed.add(
+            A.replica,
+            EventSource(A.dp_rank, publisher.endpoint, publisher.replay_endpoint, TOPIC),
+            "one",
+            hints,
+        )
         await removing
         await until_live(feed, A, 0)
         assert models("one")._sources[A].learner.hints is hints
@@ -238,7 +248,12 @@ async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
     """A cleared source starts from the same hints as a new one."""
     hints = LayoutHints(eagle=True)
     with VllmPublisher() as publisher:
-        feed.add(A, publisher.endpoint, publisher.replay_endpoint, TOPIC, "one", hints)
+        feed.add(
+            A.replica,
+            EventSource(A.dp_rank, publisher.endpoint, publisher.replay_endpoint, TOPIC),
+            "one",
+            hints,
+        )
         publisher.publish(stored(64))
         await until_live(feed, A, 0)
     with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
@@ -339,7 +354,7 @@ async def test_a_malformed_batch_is_logged_once_a_replica_and_without_its_conten
         for rank in ranks:
             await eventually(lambda: feed.statistics()[rank].stream.last_seq == 4, "all of them")  # noqa: B023
             assert feed.statistics()[rank].stream.malformed >= 5
-            assert feed.is_suspect(rank)
+            assert rank in feed.suspects
     warnings = [
         record.getMessage() for record in caplog.records if "only counted" in record.getMessage()
     ]
@@ -505,7 +520,7 @@ async def test_an_endpoint_that_cannot_be_one_is_refused_at_once(
         ("tcp://host:1", "tcp://*:1"),
     ):
         with pytest.raises(EndpointError):
-            feed.add(A, endpoint, replay_endpoint, TOPIC, "one")
+            feed.add(A.replica, EventSource(A.dp_rank, endpoint, replay_endpoint, TOPIC), "one")
     assert feed.statistics() == {}
     assert models("one").statistics() == {}
 
@@ -535,7 +550,7 @@ async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(
         bad.publish(stored(16))
         await eventually(lambda: feed.state(A) is SourceState.DEAD, "the end")
         await until_live(feed, B, good.publish(stored(16)))
-        assert feed.is_suspect(A)
+        assert A in feed.suspects
         await feed.remove(A)
         await feed.close()
     assert "RuntimeError at" in caplog.text
@@ -553,7 +568,7 @@ async def test_many_sources_fit() -> None:
         sources = [SourceId(f"replica-{number}") for number in range(120)]
         for source in sources:
             follow(feed, source, publisher)
-        await eventually(lambda: not any(map(feed.is_suspect, sources)), "all of them live")
+        await eventually(lambda: not feed.suspects.intersection(sources), "all of them live")
         await feed.close()
     assert all(models.hit(source) == Hit(16, 16) for source in sources)
 
@@ -581,7 +596,11 @@ async def test_a_snapshot_of_an_endpoint_of_its_own_leaves_the_live_state(
     with VllmPublisher(snapshots=lambda _: [b"", seq_frame(0), name, program]) as publisher:
         publisher.publish(b"long ago")
         publisher.flush()
-        feed.add(A, publisher.endpoint, None, TOPIC, "one", None, publisher.snapshot_endpoint)
+        feed.add(
+            A.replica,
+            EventSource(A.dp_rank, publisher.endpoint, None, TOPIC, publisher.snapshot_endpoint),
+            "one",
+        )
         await until_live(feed, A, 0)
         gpu = {prompt.hash_at(end): 1 for end in (48, 64, 80, 96, 112, 128)}
         assert copies_held(models("one"), A) == {

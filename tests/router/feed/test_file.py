@@ -19,6 +19,7 @@ from router.feed import snapshot_file, snapshot_records
 from router.feed.feed import Feed
 from router.feed.snapshot_file import FILE_NAME, SnapshotKeeper
 from router.feed.snapshot_records import SnapshotError
+from router.fleet.types import EventSource
 from router.index import Hit, PrefixIndex, SourceId
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK
@@ -50,7 +51,11 @@ class Router:
                 self.feed.expect(saved)
 
     def follow(self, publisher: VllmPublisher, source: SourceId = A) -> None:
-        self.feed.add(source, publisher.endpoint, publisher.replay_endpoint, "kv-events", "m")
+        self.feed.add(
+            source.replica,
+            EventSource(source.dp_rank, publisher.endpoint, publisher.replay_endpoint, "kv-events"),
+            "m",
+        )
 
     def hit(self, source: SourceId = A) -> Hit:
         return self.index.match(PROMPT).get(source, Hit(0, 0))
@@ -92,7 +97,7 @@ async def test_a_router_goes_on_from_a_snapshot_and_asks_only_for_what_came_sinc
             assert after.hit() == Hit(64, 64), "before a word from the engine"
             assert not after.feed.sources()
             after.follow(publisher)
-            assert after.feed.is_suspect(A), "nobody has confirmed it yet"
+            assert A in after.feed.suspects, "nobody has confirmed it yet"
             await after.until_live(1)
             assert after.hit() == Hit(96, 96)
             assert after.feed.resumed == 1

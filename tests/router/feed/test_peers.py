@@ -21,6 +21,7 @@ from router.feed.beginning import Beginning
 from router.feed.feed import Feed
 from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
 from router.feed.snapshot_transfer import MAX_AT_ONCE, Sender
+from router.fleet.types import EventSource
 from router.index import Hit, PrefixIndex, SourceId
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK
@@ -45,7 +46,11 @@ class Knowing:
         self.feed = Feed(lambda model: self.index, QUICK)
 
     def follow(self, publisher: VllmPublisher) -> None:
-        self.feed.add(A, publisher.endpoint, publisher.replay_endpoint, "kv-events", "m")
+        self.feed.add(
+            A.replica,
+            EventSource(A.dp_rank, publisher.endpoint, publisher.replay_endpoint, "kv-events"),
+            "m",
+        )
 
     async def until_live(self) -> None:
         def is_live() -> bool:

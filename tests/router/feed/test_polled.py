@@ -14,9 +14,10 @@ from kvevents.errors import EndpointError
 from kvevents.stream_state import SourceState
 from router.config.origin import Header
 from router.feed import polled
-from router.feed.feed import Feed
+from router.feed.feed import Feed, Reach
 from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import IdleTimeout
+from router.fleet.types import EventSource
 from router.index import PrefixIndex, SourceId
 from tests.support.blocks import tokens
 from tests.support.engine_stub import EngineStub, Exchange
@@ -45,7 +46,12 @@ class Setting:
 
     def follow(self, rank: int = 0) -> None:
         source = SourceId(A.replica, rank)
-        self.feed.add(source, self.endpoint, None, None, "m", headers=((b"authorization", b"k"),))
+        self.feed.add(
+            source.replica,
+            EventSource(source.dp_rank, self.endpoint),
+            "m",
+            reach=Reach(headers=((b"authorization", b"k"),)),
+        )
 
     async def until(self, state: SourceState, last_seq: int | None, rank: int = 0) -> None:
         source = SourceId(A.replica, rank)
@@ -200,7 +206,7 @@ async def test_one_that_is_followed_already_is_refused(here: Setting) -> None:
     here.follow()
     await here.until(SourceState.LIVE, 0)
     with pytest.raises(EndpointError, match="its rank 0 is asked for already"):
-        here.feed.add(SourceId("replica-b"), here.endpoint, None, None, "m")
+        here.feed.add("replica-b", EventSource(0, here.endpoint), "m")
     here.cache.store(PROMPT)
     await here.until(SourceState.LIVE, 1)
     await here.feed.remove(A)
@@ -216,7 +222,7 @@ async def test_nobody_is_asked_for_a_source_that_is_gone(here: Setting) -> None:
     count = len(here.events.polls)
     other = TrtllmEvents([TrtllmCache()])
     here.stub.paths["/other"] = other
-    here.feed.add(SourceId("b"), f"{here.stub.url}/other", None, None, "m")
+    here.feed.add("b", EventSource(0, f"{here.stub.url}/other"), "m")
     await eventually(lambda: len(other.polls) > 3, "another is asked meanwhile")
     assert len(here.events.polls) <= count + 1
 
@@ -285,7 +291,7 @@ async def test_nobody_goes_on_asking_where_a_cancellation_is_lost(
     async with EngineStub("m") as stub:
         stub.paths[PATH] = hang
         endpoint = f"{stub.url}{PATH}"
-        feed.add(A, endpoint, None, None, "m")
+        feed.add(A.replica, EventSource(A.dp_rank, endpoint), "m")
         await asked.wait()
         (task,) = (each for each in asyncio.all_tasks() if each.get_name() == endpoint)
         await feed.remove(A)
@@ -337,5 +343,5 @@ async def test_where_nothing_can_be_asked_it_says_so() -> None:
     index = PrefixIndex()
     feed = Feed(lambda _: index, QUICK)
     with pytest.raises(EndpointError, match="nobody asks here"):
-        feed.add(A, "http://localhost:1/kv_cache_events", None, None, "m")
+        feed.add(A.replica, EventSource(A.dp_rank, "http://localhost:1/kv_cache_events"), "m")
     await feed.close()

@@ -48,13 +48,7 @@ class Starting:
         replica.record.check_passed()
         replica.sources = tuple(sources)
         for source in replica.sources:
-            self.feed.add(
-                SourceId(name, source.dp_rank),
-                source.endpoint,
-                source.replay_endpoint,
-                source.topic,
-                "m",
-            )
+            self.feed.add(name, source, "m")
         return replica
 
     def readiness(self, *configured: str, wait_s: float = WAIT_S) -> Readiness:
