@@ -90,16 +90,32 @@ class RequestError(RouterError):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+    text: ClassVar[str] = ""
+    """The message, where it is always the same."""
     retry_after_s: int | None = None
     """Seconds after which it makes sense to try again, for the `Retry-After` header."""
 
-    def openai(self) -> dict[str, dict[str, str]]:
-        """The response's body, in the form that OpenAI's clients understand."""
-        return {"error": {"message": str(self), "type": self.type, "code": self.code}}
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(self.text if message is None else message)
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Headers that belong to the response, names in lower case."""
         return () if self.retry_after_s is None else ((b"retry-after", b"%d" % self.retry_after_s),)
+
+
+class _NotAllowed(RequestError):
+    status = 403
+    type = "permission_error"
+
+
+class _NotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class _Conflict(RequestError):
+    status = 409
+    type = "invalid_request_error"
 
 
 class BadRequest(RequestError):
@@ -155,11 +171,9 @@ class Unauthorized(RequestError):
         return ((b"www-authenticate", b"Bearer"),)
 
 
-class ForeignHost(RequestError):
+class ForeignHost(_NotAllowed):
     """The request has no key, and its `Host` names another machine."""
 
-    status = 403
-    type = "permission_error"
     code = "foreign_host"
 
     def __init__(self, name: str) -> None:
@@ -169,50 +183,36 @@ class ForeignHost(RequestError):
         )
 
 
-class ForeignOrigin(RequestError):
+class ForeignOrigin(_NotAllowed):
     """A page on another origin wants to change something."""
 
-    status = 403
-    type = "permission_error"
     code = "foreign_origin"
-
-    def __init__(self) -> None:
-        super().__init__("origin: pages of other origins may not change this router")
+    text = "origin: pages of other origins may not change this router"
 
 
-class LoopbackOnly(RequestError):
+class LoopbackOnly(_NotAllowed):
     """No operator key is set, so only the router's own machine may operate it."""
 
-    status = 403
-    type = "permission_error"
     code = "loopback_only"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "client address: no operator key is set, so only the router's own machine may ask "
-            "this; set server.operator_api_key"
-        )
+    text = (
+        "client address: no operator key is set, so only the router's own machine may ask "
+        "this; set server.operator_api_key"
+    )
 
 
-class CaptureDisabled(RequestError):
+class CaptureDisabled(_NotAllowed):
     """Prompts may be recorded only where the configuration allows it."""
 
-    status = 403
-    type = "permission_error"
     code = "capture_disabled"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "recording: prompts are not recorded unless observability.allow_capture is on; "
-            "kvroute serve --allow-capture"
-        )
+    text = (
+        "recording: prompts are not recorded unless observability.allow_capture is on; "
+        "kvroute serve --allow-capture"
+    )
 
 
-class ModelNotAllowed(RequestError):
+class ModelNotAllowed(_NotAllowed):
     """The key is not for this model."""
 
-    status = 403
-    type = "permission_error"
     code = "model_not_allowed"
 
     def __init__(self, model: str) -> None:
@@ -221,11 +221,9 @@ class ModelNotAllowed(RequestError):
         )
 
 
-class UnknownModel(RequestError):
+class UnknownModel(_NotFound):
     """No replica serves a model of that name."""
 
-    status = 404
-    type = "invalid_request_error"
     code = "model_not_found"
 
     def __init__(self, model: str) -> None:
@@ -234,11 +232,9 @@ class UnknownModel(RequestError):
         )
 
 
-class UnknownReplica(RequestError):
+class UnknownReplica(_NotFound):
     """No replica has that id."""
 
-    status = 404
-    type = "invalid_request_error"
     code = "replica_not_found"
 
     def __init__(self, replica_id: str) -> None:
@@ -247,41 +243,31 @@ class UnknownReplica(RequestError):
         )
 
 
-class UnknownResponse(RequestError):
+class UnknownResponse(_NotFound):
     """No stored response of that id was made with the key that asks for it."""
 
-    status = 404
-    type = "invalid_request_error"
     code = "response_not_found"
-
-    def __init__(self) -> None:
-        super().__init__("response id: no stored response of that id was made with this key")
+    text = "response id: no stored response of that id was made with this key"
 
 
-class UnknownReservation(RequestError):
+class UnknownReservation(_NotFound):
     """No reservation or selection of that id was made with the key that asks for it, or it is over.
 
     Args:
         what: `reservation` or `selection_id`.
     """
 
-    status = 404
-    type = "invalid_request_error"
     code = "reservation_not_found"
 
     def __init__(self, what: str = "reservation") -> None:
         super().__init__(f"{what}: there is none of that id; it ended, or its time was over")
 
 
-class UnknownPath(RequestError):
+class UnknownPath(_NotFound):
     """No endpoint has that path. The message does not repeat it: clients may put anything there."""
 
-    status = 404
-    type = "invalid_request_error"
     code = "path_not_found"
-
-    def __init__(self) -> None:
-        super().__init__("path: no such endpoint; GET /docs lists them")
+    text = "path: no such endpoint; GET /docs lists them"
 
 
 class MethodNotAllowed(RequestError):
@@ -299,15 +285,13 @@ class MethodNotAllowed(RequestError):
         return ((b"allow", self.allowed.encode()),)
 
 
-class ReplicaExists(RequestError):
+class ReplicaExists(_Conflict):
     """A replica cannot be added: its id or its URL belongs to another one.
 
     Args:
         place: `id` or `url`.
     """
 
-    status = 409
-    type = "invalid_request_error"
     code = "replica_exists"
 
     def __init__(self, place: str, value: str, replica_id: str) -> None:
@@ -317,35 +301,25 @@ class ReplicaExists(RequestError):
         )
 
 
-class ReservationExists(RequestError):
+class ReservationExists(_Conflict):
     """A reservation of that id has not ended yet."""
 
-    status = 409
-    type = "invalid_request_error"
     code = "reservation_exists"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "selection_id: a reservation of that id has not ended; end it, or leave the id out"
-        )
+    text = "selection_id: a reservation of that id has not ended; end it, or leave the id out"
 
 
-class NotRecordable(RequestError):
+class NotRecordable(_Conflict):
     """A cache cannot be recorded now."""
 
-    status = 409
-    type = "invalid_request_error"
     code = "not_recordable"
 
     def __init__(self, why: str) -> None:
         super().__init__(f"recording: {why}")
 
 
-class NoSnapshot(RequestError):
+class NoSnapshot(_Conflict):
     """Another router asks for a snapshot, and there is none of use."""
 
-    status = 409
-    type = "invalid_request_error"
     code = "no_snapshot"
 
     def __init__(self, why: str) -> None:
@@ -370,9 +344,7 @@ class NotJson(RequestError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
-
-    def __init__(self) -> None:
-        super().__init__("content-type: must be application/json, with or without a body")
+    text = "content-type: must be application/json, with or without a body"
 
 
 class _NotNow(RequestError):
@@ -451,7 +423,7 @@ class EnginesBusy(_NotNow):
 
 
 class QueueFull(_NotNow):
-    """So many requests wait for the model as may. Whoever has most waiting is refused first.
+    """As many requests wait for the model as may. The tenant with most waiting is refused first.
 
     Args:
         waiting: How many requests wait for it.

@@ -622,17 +622,14 @@ def test_a_request_cannot_read_the_routers_environment() -> None:
 
 
 def test_a_wrong_replica_in_a_request_is_answered_with_every_problem() -> None:
-    """In the shape that OpenAI's clients show."""
+    """One round of mending is enough."""
     with pytest.raises(BadRequest) as caught:
         read_replica({"url": "h:1", "sped": 1, "api_key": "two words"})
-    assert caught.value.openai() == {
-        "error": {
-            "message": "$.sped: unknown key; did you mean speed?;"
-            f" $.url: 'h:1' must begin with http:// or https://; $.api_key: {NO_KEY}",
-            "type": "invalid_request_error",
-            "code": "invalid_value",
-        }
-    }
+    assert str(caught.value) == (
+        "$.sped: unknown key; did you mean speed?;"
+        f" $.url: 'h:1' must begin with http:// or https://; $.api_key: {NO_KEY}"
+    )
+    assert (caught.value.type, caught.value.code) == ("invalid_request_error", "invalid_value")
     with pytest.raises(BadRequest, match=r"\$: a list of 0; expected a mapping"):
         read_replica([])
 
