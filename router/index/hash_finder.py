@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvevents.events import BlockHash, BlockStored, CacheLayout
 from kvevents.hashing import ExtraKeys, HashChain, hash_algorithms, to_wire_int
@@ -160,23 +161,28 @@ def _sample(event: BlockStored) -> _Sample | None:
     return _Sample(event.token_ids + tails[-1], len(tails[-1]), frozenset(event.block_hashes))
 
 
+class HashForm(NamedTuple):
+    """How an engine announces the hashes of its blocks."""
+
+    chain: HashChain
+    hash_block_size: int
+    lookahead: int = 0
+    """Tokens behind a block that its hash covers too."""
+    as_int: bool = False
+    """Whether they are 64-bit integers, else digests."""
+
+
 def engine_hashes(
-    chain: HashChain,
-    token_ids: Sequence[int],
-    hash_block_size: int,
-    extra_keys: Sequence[ExtraKeys] = (),
-    lookahead: int = 0,
-    as_int: bool = False,
+    form: HashForm, token_ids: Sequence[int], extra_keys: Sequence[ExtraKeys] = ()
 ) -> list[BlockHash]:
     """A prompt's hashes in the form the engine puts on the wire.
 
     Args:
         extra_keys: In one spelling, by hash block.
-        lookahead: Tokens behind a block that its hash covers too.
-        as_int: As 64-bit integers, else as digests.
     """
-    digests = chain.block_hashes(token_ids, hash_block_size, extra_keys, lookahead)
+    chain = form.chain
+    digests = chain.block_hashes(token_ids, form.hash_block_size, extra_keys, form.lookahead)
     key = None if chain.key_id is None else held_key(chain.key_id)
     if key is not None:
         return [key.seal(found) for found in digests]
-    return [to_wire_int(found) for found in digests] if as_int else list(digests)
+    return [to_wire_int(found) for found in digests] if form.as_int else list(digests)

@@ -34,7 +34,7 @@ from router.index.base import (
     SourceStatistics,
 )
 from router.index.core_values import canonical, group_hits, key_drawn_from, tier_units
-from router.index.hash_finder import HashFinder
+from router.index.hash_finder import HashFinder, HashForm
 from router.index.layout_learner import LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
 from router.index.records import (
@@ -490,7 +490,7 @@ class PrefixIndex:
         if not is_alone and not (known.unplaced or (known.stores and self.core.has_unplaced(slot))):
             return []
         as_int = self.core.uses_int_hashes(slot)
-        hashes = prompt.core_hashes(finder.chain, step, known.lookahead, as_int)
+        hashes = prompt.core_hashes(HashForm(finder.chain, step, known.lookahead, as_int))
         return [(slot, is_alone, hashes)]
 
     # --- sharing ----------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvevents.events import BlockHash
-from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
+from kvevents.hashing import ExtraKeys, encode_cbor
 from kvevents.sealing import held_key
 from router._core import Core, EngineHashes, Prompt
 from router._core import block_hashes as _block_hashes
 from router._core import pack_token_ids as _pack_token_ids
-from router.index.hash_finder import engine_hashes
+from router.index.hash_finder import HashForm, engine_hashes
 
 _BEFORE_EXTRA_KEYS = (bytes(16), (0,))
 _PICKLED_AFTER = len(b"\x87\x94.")
@@ -71,7 +71,7 @@ class HashedPrompt:
         self._extra_keys = extra_keys
         self._token_ids: array[int] | None = None
         self._keys: dict[int, Sequence[int]] = {}
-        self._hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
+        self._hashes: dict[HashForm, _EngineHashes] = {}
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -101,54 +101,31 @@ class HashedPrompt:
         blocks = -(-len(self.hashed) // step)
         return spellings(self._extra_keys, blocks, self.lora_name, self._salt)
 
-    def core_hashes(
-        self, chain: HashChain, step: int, lookahead: int, as_int: bool
-    ) -> _EngineHashes:
-        """Return `engine_hashes` in the form that the core looks up.
-
-        Args:
-            lookahead: Tokens behind a block that its hash covers too.
-            as_int: As 64-bit integers, else as digests.
-        """
-        wanted = (chain, step, lookahead, as_int)
-        if wanted not in self._hashes:
-            self._hashes[wanted] = [
-                self._hashed(chain, step, lookahead, as_int, extra_keys)
-                for extra_keys in self.spellings(step)
-            ]
-        return self._hashes[wanted]
+    def core_hashes(self, form: HashForm) -> _EngineHashes:
+        """Return `engine_hashes` in the form that the core looks up."""
+        if form not in self._hashes:
+            spellings = self.spellings(form.hash_block_size)
+            self._hashes[form] = [self._hashed(form, extra_keys) for extra_keys in spellings]
+        return self._hashes[form]
 
     def _hashed(
-        self,
-        chain: HashChain,
-        step: int,
-        lookahead: int,
-        as_int: bool,
-        extra_keys: Sequence[ExtraKeys],
+        self, form: HashForm, extra_keys: Sequence[ExtraKeys]
     ) -> EngineHashes | list[BlockHash]:
+        chain = form.chain
+        found: EngineHashes | list[BlockHash] | None
         if chain.key_id is not None:
-            sealed = self._sealed(chain, step, lookahead, extra_keys)
-            if sealed is not None:
-                return sealed
-            return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
-        in_core = self._core.engine_hashes(
-            self.hashed,
-            chain.algorithm,
-            chain.none_hash,
-            step,
-            lookahead,
-            as_int,
-            written_extra_keys(chain.algorithm, extra_keys),
-        )
-        if in_core is not None:
-            return in_core
-        return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
+            found = self._sealed(form, extra_keys)
+        else:
+            found = self._core.engine_hashes(
+                *(self.hashed, chain.algorithm, chain.none_hash, *form[1:]),
+                written_extra_keys(chain.algorithm, extra_keys),
+            )
+        return engine_hashes(form, self.token_ids, extra_keys) if found is None else found
 
-    def _sealed(
-        self, chain: HashChain, step: int, lookahead: int, extra_keys: Sequence[ExtraKeys]
-    ) -> list[BlockHash] | None:
+    def _sealed(self, form: HashForm, extra_keys: Sequence[ExtraKeys]) -> list[BlockHash] | None:
         """Hashes under a key: the chain of the core, sealed here. None where that has no such
         chain, or its key is not known here."""
+        chain, step, lookahead, _ = form
         key = held_key(chain.key_id or "")
         written = written_extra_keys(chain.algorithm, extra_keys)
         digests = _block_hashes(

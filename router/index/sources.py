@@ -10,7 +10,7 @@ from kvevents.layout import KVCacheLayout
 from router._core import Core
 from router.index.base import SourceStatistics, TierHint, WaitingStatistics
 from router.index.core_values import DIGEST_BYTES, layout_fields
-from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.hash_finder import HashFinder, HashForm, engine_hashes
 from router.index.layout_learner import LayoutLearner
 
 
@@ -19,8 +19,8 @@ class SharedStore:
     """Holds what several sources write to and read from: one file system or bucket behind many
     replicas.
 
-    It is no source's own: it outlives each of them, and a block is there once, whoever announced it
-    and how often. Readers take each other's word for the prefix that a hash stands for, so all have
+    It is no source's own: it outlives each of them, and a block is there once, however many of them
+    announced it. Readers take each other's word for the prefix that a hash stands for, so all have
     to hash alike.
     """
 
@@ -82,7 +82,8 @@ class KnownSource:
         if not size or wanted is None:
             return False
         tokens, as_int = event.token_ids[:size], isinstance(wanted, int)
-        first = engine_hashes(chain, tokens, layout.hash_block_size, as_int=as_int)
+        form = HashForm(chain, layout.hash_block_size, as_int=as_int)
+        first = engine_hashes(form, tokens)
         wanted = wanted if isinstance(wanted, int) else wanted[-DIGEST_BYTES:]
         return bool(first) and first[-1] != wanted
 

@@ -29,7 +29,7 @@ from router.index.base import (
     SourceLimits,
     SourceStatistics,
 )
-from router.index.hash_finder import engine_hashes
+from router.index.hash_finder import HashForm, engine_hashes
 from router.index.prompt import spellings
 from tests.oracle.index.block_table import BlockTable
 from tests.oracle.index.export import records_of, sources_of
@@ -258,10 +258,10 @@ class PromptKeys:
             lookahead: Tokens behind a block that its hash covers too.
             as_int: As 64-bit integers, else as digests.
         """
-        wanted = (chain, step, lookahead, as_int)
+        wanted = HashForm(chain, step, lookahead, as_int)
         if wanted not in self._hashes:
             self._hashes[wanted] = [
-                engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
+                engine_hashes(wanted, self.token_ids, extra_keys)
                 for extra_keys in self.spellings(step)
             ]
         return self._hashes[wanted]

@@ -35,7 +35,7 @@ from router.index.base import (
     SourceLimits,
     SourceStatistics,
 )
-from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.hash_finder import HashFinder, HashForm, engine_hashes
 from router.index.layout_learner import LayoutLearner
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import CopyWatch, Counting
@@ -401,10 +401,8 @@ class SourceCache:
         if chain is None or self.layout is None or event.lookahead_token_ids:
             return False
         size = len(event.token_ids) // len(event.block_hashes)
-        step = self.layout.hash_block_size
-        first = engine_hashes(
-            chain, event.token_ids[:size], step, as_int=self.table.uses_int_hashes
-        )
+        form = HashForm(chain, self.layout.hash_block_size, as_int=self.table.uses_int_hashes)
+        first = engine_hashes(form, event.token_ids[:size])
         return bool(first) and first[-1] != event.block_hashes[0]
 
     # --- units of lower tiers ---------------------------------------------------------------------

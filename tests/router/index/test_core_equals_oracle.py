@@ -38,6 +38,7 @@ from router.index import (
     token_columns,
 )
 from router.index.dump import dump, load
+from router.index.hash_finder import HashForm
 from tests.oracle.index.index import ReferenceIndex
 from tests.router.index.implementations import CORE
 
@@ -556,4 +557,5 @@ def test_hashes_under_a_key_cover_what_is_drafted(
     prepared = CORE.create(None).prepare(prompt)
     for used, expected in ((key, [key.seal(each) for each in digests]), (unknown, digests)):
         chain = replace(plain, key_id=used.key_id)
-        assert prepared.core_hashes(chain, 16, lookahead, False) == [expected]
+        form = HashForm(chain, 16, lookahead)
+        assert prepared.core_hashes(form) == [expected]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvevents.events import BlockHash, BlockStored, CacheLayout, GroupSpec
 from kvevents.hashing import DEFAULT_SEED, HashChain, hash_algorithms, to_wire_int
 from router.index import LayoutHints
-from router.index.hash_finder import HashFinder, engine_hashes
+from router.index.hash_finder import HashFinder, HashForm, engine_hashes
 from tests.support.blocks import Prefix, tokens
 
 
@@ -189,4 +189,5 @@ def test_an_event_that_is_too_long_to_try_is_left() -> None:
 def test_a_prompts_hashes_have_the_form_the_engine_sends(as_int: bool) -> None:
     """They are looked up among those it sent."""
     chain, prompt = HashChain.from_seed("sha256", "0"), Prefix(tokens(64), seed="0", as_int=as_int)
-    assert engine_hashes(chain, prompt.tokens, 16, (), 0, as_int) == prompt.hashes
+    form = HashForm(chain, 16, as_int=as_int)
+    assert engine_hashes(form, prompt.tokens) == prompt.hashes
