@@ -9,21 +9,22 @@ explanation, or a policy that ranks `Candidate` objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 from typing_extensions import override
 
 from router.policies.reasons import Why
-from router.policies.types import Candidate, CandidateLoad, Ranked, RouteRequest, Weights
+from router.policies.types import Candidate, CandidateLoad, Ranked, RouteRequest
 
 State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
-"""Of a `Candidate`, `replica_id`, `dp_rank` and `speed`; then the doubt about its hit: False, True
-where it is `suspect`, or else its `approximate_trust`; and of its load `queued_prefill_tokens`,
-`prefilling_requests`, `decoding_requests`, `decode_context_tokens`, `foreign_requests` and
-`waiting_requests`."""
+"""Fields of a `Candidate`: `replica_id`, `dp_rank` and `speed`; then the doubt about its hit:
+False, True where it is `suspect`, or else its `approximate_trust`; and of its load
+`queued_prefill_tokens`, `prefilling_requests`, `decoding_requests`, `decode_context_tokens`,
+`foreign_requests` and `waiting_requests`."""
 Outlook: TypeAlias = tuple[float | None, float, float, float, float]
-"""Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
+"""Fields of a `Candidate`: `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s`,
 `arrivals_per_s` and `refill`."""
 
 
@@ -35,78 +36,27 @@ class Lower(NamedTuple):
     pull_from: str | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Standings:
-    """The candidates of one decision: item i of every column is about candidate i."""
+    """The candidates of one decision: item i of every column is about candidate i. Policies must
+    not change them."""
 
-    __slots__ = (
-        "_lower_of",
-        "cached_tokens",
-        "gpu_cached_tokens",
-        "junction_tokens",
-        "outlooks",
-        "progress_tokens",
-        "recent_tokens",
-        "states",
-    )
-
-    def __init__(
-        self,
-        states: list[State],
-        gpu_cached_tokens: list[int],
-        cached_tokens: list[int],
-        junction_tokens: list[int],
-        recent_tokens: list[int],
-        progress_tokens: list[float],
-        outlooks: list[Outlook],
-        lower_of: Callable[[int], Lower],
-    ) -> None:
-        """Keep the columns. Policies must not change them.
-
-        Args:
-            states: What does not depend on the prompt.
-            gpu_cached_tokens: As in `Candidate`, like the next four.
-            cached_tokens: At least as many.
-            outlooks: What each cache is doing.
-            lower_of: Returns what candidate i has below its GPU.
-        """
-        self.states = states
-        self.gpu_cached_tokens = gpu_cached_tokens
-        self.cached_tokens = cached_tokens
-        self.junction_tokens = junction_tokens
-        self.recent_tokens = recent_tokens
-        self.progress_tokens = progress_tokens
-        self.outlooks = outlooks
-        self._lower_of = lower_of
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> Standings:
-        """Those of *candidates*, in their order."""
-        return cls(
-            [state_of(candidate) for candidate in candidates],
-            [candidate.gpu_cached_tokens for candidate in candidates],
-            [candidate.cached_tokens for candidate in candidates],
-            [candidate.junction_tokens for candidate in candidates],
-            [candidate.recent_tokens for candidate in candidates],
-            [candidate.progress_tokens for candidate in candidates],
-            [outlook_of(candidate) for candidate in candidates],
-            lambda number: lower_of_candidate(candidates[number]),
-        )
+    states: list[State]
+    """What does not depend on the prompt."""
+    gpu_cached_tokens: list[int]
+    """As in `Candidate`, like the next four."""
+    cached_tokens: list[int]
+    """At least as many."""
+    junction_tokens: list[int]
+    recent_tokens: list[int]
+    progress_tokens: list[float]
+    outlooks: list[Outlook]
+    """What each cache is doing."""
+    lower_of: Callable[[int], Lower]
+    """Returns what candidate i has below its GPU."""
 
     def __len__(self) -> int:
         return len(self.states)
-
-    def lower_of(self, number: int) -> Lower:
-        """Return what candidate *number* has below its GPU."""
-        return self._lower_of(number)
-
-    def lower_cost(self, number: int, weights: Weights) -> float:
-        """Return what a token of the hit of candidate *number* costs that is below the GPU.
-
-        Args:
-            weights: What it costs where it was not measured.
-        """
-        lower = self.lower_of(number)
-        return weights.of_lower(lower.by_tier) if lower.load_price is None else lower.load_price
 
     def requests(self, number: int) -> int:
         """Requests known to be at candidate *number*."""
@@ -144,39 +94,6 @@ class Standings:
             speed=state[2],
             dp_rank=state[1],
         )
-
-
-def state_of(candidate: Candidate) -> State:
-    """The `State` of a candidate."""
-    load = candidate.load
-    return (
-        candidate.replica_id,
-        candidate.dp_rank,
-        candidate.speed,
-        candidate.suspect if candidate.approximate_trust is None else candidate.approximate_trust,
-        load.queued_prefill_tokens,
-        load.prefilling_requests,
-        load.decoding_requests,
-        load.decode_context_tokens,
-        load.foreign_requests,
-        load.waiting_requests,
-    )
-
-
-def lower_of_candidate(candidate: Candidate) -> Lower:
-    """Return what a candidate has below its GPU."""
-    return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
-
-
-def outlook_of(candidate: Candidate) -> Outlook:
-    """The `Outlook` of a candidate."""
-    return (
-        candidate.eviction_age_s,
-        candidate.reuse_probability,
-        candidate.uncached_tokens_per_s,
-        candidate.arrivals_per_s,
-        candidate.refill,
-    )
 
 
 # --- the order ------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ from router.policies.types import KEY_TOKENS
 from tests.oracle.scoring.standings import (
     RanksByOrder,
     fewest_requests,
+    lower_cost,
     share_that_counts,
     speed_of,
+    standings_of,
 )
 
 MOST_BUSY = 0.9
@@ -171,7 +173,7 @@ def delays_of(
     if mean is None:
         mean = congestion(candidate, prefill_tokens_per_s)
     parts: list[Delays] = []
-    alone = Standings.of((candidate,))
+    alone = standings_of((candidate,))
     _costs(prompt_tokens, alone, prefill_tokens_per_s, weights, mean, parts)
     return parts[0]
 
@@ -208,7 +210,7 @@ def _costs(
             gpu = almost_all
         own = new = tokens - gpu
         if total > gpu:
-            own += min(total - gpu, new) * (standings.lower_cost(len(found), weights) - 1)
+            own += min(total - gpu, new) * (lower_cost(standings, len(found), weights) - 1)
         left = queued - progress
         ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
         ahead += foreign * foreign_one + waiting * waiting_one
@@ -247,7 +249,7 @@ def mean_congestion(candidates: Sequence[Candidate], prefill_tokens_per_s: float
         candidates: All of them; 0 where there is none.
         prefill_tokens_per_s: Of a replica at speed 1.
     """
-    return _mean_congestion(Standings.of(candidates), prefill_tokens_per_s)
+    return _mean_congestion(standings_of(candidates), prefill_tokens_per_s)
 
 
 def _mean_congestion(standings: Standings, prefill_tokens_per_s: float) -> float:

@@ -22,12 +22,14 @@ from router.policies import (
     Weights,
     Why,
 )
-from router.policies.standings import state_of
 from tests.oracle.scoring.delay import LeastDelayPolicy
 from tests.oracle.scoring.standings import (
     RanksByOrder,
     fewest_requests,
+    lower_cost,
     share_that_counts,
+    standings_of,
+    state_of,
 )
 
 
@@ -54,7 +56,7 @@ def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Rank
         candidate: Where it would wait.
         weights: What each part costs.
     """
-    (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
+    (cost,) = waits(prompt_tokens, standings_of((candidate,)), weights)
     return Ranked(candidate, cost, partial(_parts, prompt_tokens, weights, candidate, cost, 0))
 
 
@@ -71,10 +73,10 @@ def waits(prompt_tokens: int, standings: Standings, weights: Weights) -> list[fl
     found: list[float] = []
     for state, ahead, gpu, total, recent in zip(standings.states, busy, *columns, strict=True):
         if state[3] or total > gpu:
-            price = standings.lower_cost(len(found), weights) if total > gpu else 0.0
+            price = lower_cost(standings, len(found), weights) if total > gpu else 0.0
             hit = gpu, total, recent
-            uncached, lower_cost = _uncached(prompt_tokens, hit, price, state[3], weights)
-            found.append((uncached + lower_cost + ahead) / state[2])
+            uncached, below = _uncached(prompt_tokens, hit, price, state[3], weights)
+            found.append((uncached + below + ahead) / state[2])
             continue
         # The same of what is on the GPU only, and certain.
         cached = recent * recent_trust if recent else 0.0

@@ -7,8 +7,6 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from typing_extensions import override
-
 from router.policies import (
     Candidate,
     Lower,
@@ -18,8 +16,8 @@ from router.policies import (
     RouteRequest,
     Standings,
     State,
+    Weights,
 )
-from router.policies.standings import lower_of_candidate, outlook_of, state_of
 
 IDLE: Outlook = (None, 0.0, 0.0, 0.0, 1.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
@@ -41,6 +39,73 @@ def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
 speed_of: Callable[[State], float] = itemgetter(2)
 
 
+# --- from candidates ------------------------------------------------------------------------------
+
+
+def standings_of(candidates: Sequence[Candidate], kind: Any = Standings) -> Any:
+    """The candidates as columns, in their order.
+
+    Args:
+        candidates: The rows.
+        kind: What is made of them.
+    """
+    return kind(
+        [state_of(candidate) for candidate in candidates],
+        [candidate.gpu_cached_tokens for candidate in candidates],
+        [candidate.cached_tokens for candidate in candidates],
+        [candidate.junction_tokens for candidate in candidates],
+        [candidate.recent_tokens for candidate in candidates],
+        [candidate.progress_tokens for candidate in candidates],
+        [outlook_of(candidate) for candidate in candidates],
+        lambda number: lower_of_candidate(candidates[number]),
+    )
+
+
+def lower_cost(standings: Standings, number: int, weights: Weights) -> float:
+    """What a token of the hit of candidate *number* costs that is below the GPU.
+
+    Args:
+        standings: The candidates.
+        number: Which one.
+        weights: What it costs where it was not measured.
+    """
+    lower = standings.lower_of(number)
+    return weights.of_lower(lower.by_tier) if lower.load_price is None else lower.load_price
+
+
+def state_of(candidate: Candidate) -> State:
+    """The `State` of a candidate."""
+    load = candidate.load
+    return (
+        candidate.replica_id,
+        candidate.dp_rank,
+        candidate.speed,
+        candidate.suspect if candidate.approximate_trust is None else candidate.approximate_trust,
+        load.queued_prefill_tokens,
+        load.prefilling_requests,
+        load.decoding_requests,
+        load.decode_context_tokens,
+        load.foreign_requests,
+        load.waiting_requests,
+    )
+
+
+def lower_of_candidate(candidate: Candidate) -> Lower:
+    """Return what a candidate has below its GPU."""
+    return Lower(candidate.by_tier, candidate.load_price, candidate.pull_from)
+
+
+def outlook_of(candidate: Candidate) -> Outlook:
+    """The `Outlook` of a candidate."""
+    return (
+        candidate.eviction_age_s,
+        candidate.reuse_probability,
+        candidate.uncached_tokens_per_s,
+        candidate.arrivals_per_s,
+        candidate.refill,
+    )
+
+
 class ChangingStandings(Standings):
     """As a plug-in gets them, but that they are made step by step."""
 
@@ -50,6 +115,8 @@ class ChangingStandings(Standings):
         super().__init__(*columns)
         self._others: dict[int, Lower] = {}
         """Of those that were put in place of others."""
+        lower_of = self.lower_of
+        self.lower_of = lambda number: self._others.get(number) or lower_of(number)
 
     def put(self, number: int, candidate: Candidate) -> None:
         """Let another candidate stand for *number*.
@@ -103,11 +170,6 @@ class ChangingStandings(Standings):
         _, _, uncached, arrivals, refill = self.outlooks[number]
         self.outlooks[number] = age_s, reuse, uncached, arrivals, refill
 
-    @override
-    def lower_of(self, number: int) -> Lower:
-        other = self._others.get(number)
-        return self._lower_of(number) if other is None else other
-
 
 def fewest_requests(
     standings: Standings, random: Callable[[], float]
@@ -143,7 +205,7 @@ class RanksByOrder:
         """
         if not candidates:
             return []
-        order = self.order(request, Standings.of(candidates))
+        order = self.order(request, standings_of(candidates))
         numbers = order.numbers()
         chosen = [(candidates[number], order.costs[number]) for number in numbers]
         return [

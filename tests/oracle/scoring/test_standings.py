@@ -15,12 +15,11 @@ from router.policies import (
     PlugIn,
     PolicySettings,
     RouteRequest,
-    Standings,
     Weights,
 )
 from tests.oracle.scoring.delay import delays_of, mean_congestion
 from tests.oracle.scoring.policies import REFERENCES, draw, make_reference
-from tests.oracle.scoring.standings import ChangingStandings
+from tests.oracle.scoring.standings import ChangingStandings, standings_of
 from tests.router.policies.candidates import candidate_lists, tokens
 
 WEIGHTS = Weights(recent_trust=0.75)
@@ -135,7 +134,7 @@ def test_every_policy_orders_standings_as_its_candidates(
     """Candidates, costs to the last bit, and what decides between equals."""
     policy = make_reference(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
     plain = PLAIN[name](request, candidates, Random(SEED))
-    ranking = PlugIn(policy).rank(request, Standings.of(candidates))
+    ranking = PlugIn(policy).rank(request, standings_of(candidates))
     assert [(entry.candidate, entry.cost) for entry in ranking] == plain
     assert ranking[0].candidate == plain[0][0], "as read before the rest was made"
     again = make_reference(name, PolicySettings(weights=WEIGHTS, random=Random(SEED)))
@@ -148,7 +147,9 @@ def test_any_number_of_candidates_may_be_put_in_place_of_others() -> None:
     """Thousands of replicas may be without events, or have data-parallel ranks: the estimate or the
     best rank of each is put in its place."""
     count = 3000
-    standings = ChangingStandings.of([Candidate(replica_id=f"r{i}") for i in range(count)])
+    standings = standings_of(
+        [Candidate(replica_id=f"r{i}") for i in range(count)], ChangingStandings
+    )
     tiers = (("cpu", 32),)
     for i in range(0, count, 2):
         other = Candidate(replica_id=f"r{i}", cached_tokens=64 + i, by_tier=tiers)

@@ -19,6 +19,7 @@ from router.policies import (
     make_policy,
 )
 from router.policies.policies import BUILT_IN
+from tests.oracle.scoring.standings import standings_of
 from tests.router.policies.candidates import candidate_lists
 
 
@@ -45,7 +46,7 @@ def test_a_plug_in_chooses_the_same_with_and_without_objects(candidates: list[Ca
     """The second way is there to make it faster, not different."""
     request, found = RouteRequest(model="m", prompt_tokens=1000), []
     for policy in (Longest(), LongestOfStandings()):
-        ranking = PlugIn(policy).rank(request, Standings.of(candidates))
+        ranking = PlugIn(policy).rank(request, standings_of(candidates))
         found.append([(entry.candidate, entry.reason) for entry in ranking])
     assert found[0] == found[1]
 
@@ -73,14 +74,14 @@ def test_a_plug_in_that_orders_wrongly_is_caught(costs: list[float]) -> None:
 
     both = [Candidate(replica_id="a"), Candidate(replica_id="b")]
     with pytest.raises(PolicyError, match=r"Wrong: \d costs with the sum .* for 2 candidates"):
-        PlugIn(Wrong()).rank(RouteRequest(model="m", prompt_tokens=1), Standings.of(both))
+        PlugIn(Wrong()).rank(RouteRequest(model="m", prompt_tokens=1), standings_of(both))
 
 
 def test_a_ranking_is_a_sequence_of_places() -> None:
     """Retries, explanations and the log read it as they always did."""
     candidates = [Candidate(replica_id=f"r{n}", gpu_cached_tokens=n) for n in range(4)]
     ranking = PlugIn(LongestOfStandings()).rank(
-        RouteRequest(model="m", prompt_tokens=10), Standings.of(candidates)
+        RouteRequest(model="m", prompt_tokens=10), standings_of(candidates)
     )
     assert [entry.candidate.replica_id for entry in ranking] == ["r3", "r2", "r1", "r0"]
     assert ranking[-1].candidate == candidates[0]
