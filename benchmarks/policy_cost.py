@@ -41,6 +41,8 @@ from router.policies import (
 )
 from router.policies.policies import BUILT_IN
 from router.routing.planner import RoutePlanner
+from router.routing.question import Question
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
 PROMPT_TOKENS = 4096
@@ -120,7 +122,7 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
     names = [f"replica-{number:03}" for number in range(count)]
     load, mirror = LoadTracker(), Mirror()
     recent = None if name_of == LEAST_DELAY else RecentPrefixes(load.books)
-    planner = RoutePlanner(policy, load, recent, (), mirror=mirror)
+    planner = RoutePlanner(policy, Known(load, recent=recent, mirror=mirror))
     prompt = _tokens(random)
     flights = []
     for number_of, name in enumerate(names):
@@ -138,7 +140,7 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
 
     def decide() -> object:
         assert len(flights) == 4 * count, "they are under way as long as they are known"
-        return planner.rank(request, index, prompts, replicas)
+        return planner.rank(Question(request, index, prompts), replicas)
 
     return decide
 

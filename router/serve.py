@@ -79,9 +79,9 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
 _MAX_IDLE = 256
-"""Of them, for each replica."""
+"""Idle connections kept for each replica."""
 _OUT_OF_MEMORY = "overloaded"
-"""As the core says it of a connection that it had no memory for."""
+"""The core's word for a connection that it had no memory for."""
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that renders metrics or tokenises may keep the event loop, and with it every
 stream, waiting each time. With Python's own 5 ms, the slowest 5 % of the tokens come 12 ms late;
@@ -262,7 +262,7 @@ def _control_server(
         service.dispatcher,
         natives,
         check_key if guard.needs_key("client") else None,
-        config.policy.session_header,
+        config.policy.session_header.encode(),
         app.gateway.router.tracer,
         app.gateway.engine_order,
     )
@@ -388,7 +388,7 @@ def _plane(
             on_reserved=reserved.made,
             on_reported=functools.partial(take_report, service.reservations),
             on_second_attempt=lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
-            on_long_prompt=service.tell_others_soon,
+            on_long_prompt=service.publish_soon,
         ),
         preparation,
     )

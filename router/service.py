@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -45,6 +44,7 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.prefill import PrefillPlanner
+from router.routing.ranker import Known, Ranker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -76,9 +76,6 @@ from router.telemetry.request_log import RequestLog
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.self_repair import CacheFacts, SelfRepair
 from router.telemetry.shortages import Shortages
-
-if TYPE_CHECKING:
-    from router.routing.ranker import Ranker
 
 logger = logging.getLogger(__name__)
 
@@ -234,13 +231,15 @@ class RouterService(RouterParts):
         config = self.config
         planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
-            self._load,
-            None if config.policy.name == LEAST_DELAY else self.recent,
-            self.feed.suspects,
-            config.health.engine_load_stale_after_s,
+            Known(
+                self._load,
+                self.feed.suspects,
+                None if config.policy.name == LEAST_DELAY else self.recent,
+                self.mirror,
+                self.approximate,
+                config.health.engine_load_stale_after_s,
+            ),
             weights=config.weights,
-            mirror=self.mirror,
-            approximate=self.approximate,
         )
         self.responses = StoredResponses(ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
@@ -344,7 +343,7 @@ class RouterService(RouterParts):
         planner.share(exchange.catch_up, exchange.soon, breaks_ties)
         return exchange
 
-    def tell_others_soon(self) -> None:
+    def publish_soon(self) -> None:
         """Something has begun that routers which share their load should know of."""
         if self.exchange is not None:
             self.exchange.soon()

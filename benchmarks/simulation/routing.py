@@ -27,6 +27,8 @@ from router.policies import (
 )
 from router.prompt import NO_ENDS, MessageEnds
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
+from router.routing.question import Question
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering
 
@@ -80,12 +82,13 @@ class SimulatedRouter:
         has_mirror = misjudgment.policy == LEAST_DELAY
         self._planner = RoutePlanner(
             chosen,
-            self.load,
-            None if has_mirror else RecentPrefixes(self.load.books),
-            (),
+            Known(
+                self.load,
+                recent=None if has_mirror else RecentPrefixes(self.load.books),
+                mirror=Mirror(clock=clock) if has_mirror else None,
+            ),
             clock=clock,
             random=Random(seed),
-            mirror=Mirror(clock=clock) if has_mirror else None,
         )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
@@ -110,13 +113,13 @@ class SimulatedRouter:
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         joined = [each for each in self._replicas if self._joins_s.get(each.id, 0) <= self._clock()]
-        ranking, _ = self._planner.rank(request, self.index, prompts, joined)
+        question = Question(request, self.index, prompts)
+        ranking, _ = self._planner.rank(question, joined)
         chosen = ranking[0].candidate
         count, source = len(token_ids), SourceId(chosen.replica_id)
         uncached = uncached_tokens(count, chosen)
-        self._planner.remember(prompts, source)
         hints = self._hints(prompts[0], token_ids, message_ends)
-        visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen, hints.keep)
+        visit = self._planner.visit(question, source, chosen, hints.keep)
         in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
         expected = chosen.cached_tokens if visit is None else visit.expected_tokens
         return Routed(

@@ -10,6 +10,7 @@ next:
     HashedPrompt      these, hashed                                           index
     Hit               what one source would reuse of a prompt                 index
     RouteRequest      what a policy may know of the request                   policies
+    Question          what replicas are ranked for                            routing
     Candidate         one replica, with its hit and its load                  policies
     Ranked            a candidate in its place, with cost and reason          policies
     Decision          all of this, and the body to send                       routing
@@ -37,6 +38,7 @@ The files; each imports only what is listed above it:
     versions.py            which version of a model a request gets
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
+    question.py            one request, as replicas are ranked for it
     fleets.py              tells the compiled core which replicas there are, and how they are
     ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas

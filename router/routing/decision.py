@@ -28,6 +28,7 @@ from router.prompt import (
 )
 from router.routing.models import Model
 from router.routing.planner import source_of
+from router.routing.question import Question
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import Said
 
@@ -79,10 +80,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     spec: PromptSpec | None = None
     """None for a request without a prompt to generate from, as `/tokenize`."""
     tokenized: Sequence[TokenizedPrompt] = ()
-    prompts: Sequence[HashedPrompt] = ()
-    """The hashed ones of *tokenized*."""
-    prompt_tokens: int = 0
-    """Over all prompts, as far as their token ids are known."""
+    question: Question
+    """What replicas were ranked for; its prompts are the hashed ones of *tokenized*."""
     policy: str
     ranking: Sequence[Ranked]
     """Best first; empty where no replica can take the request now."""
@@ -91,12 +90,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
-    expects: Callable[[Sequence[HashedPrompt], SourceId, int, int], int]
+    expects: Callable[[Question, SourceId, int], int]
     """How much of the prompts will be cached when the engine admits the request."""
     obstacle_of: Callable[[Replica, str], str | None]
     """Why a replica cannot take a request of a tenant at this moment; None if it can."""
-    tenant: str = ""
-    """Whose request it is, where there may be several. Never in a metric or a log."""
     body: bytes
     """What to send: the client's body, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
@@ -119,6 +116,21 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
         return f"Decision({self.model_name}, {self.policy}, {len(self.ranking)} ranked)"
+
+    @property
+    def prompts(self) -> Sequence[HashedPrompt]:
+        """The hashed ones of *tokenized*."""
+        return self.question.prompts
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Over all prompts, as far as their token ids are known."""
+        return self.question.prompt_tokens
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is, where there may be several."""
+        return self.question.tenant
 
     @property
     def has_report_mode(self) -> bool:
@@ -153,15 +165,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def lane(self) -> str:
         """Requests of a model that have the same lane can be served by the same replicas."""
         asked = self.asked
-        told_off = "".join(f" not at {replica_id}" for replica_id in self.told_off_by)
+        where = "".join(f" not at {replica_id}" for replica_id in self.refused_at)
         if asked is None or asked.spec.stored_response is not None:
-            return told_off if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
+            return where if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
         if asked.is_eligible is not None:
-            told_off = f" among {' '.join(sorted(self.replicas))}{told_off}"
-        return told_off if asked.lora_name is None else f"for {asked.lora_name}{told_off}"
+            where = f" among {' '.join(sorted(self.replicas))}{where}"
+        return where if asked.lora_name is None else f"for {asked.lora_name}{where}"
 
     @property
-    def told_off_by(self) -> tuple[str, ...]:
+    def refused_at(self) -> tuple[str, ...]:
         """The replicas that took nothing more of its tenant when it was decided."""
         return tuple(
             each.replica_id for each in self.excluded if each.obstacle == TENANT_BACKING_OFF
@@ -206,7 +218,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def expected_tokens(self, candidate: Candidate) -> int:
         """Prompt tokens that will be cached at *candidate* when the engine admits the request."""
         source, hit = self.source_of(candidate), candidate.cached_tokens
-        return self.expects(self.prompts, source, self.prompt_tokens, hit)
+        return self.expects(self.question, source, hit)
 
     def prefiller_for(self, candidate: Candidate) -> Candidate | None:
         """Who computes the prompt for *candidate*; None: itself."""
@@ -363,7 +375,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             ]
             opens_in_s = [replica.gate.opens_in_s(self.tenant) for replica in able]
             retry_after_s = max(1, math.ceil(min(opens_in_s, default=0)))
-            if able and len(self.told_off_by) == len(able):
+            if able and len(self.refused_at) == len(able):
                 raise KeyLimitReached("requests at the replicas", retry_after_s)
             reason = empty_reason(self.excluded)
             if not self.replicas and self.prefillers:

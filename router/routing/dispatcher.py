@@ -7,6 +7,7 @@ import codecs
 import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
@@ -34,8 +35,9 @@ from router.prompt import (
 from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
-from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
+from router.routing.question import UNREAD_RANK, Question, RankChoice
 from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
 
@@ -53,41 +55,28 @@ LARGE_AT_ONCE = 2
 and more, and Python runs one thread at a time anyhow."""
 
 
+@dataclass(eq=False, repr=False)
 class Dispatcher:
     """Decides where requests go."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        replicas: ReplicaRegistry,
-        planner: RoutePlanner,
-        policy_name: str,
-        responses: StoredResponses,
-        large_work: LargeWork,
-        limits: PromptLimits | None = None,
-        owns_priority: bool = False,
-        prefill: PrefillPlanner | None = None,
-    ) -> None:
-        """Keep the parts that decisions are made from.
+    models: ModelSet
+    """Every model that requests may name."""
+    replicas: ReplicaRegistry
+    planner: RoutePlanner
+    """Ranks the replicas of a model."""
+    policy_name: str
+    """The name of the planner's policy."""
+    responses: StoredResponses
+    """Knows which replica has which stored response."""
+    large_work: LargeWork
+    limits: PromptLimits = field(default_factory=PromptLimits)
+    """Bounds on prompts."""
+    owns_priority: bool = False
+    """Whether the `priority` of clients is the router's to decide."""
+    prefill: PrefillPlanner | None = None
+    """Chooses who computes prompts; None: always those that requests are sent to."""
 
-        Args:
-            models: Every model that requests may name.
-            planner: Ranks the replicas of a model.
-            policy_name: The name of the planner's policy.
-            responses: Which replica has which stored response.
-            limits: Bounds on prompts.
-            owns_priority: Whether the `priority` of clients is the router's to decide.
-            prefill: Chooses who computes prompts; None: always those that requests are sent to.
-        """
-        self.owns_priority = owns_priority
-        self._models = models
-        self._replicas = replicas
-        self._planner = planner
-        self._prefill = prefill
-        self._policy_name = policy_name
-        self._responses = responses
-        self._large_work = large_work
-        self._limits = limits or PromptLimits()
+    def __post_init__(self) -> None:
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._served: dict[tuple[tuple[str, ...], str | None], Serving] = {}
         self._served_at = -1
@@ -175,14 +164,14 @@ class Dispatcher:
 
     def may_split(self, model: Model, lora_name: str | None) -> bool:
         """Return whether a prompt may be computed elsewhere than where its request goes."""
-        prefill = self._prefill
+        prefill = self.prefill
         return prefill is not None and prefill.is_on and self._all(model, lora_name).may_split
 
     def have_room(self, decision: Decision) -> bool:
         """Return whether one of the replicas that could serve a request has room for it now. Who
         was told off since stands in a line with others: that must not keep them from starting."""
-        tenant = decision.tenant if decision.told_off_by else ""
-        return self._planner.have_room(self._replicas_of(decision).values(), tenant)
+        tenant = decision.tenant if decision.refused_at else ""
+        return self.planner.have_room(self._replicas_of(decision).values(), tenant)
 
     def redecide(self, decision: Decision) -> Decision:
         """Rank the replicas again, by their present load."""
@@ -210,7 +199,7 @@ class Dispatcher:
         session, named = terms.session or spec.session, spec.model
         if named and terms.check_model is not None:
             terms.check_model(named)
-        versions = self._models.versions
+        versions = self.models.versions
         target = terms.version or versions.choose(named, terms.headers, session, self._is_served)
         if target is not None:
             spec = replace(spec, model=target)
@@ -234,7 +223,7 @@ class Dispatcher:
     def _is_served(self, name: str) -> bool:
         """Return whether some replica can take requests for a model."""
         try:
-            model, lora_name = self._models.resolve(name)
+            model, lora_name = self.models.resolve(name)
         except UnknownModel:
             return False
         return any(
@@ -246,11 +235,11 @@ class Dispatcher:
         """The same of the version that has the stored response: no other could go on with it."""
         served = {
             name: replicas
-            for name in self._models.versions.models_of(asked.named or "")
+            for name in self.models.versions.models_of(asked.named or "")
             if (replicas := self._serving(*self._resolve(name)))
         }
         all_of_them = {id_: one for replicas in served.values() for id_, one in replicas.items()}
-        holder = await self._responses.holder(response_id, all_of_them)
+        holder = await self.responses.holder(response_id, all_of_them)
         target = next((name for name in served if holder and holder.id in served[name]), None)
         if holder is None or target is None or holder.id in served.get(asked.target or "", ()):
             return asked
@@ -292,32 +281,30 @@ class Dispatcher:
         times: tuple[float, float],
     ) -> Decision:
         spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
-        request = RouteRequest(model=model.name, prompt_tokens=count, session=asked.session)
-        choice = RankChoice(
-            spec.endpoint not in RANK_IGNORED, asked.dp_rank, spec.endpoint in PULLING
+        question = Question(
+            RouteRequest(model=model.name, prompt_tokens=count, session=asked.session),
+            model.index,
+            prompts,
+            RankChoice(spec.endpoint not in RANK_IGNORED, asked.dp_rank, spec.endpoint in PULLING),
+            asked.tenant,
         )
-        ranking, excluded = self._planner.rank(
-            request, model.index, prompts, replicas.values(), choice, asked.tenant
-        )
+        ranking, excluded = self.planner.rank(question, replicas.values())
         serving, choose_prefiller = self._all(model, asked.lora_name), None
         serving = serving._replace(able=replicas, prefillers=asked.among(serving.prefillers))
-        if serving.may_split and self._prefill is not None and self._prefill.allows(spec, prompts):
-            of_request = request, model.index, prompts, serving, asked.tenant
-            choose_prefiller = functools.partial(self._prefill.prefiller, *of_request)
+        if serving.may_split and self.prefill is not None and self.prefill.allows(spec, prompts):
+            choose_prefiller = functools.partial(self.prefill.prefiller, question, serving)
         started, tokenized_at = times
         return Decision(
             model=model,
             spec=spec,
             tokenized=tokenized,
-            prompts=prompts,
-            prompt_tokens=count,
-            policy=self._policy_name,
+            question=question,
+            policy=self.policy_name,
             ranking=ranking,
             excluded=excluded,
             replicas=replicas,
-            obstacle_of=self._planner.obstacle,
-            tenant=asked.tenant,
-            expects=self._planner.expected,
+            obstacle_of=self.planner.obstacle,
+            expects=self.planner.expected,
             asked=asked,
             named=asked.named,
             target=asked.target,
@@ -336,7 +323,7 @@ class Dispatcher:
             if len(body) <= INLINE_BODY_BYTES:
                 model, salted = read_model(*arguments)
             else:
-                model, salted = await self._large_work.run(read_model, *arguments)
+                model, salted = await self.large_work.run(read_model, *arguments)
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
         except ProcessEndedError:
@@ -365,13 +352,13 @@ class Dispatcher:
             NoReplica: The same, but some replica has not reported its models yet.
         """
         check_model, is_eligible = terms.check_model, terms.is_eligible
-        is_of_any = not name and not needs_model and len(self._models) != 1
+        is_of_any = not name and not needs_model and len(self.models) != 1
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
             replicas = _among(self._all_replicas(), is_eligible)
             return self._by_load(None, replicas, body, tenant=terms.tenant)
-        target = self._models.versions.choose(name, terms.headers, None, self._is_served)
+        target = self.models.versions.choose(name, terms.headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
@@ -396,7 +383,7 @@ class Dispatcher:
         served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
         if terms.check_model is not None and served:
             terms.check_model(served[0])
-        model = self._models.get(served[0]) if served else None
+        model = self.models.get(served[0]) if served else None
         return self._by_load(model, replicas, body, tenant=terms.tenant)
 
     def _by_load(
@@ -409,16 +396,18 @@ class Dispatcher:
     ) -> Decision:
         started = time.perf_counter()
         request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
-        ranking, excluded = self._planner.rank_by_load(request, replicas.values(), tenant)
+        index = None if model is None else model.index
+        question = Question(request, index, choice=UNREAD_RANK, tenant=tenant)
+        ranking, excluded = self.planner.rank(question, replicas.values())
         return Decision(
             model=model,
-            policy=self._policy_name,
+            question=question,
+            policy=self.policy_name,
             ranking=ranking,
             excluded=excluded,
             replicas=replicas,
-            obstacle_of=self._planner.obstacle,
-            tenant=tenant,
-            expects=self._planner.expected,
+            obstacle_of=self.planner.obstacle,
+            expects=self.planner.expected,
             named=named,
             body=body,
             routing_s=time.perf_counter() - started,
@@ -429,20 +418,20 @@ class Dispatcher:
     ) -> Mapping[str, Replica]:
         """Only the replica that has the response: every other one would respond 404. All
         of *replicas* where that is not known."""
-        holder = await self._responses.holder(response_id, replicas)
+        holder = await self.responses.holder(response_id, replicas)
         return replicas if holder is None else {holder.id: holder}
 
     def _all_replicas(self) -> dict[str, Replica]:
         return {
-            replica.id: replica for replica in self._replicas.replicas() if replica.takes_requests
+            replica.id: replica for replica in self.replicas.replicas() if replica.takes_requests
         }
 
     def _resolve(self, name: str | None) -> tuple[Model, str | None]:
         try:
-            return self._models.resolve(name)
+            return self.models.resolve(name)
         except UnknownModel:
             # 404 would be final, and a router that has just started does not know all models yet.
-            if undiscovered := self._replicas.undiscovered:
+            if undiscovered := self.replicas.undiscovered:
                 raise NoReplica(
                     name or "(none named)",
                     f"{undiscovered} replicas have not reported their models yet",
@@ -456,8 +445,8 @@ class Dispatcher:
     def _all(self, model: Model, lora_name: str | None) -> Serving:
         """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
-        if self._served_at != self._replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
-            self._served, self._served_at = {}, self._replicas.generation
+        if self._served_at != self.replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
+            self._served, self._served_at = {}, self.replicas.generation
         asked = model.names, lora_name
         found = self._served.get(asked)
         if found is None:
@@ -465,9 +454,9 @@ class Dispatcher:
         return found
 
     def _look_up(self, model: Model, lora_name: str | None) -> Serving:
-        adapted = self._replicas.serving(lora_name) if lora_name else ()
+        adapted = self.replicas.serving(lora_name) if lora_name else ()
         found = adapted or [
-            replica for name in model.names for replica in self._replicas.serving(name)
+            replica for name in model.names for replica in self.replicas.serving(name)
         ]
         return Serving.of(found)
 
@@ -482,9 +471,9 @@ class Dispatcher:
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
         try:
-            spec, changed = await self._large_work.run(
+            spec, changed = await self.large_work.run(
                 read_request,
-                *(body, endpoint, encoding, self._limits, tenant_salt, None, self.owns_priority),
+                *(body, endpoint, encoding, self.limits, tenant_salt, None, self.owns_priority),
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
@@ -501,7 +490,7 @@ class Dispatcher:
     ) -> tuple[PromptSpec, bytes]:
         try:
             spec, changed = read_request(
-                *(body, endpoint, encoding, self._limits, tenant_salt),
+                *(body, endpoint, encoding, self.limits, tenant_salt),
                 *(pack_token_ids, self.owns_priority),
             )
         except RequestBodyError as error:

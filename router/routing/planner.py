@@ -10,42 +10,22 @@ one like it should find the same rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import NamedTuple
 
 from router._core import EstimatedVisit, Visit
-from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.index.approximate import ApproximateCaches
-from router.index.mirror import Mirror
 from router.index.mirror_types import WORTH_TELLING, Coming
-from router.policies import Candidate, Policy, Ranked, RouteRequest, Weights
+from router.policies import Candidate, Policy, Ranked, Weights
 from router.prompt import TokenizedPrompt
-from router.routing.ranker import Ranker
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.question import Question
+from router.routing.ranker import Known, Ranker
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
-
-
-class RankChoice(NamedTuple):
-    """Holds what a request allows in the choice of a data-parallel rank."""
-
-    is_read: bool = True
-    """Whether the engine reads the rank that it is asked for. If not, only what every rank would
-    reuse counts."""
-    asked: int | None = None
-    """The rank that the client asks for, where clients may."""
-    may_pull: bool = True
-    """Whether the engine reads from which peer it is to pull."""
-
-
-ANY_RANK = RankChoice()
-UNREAD_RANK = RankChoice(is_read=False)
 
 
 class RoutePlanner:
@@ -54,44 +34,24 @@ class RoutePlanner:
     def __init__(
         self,
         policy: Policy,
-        load: LoadTracker,
-        recent: RecentPrefixes | None,
-        suspects: Collection[SourceId],
-        engine_load_stale_after_s: float = 10.0,
+        known: Known,
         clock: Callable[[], float] = time.monotonic,
         weights: Weights | None = None,
         random: Random | None = None,
-        mirror: Mirror | None = None,
-        approximate: ApproximateCaches | None = None,
     ) -> None:
         """Keep the parts that a ranking is made from.
 
         Args:
             policy: Orders the replicas that can serve the request.
-            load: What this router has in flight at each replica.
-            recent: Which prefixes were just sent where; None: what the mirror says is in prefill.
-            suspects: The sources of which events were lost, so that their hits are doubtful; it
-                changes with them.
-            engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
             weights: What things cost, for the choice among the ranks of a replica.
-            mirror: What every cache is doing and evicts next; None: that is not known.
-            approximate: What caches hold without events; None: that is not estimated.
         """
-        self._load = load
-        self._recent = recent
+        self._known = known
         self._clock = clock
-        self._mirror = mirror
-        self._approximate = approximate
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
-        self.ranker = Ranker(
-            *(policy, load, weights or Weights(), suspects, engine_load_stale_after_s),
-            *(random or Random(), mirror, approximate),
-        )
+        self.ranker = Ranker(policy, known, weights or Weights(), random or Random())
         """Has the core decide."""
-        if recent is not None:
-            self.ranker.decider.use_recent(recent.core)
 
     def share(
         self, catch_up: Callable[[], None], tell: Callable[[], None], lots: bool = False
@@ -109,59 +69,29 @@ class RoutePlanner:
             self.ranker.decider.share_lots()
 
     def rank(
-        self,
-        request: RouteRequest,
-        index: PrefixIndex,
-        prompts: Sequence[HashedPrompt],
-        replicas: Iterable[Replica],
-        choice: RankChoice = ANY_RANK,
-        tenant: str = "",
+        self, question: Question, replicas: Iterable[Replica]
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 
         Args:
-            request: What the policy may know of it.
-            prompts: The request's prompts, from `prepare`.
-            replicas: All that serve the model, whatever their state.
-            choice: What the request allows in the choice of a rank.
-            tenant: Whose it is, where replicas may tell tenants apart.
+            replicas: All that can serve it, whatever their state.
         Returns:
-            As `scoring.rank`.
+            Those that can take it now, the best first, and the others with their obstacles.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
         if self._catch_up is not None:
             self._catch_up()
-        now, coming = self._clock(), self._coming(prompts, request.prompt_tokens)
-        return self.ranker.rank(
-            request, index, prompts, list(replicas), choice, tenant, now, coming
-        )
-
-    def rank_by_load(
-        self, request: RouteRequest, replicas: Iterable[Replica], tenant: str = ""
-    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
-        """Rank *replicas* for a request whose prompt is not looked at.
-
-        Args:
-            request: What the policy may know of it.
-            replicas: All that can serve it, whatever their state.
-        Returns:
-            As `scoring.rank`.
-        Raises:
-            PolicyError: A plug-in broke the rules of a policy.
-        """
-        return self.ranker.rank(
-            request, None, (), list(replicas), UNREAD_RANK, tenant, self._clock(), ()
-        )
+        return self.ranker.rank(question, list(replicas), self._clock(), self._coming(question))
 
     def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
         """Why a replica cannot take a request that failed elsewhere; None if it can."""
-        load = self._load.look_at(replica.id)
+        load = self._known.load.look_at(replica.id)
         return "removed" if replica.removed else replica.obstacle(load, False, tenant)
 
     def have_room(self, replicas: Iterable[Replica], tenant: str = "") -> bool:
         """Return whether one of *replicas* would be ranked for a new request."""
-        load_at = self._load.look_at
+        load_at = self._known.load.look_at
         return any(
             not replica.removed and replica.obstacle(load_at(replica.id), tenant=tenant) is None
             for replica in replicas
@@ -174,44 +104,41 @@ class RoutePlanner:
             prompts: From `prepare`.
             source: Where the request is about to be sent.
         """
-        if self._recent is not None:
+        if self._known.recent is not None:
             now = self._clock()
             for prompt in prompts:
-                self._recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
+                self._known.recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
 
     def visit(
         self,
-        model: str,
-        index: PrefixIndex,
-        prompts: Sequence[HashedPrompt],
+        question: Question,
         source: SourceId,
-        prompt_tokens: int,
         candidate: Candidate,
         keep: Sequence[int] = (),
         uncached: int | None = None,
     ) -> Visit | None:
-        """A request is about to be sent to a cache: follow it there.
+        """A request is about to be sent to a cache: `remember` its prompts, and follow it there.
 
         Args:
-            prompts: From `prepare`.
             candidate: That it is, as it was ranked.
             keep: Lengths of the prompt at which the engine is told to keep windows and states.
             uncached: Prompt tokens to compute there; None: those that are not cached.
         Returns:
-            What is told of the request's first token and end; None without a mirror.
+            What is told of the request's first token and end; None without a mirror or a model.
         """
-        if self._mirror is None:
+        self.remember(question.prompts, source)
+        if self._known.mirror is None or question.index is None:
             return None
         if uncached is None:
-            uncached = uncached_tokens(prompt_tokens, candidate)
+            uncached = uncached_tokens(question.prompt_tokens, candidate)
         if self._tell is not None and uncached >= WORTH_TELLING:
             self._tell()
-        return self._mirror.begin(
-            model,
-            index,
+        return self._known.mirror.begin(
+            question.request.model,
+            question.index,
             source,
-            prompts,
-            prompt_tokens,
+            question.prompts,
+            question.prompt_tokens,
             uncached,
             candidate.cached_tokens,
             candidate.speed,
@@ -229,54 +156,46 @@ class RoutePlanner:
             prompts: From `prepare`.
             candidate: That it is, as it was ranked.
         """
-        if self._approximate is None or not candidate.is_approximate:
+        if self._known.approximate is None or not candidate.is_approximate:
             return None
         keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
-        return self._approximate.visit(source, keys, candidate.cached_tokens)
+        return self._known.approximate.visit(source, keys, candidate.cached_tokens)
 
-    def expected(
-        self, prompts: Sequence[HashedPrompt], source: SourceId, prompt_tokens: int, hit: int
-    ) -> int:
-        """How many tokens will be cached when the engine admits the request.
-
-        Args:
-            prompts: From `prepare`.
-        """
-        if self._mirror is None or len(prompts) != 1:
+    def expected(self, question: Question, source: SourceId, hit: int) -> int:
+        """How many tokens will be cached when the engine admits the request."""
+        if self._known.mirror is None or len(question.prompts) != 1:
             return hit
-        return self._mirror.expected(source, prompts[0], prompt_tokens, hit)
+        return self._known.mirror.expected(source, question.prompts[0], question.prompt_tokens, hit)
 
     def note_streams(self, replica: Replica) -> None:
         """A replica publishes events from now on, or none, or is removed."""
-        if self._approximate is not None:
+        if self._known.approximate is not None:
             silent = SourceId(replica.id)
-            self._approximate.silent.discard(silent)
+            self._known.approximate.silent.discard(silent)
             if not replica.sources and not replica.removed:
-                self._approximate.silent.add(silent)
+                self._known.approximate.silent.add(silent)
 
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
-        if self._recent is not None:
-            self._recent.forget(replica_id)
-        if self._mirror is not None:
-            self._mirror.forget(replica_id)
-        if self._approximate is not None:
-            self._approximate.forget(replica_id)
+        if self._known.recent is not None:
+            self._known.recent.forget(replica_id)
+        if self._known.mirror is not None:
+            self._known.mirror.forget(replica_id)
+        if self._known.approximate is not None:
+            self._known.approximate.forget(replica_id)
 
     def forget_model(self, model: str) -> None:
         """No replica serves this model any more."""
-        if self._mirror is not None:
-            self._mirror.forget_model(model)
+        if self._known.mirror is not None:
+            self._known.mirror.forget_model(model)
 
-    def _coming(
-        self, prompts: Sequence[HashedPrompt], prompt_tokens: int
-    ) -> list[Mapping[SourceId, Coming]]:
+    def _coming(self, question: Question) -> list[Mapping[SourceId, Coming]]:
         """Return what each cache is computing of each prompt, where the core does not look at what
         was just sent there."""
-        if self._recent is not None or self._mirror is None:
+        if self._known.recent is not None or self._known.mirror is None:
             return []
-        tokens = prompt_tokens if len(prompts) == 1 else 0
-        return [self._mirror.in_prefill(prompt, tokens) for prompt in prompts]
+        tokens = question.prompt_tokens if len(question.prompts) == 1 else 0
+        return [self._known.mirror.in_prefill(prompt, tokens) for prompt in question.prompts]
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:

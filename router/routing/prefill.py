@@ -13,16 +13,18 @@ compute much of the prompt is it worth moving a cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from msgspec.structs import replace
+import msgspec
 
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, PrefixIndex
-from router.policies import Candidate, RouteRequest
+from router.index import HashedPrompt
+from router.policies import Candidate
 from router.prompt import Endpoint, PromptSpec
-from router.routing.planner import RankChoice, RoutePlanner
+from router.routing.planner import RoutePlanner
+from router.routing.question import Question, RankChoice
 
 _SPLIT = frozenset(
     {
@@ -91,24 +93,16 @@ class PrefillPlanner:
         )
 
     def prefiller(
-        self,
-        request: RouteRequest,
-        index: PrefixIndex,
-        prompts: Sequence[HashedPrompt],
-        serving: Serving,
-        tenant: str,
-        chosen: Candidate,
+        self, question: Question, serving: Serving, chosen: Candidate
     ) -> Candidate | None:
         """Choose who computes the prompt; None: the chosen replica itself.
 
         Args:
-            request: What the policy may know of it.
             serving: Who may be chosen.
-            tenant: Whose it is, where replicas may tell tenants apart.
             chosen: Where the request is sent.
         """
         # What the replica only waits for counts as well: its engine would not wait for it again.
-        if request.prompt_tokens - chosen.cached_tokens < self._least:
+        if question.prompt_tokens - chosen.cached_tokens < self._least:
             return None
         others = [each for each in serving.prefillers.values() if not each.removed]
         if serving.able[chosen.replica_id].config.role == "decode":
@@ -116,6 +110,7 @@ class PrefillPlanner:
             others += [each for each in able if each.config.role == "both" and not each.removed]
         if not others:
             return None
-        asked = replace(request, is_for_prefill=True)
-        ranking, _ = self._planner.rank(asked, index, prompts, others, _RANK_OF_ITS_OWN, tenant)
+        request = msgspec.structs.replace(question.request, is_for_prefill=True)
+        asked = replace(question, request=request, choice=_RANK_OF_ITS_OWN)
+        ranking, _ = self._planner.rank(asked, others)
         return ranking[0].candidate if ranking else None

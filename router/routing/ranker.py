@@ -8,6 +8,7 @@ gets what the core found as columns, and orders it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ from router.fleet.gate import (
 )
 from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming
@@ -46,6 +47,8 @@ from router.policies import (
     session_bytes,
 )
 from router.routing.fleets import FleetKeeper, KnownFleet
+from router.routing.question import Question
+from router.routing.recent_prefixes import RecentPrefixes
 
 _OBSTACLES = (
     None,
@@ -62,44 +65,53 @@ _OBSTACLES = (
 """As `Obstacle` of core/decide/fleet.hpp counts them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What decisions look at."""
+
+    load: LoadTracker
+    """Counts what this router has in flight at each replica."""
+    suspects: Collection[SourceId] = ()
+    """The sources of which events were lost, so that their hits are doubtful; it changes with
+    them."""
+    recent: RecentPrefixes | None = None
+    """Which prefixes were just sent where; None: what the mirror has in prefill."""
+    mirror: Mirror | None = None
+    """Follows every cache: what it is doing, and evicts next; None: that is not known."""
+    approximate: ApproximateCaches | None = None
+    """Estimates what caches hold without events; None: that is not estimated."""
+    engine_load_stale_after_s: float = 10.0
+    """Age from which an engine's own load no longer counts."""
+
+
 class Ranker:
     """Ranks replicas by one policy."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        load: LoadTracker,
-        weights: Weights,
-        suspects: Collection[SourceId],
-        engine_load_stale_after_s: float,
-        random: Random,
-        mirror: Mirror | None,
-        approximate: ApproximateCaches | None,
-    ) -> None:
+    def __init__(self, policy: Policy, known: Known, weights: Weights, random: Random) -> None:
         """
         Args:
             policy: A built-in one, which has weights of its own, or a plug-in.
             weights: Where a plug-in leaves the choice among ranks to the wait there.
-            engine_load_stale_after_s: When an engine's load no longer counts.
-            mirror: Follows the caches.
         """
         self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
         self._needs_outlook = self._policy.needs_outlook
-        self._suspects = suspects
-        self._mirror = mirror
-        self._approximate = approximate
-        self._fleets = FleetKeeper(load.books)
+        self._suspects = known.suspects
+        self._mirror = known.mirror
+        self._approximate = known.approximate
+        self._fleets = FleetKeeper(known.load.books)
         name, weights = (
             (policy.name, policy.weights) if isinstance(policy, BuiltInPolicy) else ("", weights)
         )
         self.decider = Decider(
-            load.books,
+            known.load.books,
             name,
             weights,
-            engine_load_stale_after_s,
+            known.engine_load_stale_after_s,
             random.getrandbits(64),
             self._needs_outlook,
         )
+        if known.recent is not None:
+            self.decider.use_recent(known.recent.core)
 
     @property
     def asks_a_plug_in(self) -> bool:
@@ -114,43 +126,37 @@ class Ranker:
 
     def rank(
         self,
-        request: RouteRequest,
-        index: PrefixIndex | None,
-        prompts: Sequence[HashedPrompt],
+        question: Question,
         replicas: list[Replica],
-        choice: tuple[bool, int | None, bool],
-        tenant: str,
         now: float,
         coming: Sequence[Mapping[SourceId, Coming]],
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank replicas for a request; see `RoutePlanner.rank`.
 
         Args:
-            request: What the policy may know of it.
-            index: The model's; None: prompts are not looked at.
             replicas: Not to be changed any more.
-            choice: A `RankChoice`.
             now: Seconds.
             coming: What each cache is computing of each prompt.
         Raises:
             PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
         """
+        request, index, prompts = question.request, question.index, question.prompts
         # Those who compute prompts for others are a fleet of their own, with turns of their own.
         name = f"{request.model} prefill" if request.is_for_prefill else request.model
         fleet = self._fleets.fleet_of(name, replicas, index)
         self._fleets.suspect(self._suspects, fleet)
-        asked = self._with_outlook(request, prompts) if self.asks_a_plug_in else request
+        asked = self._with_outlook(question) if self.asks_a_plug_in else request
         found = self.decider.rank(
             fleet.core,
             name,
             session_bytes(request),
-            tenant,
+            question.tenant,
             request.prompt_tokens,
             fleet.shared,
             [prompt.hashed for prompt in prompts],
             [] if index is None else [index.computed(prompt) for prompt in prompts],
-            self._given(request, prompts, fleet, now, coming),
-            choice,
+            self._given(question, fleet, now, coming),
+            question.choice,
             now,
             self._asks_for_ranks(asked),
         )
@@ -177,8 +183,9 @@ class Ranker:
             return partial(_costs_of_ranks, policy, request)
         return None
 
-    def _with_outlook(self, request: RouteRequest, prompts: Sequence[HashedPrompt]) -> RouteRequest:
+    def _with_outlook(self, question: Question) -> RouteRequest:
         """With what a plug-in may know of a request besides."""
+        request, prompts = question.request, question.prompts
         if self._mirror is None or not self._needs_outlook:
             return request
         return replace(
@@ -189,30 +196,29 @@ class Ranker:
 
     def _given(
         self,
-        request: RouteRequest,
-        prompts: Sequence[HashedPrompt],
+        question: Question,
         fleet: KnownFleet,
         now: float,
         coming: Sequence[Mapping[SourceId, Coming]],
     ) -> Any:
         """Return what is known in Python of what caches are doing; None: nothing."""
-        mirror, numbers = self._mirror, fleet.numbers
+        mirror, numbers, model = self._mirror, fleet.numbers, question.request.model
         in_prefill = [
             (numbers[source], tokens, run)
             for of_prompt in coming
             for source, (tokens, run) in of_prompt.items()
             if source in numbers
         ]
-        estimates = self._estimates(request, prompts, fleet, now)
+        estimates = self._estimates(question, fleet, now)
         if mirror is None:
             return (
                 (None, None, None, in_prefill, None, estimates) if in_prefill or estimates else None
             )
         tokens_per_s, progress, outlooks = None, None, None
         if self._needs_outlook:
-            tokens_per_s, owners = mirror.prefill_tokens_per_s(request.model), fleet.owners
+            tokens_per_s, owners = mirror.prefill_tokens_per_s(model), fleet.owners
             progress, outlooks = mirror.outlooks(
-                request.model, fleet.caches, lambda number: owners[number].cache_blocks, now
+                model, fleet.caches, lambda number: owners[number].cache_blocks, now
             )
         price_of = self._prices(mirror, fleet)
         return tokens_per_s, progress, outlooks, in_prefill, price_of, estimates
@@ -226,29 +232,25 @@ class Ranker:
         return price_of
 
     def _estimates(
-        self,
-        request: RouteRequest,
-        prompts: Sequence[HashedPrompt],
-        fleet: KnownFleet,
-        now: float,
+        self, question: Question, fleet: KnownFleet, now: float
     ) -> list[tuple[int, int, float, float | None, float]]:
         """Return the estimates of caches whose events do not tell, or have not told for long."""
         approximate, suspects = self._approximate, self._suspects
         if approximate is None or not (suspects or approximate.silent):
             return []
         found = []
-        keys = [prompt.prefix_keys(STEP) for prompt in prompts]
+        keys = [prompt.prefix_keys(STEP) for prompt in question.prompts]
         for number, source in enumerate(fleet.caches):
             if source not in suspects and source not in approximate.silent:
                 continue
             cache = approximate.stand_in(source, fleet.owners[number].cache_tokens, now)
             if cache is None:
                 continue
-            hit = cache.hit(keys, request.prompt_tokens - len(keys))
+            hit = cache.hit(keys, question.prompt_tokens - len(keys))
             age = None if self._mirror is None else cache.eviction_age_s(now)
             reuse = 0.0
             if age is not None and self._mirror is not None:
-                reuse = self._mirror.reuse_probability(request.model, age)
+                reuse = self._mirror.reuse_probability(question.request.model, age)
             found.append((number, hit.tokens, hit.trust, age, reuse))
         return found
 

@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from router.config.origin import Header
@@ -75,40 +76,31 @@ class _Hinted(NamedTuple):
 
 
 class _Unusual(Exception):
-    """A request that is left to whoever opens it."""
+    """A request that is left to be opened in Python."""
 
 
+@dataclass(eq=False, repr=False)
 class Preparation:
     """Belongs to one event loop."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        names: Names | None,
-        check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None,
-        session_header: str,
-        tracer: Tracer | None,
-        engine_order: EngineOrder,
-    ) -> None:
-        """
-        Args:
-            names: What the core knows; None: nothing, so that it never asks.
-            check_key: Returns the key of a request by its headers, or raises `RequestError`; None:
-                none is needed.
-            session_header: The header that names a client's session, in lower case.
-            tracer: Begins the trace of each; None where none is recorded.
-            engine_order: What engines that order by numbers are told.
-        """
-        self._engine_order = engine_order
-        self._tracer = tracer
-        self._session_header = session_header.encode()
-        self._dispatcher = dispatcher
-        self._names = names
-        self._check_key = check_key
+    dispatcher: Dispatcher
+    names: Names | None
+    """What the core knows; None: nothing, so that it never asks."""
+    check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None
+    """Returns the key of a request by its headers, or raises `RequestError`; None: none is
+    needed."""
+    session_header: bytes
+    """The header that names a client's session, in lower case."""
+    tracer: Tracer | None
+    """Begins the trace of each; None where none is recorded."""
+    engine_order: EngineOrder
+    """What engines that order by numbers are told."""
+
+    def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._hinted: dict[int, _Hinted] = {}
         self._begun: dict[int, Begun] = {}
-        """Of requests that have not been opened, and not ended."""
+        """By number, for requests that have not been opened, and not ended."""
         self.plane: Plane | None = None
         """The core's; it is there before any request."""
 
@@ -143,7 +135,7 @@ class Preparation:
             self._place(number, body, asked, tokenized[0], time.perf_counter() - started)
             return
         if asked.model.tokenization.local is None:
-            self._open(number)  # a replica is asked once, and may keep whoever asks waiting
+            self._open(number)  # a replica is asked once, and may keep the caller waiting
             return
         task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
         self._tasks.add(task)
@@ -179,14 +171,14 @@ class Preparation:
     def _begin(self, path: str, headers: list[Header]) -> Begun | None:
         """Begin its trace, or read its client's; None where it has none."""
         context = read_context(headers)
-        if self._tracer is None:
+        if self.tracer is None:
             return None if context is None else Begun(context=context)
-        trace = self._tracer.begin(context, "POST", path, path)
+        trace = self.tracer.begin(context, "POST", path, path)
         return Begun(context=context, placed=PlacedTrace(trace))
 
     def _enter(self, number: int, headers: list[Header]) -> Key | None:
         """Check the client's key, and that its holder may ask at this moment; return it."""
-        key = None if self._check_key is None else self._check_key(dict(headers))
+        key = None if self.check_key is None else self.check_key(dict(headers))
         if key is None:
             return None
         types = sum(name == b"content-type" for name, _ in headers)
@@ -207,8 +199,8 @@ class Preparation:
         if len(body) > INLINE_BODY_BYTES:
             raise _Unusual
         given = dict(headers)
-        session = given.get(self._session_header)
-        asked = self._dispatcher.read(
+        session = given.get(self.session_header)
+        asked = self.dispatcher.read(
             endpoint,
             body,
             Terms(
@@ -221,8 +213,8 @@ class Preparation:
         )
         if not _is_usual(asked):
             raise _Unusual
-        if asked.lora_name is not None and self._names is not None:
-            self._names.want(asked.spec.model or "")
+        if asked.lora_name is not None and self.names is not None:
+            self.names.want(asked.spec.model or "")
         return asked
 
     async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
@@ -291,13 +283,13 @@ class Preparation:
         """The class of its key, where that has one of its own."""
         if begun is None or begun.key is None or begun.key.priority is None:
             return None
-        return self._engine_order.class_of(begun.key.priority)
+        return self.engine_order.class_of(begun.key.priority)
 
     def _steer(
         self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt
     ) -> tuple[bytes, Sequence[int]]:
         """The body with what its engine should keep of the prompt, and the lengths of that."""
-        form = None if self._names is None else self._names.hint_form(name)
+        form = None if self.names is None else self.names.hint_form(name)
         spec, model = asked.spec, asked.model
         if form is None or not form.is_read_at(spec.endpoint):
             return asked.body, ()
@@ -345,7 +337,7 @@ def _is_usual(asked: Asked) -> bool:
 
 
 def _check_model(usage: KeyUsage) -> Callable[[str], None]:
-    """Leaves a request for a model that the key is not for to whoever refuses and counts it."""
+    """Leaves a request for a model that the key is not for to be refused when it is opened."""
 
     def check(model: str) -> None:
         if not usage.allows(model):

@@ -3,11 +3,7 @@ where another replica computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from router._core import Visit
 from router.fleet.load import LoadTracker
-from router.index import SourceId
 from router.policies import Candidate
 from router.routing.decision import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
@@ -33,7 +29,7 @@ class Prefill:
         uncached = uncached_tokens(tokens, prefiller)
         visit = self._approximate = None
         if not replica.has_ranks:  # else its engine chooses the cache
-            visit = visit_of(planner, decision, replica.cache, prefiller, uncached)
+            visit = planner.visit(decision.question, replica.cache, prefiller)
             if prefiller.is_approximate:
                 visit_estimated = planner.approximate_visit
                 self._approximate = visit_estimated(decision.prompts, replica.cache, prefiller)
@@ -52,33 +48,3 @@ class Prefill:
         if self._approximate is not None:
             self._approximate.ended(None)
             self._approximate = None
-
-
-def visit_of(
-    planner: RoutePlanner,
-    decision: Decision,
-    source: SourceId,
-    candidate: Candidate,
-    uncached: int,
-    keep: Sequence[int] = (),
-) -> Visit | None:
-    """Let the planner know that a request is sent to a cache.
-
-    Args:
-        candidate: That it is, as it was ranked.
-        uncached: Prompt tokens to compute there.
-        keep: Lengths of the prompt at which the engine is told to keep windows and states.
-    """
-    planner.remember(decision.prompts, source)
-    if decision.model is None:
-        return None
-    return planner.visit(
-        decision.model.name,
-        decision.model.index,
-        decision.prompts,
-        source,
-        decision.prompt_tokens,
-        candidate,
-        keep,
-        uncached,
-    )

@@ -26,7 +26,7 @@ from router.routing.decision import Decision
 from router.routing.planner import RoutePlanner, source_of, uncached_tokens
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
-from router.telemetry.prefills import Prefill, visit_of
+from router.telemetry.prefills import Prefill
 from router.telemetry.request_log import RequestLog, RoutedRequest, routed
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Settled, in_words
@@ -400,7 +400,9 @@ class RequestObserver(ProxyObserver):
             uncached = 0
         if source is not None:
             dp_rank = candidate.dp_rank
-            visit = visit_of(of_all.planner, decision, source, candidate, uncached, attempt.keep)
+            visit = of_all.planner.visit(
+                decision.question, source, candidate, attempt.keep, uncached
+            )
         if self._in_flight is None:
             started = of_all.load.started
             self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)

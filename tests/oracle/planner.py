@@ -34,12 +34,8 @@ from router.policies import (
     State,
     Weights,
 )
-from router.routing.planner import (
-    ANY_RANK,
-    RECENT_STEP,
-    UNREAD_RANK,
-    RankChoice,
-)
+from router.routing.planner import RECENT_STEP
+from router.routing.question import Question, RankChoice
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits
@@ -114,50 +110,27 @@ class ReferencePlanner:
         self._approximate = approximate
 
     def rank(
-        self,
-        request: RouteRequest,
-        index: PrefixIndex,
-        prompts: Sequence[HashedPrompt],
-        replicas: Iterable[Replica],
-        choice: RankChoice = ANY_RANK,
-        tenant: str = "",
+        self, question: Question, replicas: Iterable[Replica]
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 
         Args:
-            request: What the policy may know of it.
-            index: The model's index.
-            prompts: The request's prompts, from `prepare`.
-            replicas: All that serve the model, whatever their state.
-            choice: What the request allows in the choice of a rank.
-            tenant: Whose it is, where replicas may tell tenants apart.
+            question: What is asked.
+            replicas: All that can serve it, whatever their state.
         Returns:
-            As `scoring.rank`.
+            Those that can take it now, the best first, and the others with their obstacles.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
+        request, index, prompts = question.request, question.index, question.prompts
+        choice, tenant = question.choice, question.tenant
+        if index is None:
+            return self._rank(request, _Found({}, {}, self._clock()), replicas, choice, tenant)
         found = self._find(index, prompts, request.prompt_tokens)
         replicas = list(replicas)
         may_pull = choice.may_pull and len(prompts) == 1
         prefix = self._to_pull(index, prompts, replicas, found) if may_pull else None
         return self._rank(request, found, replicas, choice, tenant, prefix)
-
-    def rank_by_load(
-        self, request: RouteRequest, replicas: Iterable[Replica], tenant: str = ""
-    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
-        """Rank *replicas* for a request whose prompt is not looked at.
-
-        Args:
-            request: What the policy may know of it.
-            replicas: All that can serve it, whatever their state.
-            tenant: Whose it is.
-        Returns:
-            As `scoring.rank`.
-        Raises:
-            PolicyError: A plug-in broke the rules of a policy.
-        """
-        found = _Found({}, {}, self._clock())
-        return self._rank(request, found, replicas, UNREAD_RANK, tenant)
 
     def remember(self, prompts: Sequence[HashedPrompt], source: SourceId) -> None:
         """Count on the prefixes of *prompts* in a cache before its events report them.

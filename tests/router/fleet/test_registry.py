@@ -51,6 +51,8 @@ from router.policies import (
     make_policy,
 )
 from router.routing.planner import RoutePlanner
+from router.routing.question import UNREAD_RANK, Question
+from router.routing.ranker import Known
 from tests.support.waiting import DEADLINE_S
 
 FAST = HealthConfig(
@@ -1062,8 +1064,10 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
 
 def as_decisions_see_it(here: Setting, replica: Replica, now: float) -> Candidate:
     """Where an engine's own load counts for 5 seconds."""
-    planner = RoutePlanner(make_policy("prefix"), here.load, None, (), 5, lambda: now)
-    ranking, excluded = planner.rank_by_load(RouteRequest(model="m", prompt_tokens=0), [replica])
+    known = Known(here.load, engine_load_stale_after_s=5)
+    planner = RoutePlanner(make_policy("prefix"), known, lambda: now)
+    question = Question(RouteRequest(model="m", prompt_tokens=0), choice=UNREAD_RANK)
+    ranking, excluded = planner.rank(question, [replica])
     (found,) = [each.candidate for each in ranking] or excluded
     return found
 

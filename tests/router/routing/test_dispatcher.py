@@ -24,6 +24,7 @@ from router.prompt import Endpoint, LargeWork
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, uncached_tokens
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.routing.terms import Terms
@@ -44,7 +45,9 @@ class Setting:
         self.holders: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str]] = []
         self.responses = StoredResponses(self._has_response)
-        planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(load.books), ())
+        planner = RoutePlanner(
+            make_policy("prefix"), Known(load, recent=RecentPrefixes(load.books))
+        )
         self.large_work = LargeWork()
         self.dispatcher = Dispatcher(
             self.models, self.registry, planner, "prefix", self.responses, self.large_work
@@ -284,7 +287,7 @@ async def test_a_session_is_named_by_the_header_or_else_by_the_body(setting: Set
     for number in range(8):
         setting.add(f"r{number}")
     planner = RoutePlanner(
-        make_policy("session"), setting.load, RecentPrefixes(setting.load.books), ()
+        make_policy("session"), Known(setting.load, recent=RecentPrefixes(setting.load.books))
     )
     dispatcher = Dispatcher(
         *(setting.models, setting.registry, planner, "session"),

@@ -29,16 +29,15 @@ from router.policies import (
 )
 from router.prompt import TokenizedPrompt
 from router.routing.planner import (
-    ANY_RANK,
     MAX_MATCHED_PROMPTS,
     RECENT_STEP,
-    UNREAD_RANK,
-    RankChoice,
     RoutePlanner,
     prepare,
     source_of,
     uncached_tokens,
 )
+from router.routing.question import ANY_RANK, UNREAD_RANK, Question, RankChoice
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
 IDS = list(range(1, 257))
@@ -56,12 +55,14 @@ class Planning:
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
             make_policy(policy),
-            self.load,
-            None if policy == LEAST_DELAY else RecentPrefixes(self.load.books, ttl_s=5),
-            self.suspects,
+            Known(
+                self.load,
+                self.suspects,
+                None if policy == LEAST_DELAY else RecentPrefixes(self.load.books, ttl_s=5),
+                mirror,
+            ),
             clock=lambda: 0.0,
             random=Random(4),
-            mirror=mirror,
         )
 
     def store(
@@ -91,6 +92,15 @@ class Planning:
         tokenized = [TokenizedPrompt(array("I", ids), **keys) for ids in prompts]
         return prepare(self.index, tokenized)
 
+    def question(
+        self,
+        prompts: Sequence[HashedPrompt],
+        tokens: int = len(IDS),
+        choice: RankChoice = ANY_RANK,
+    ) -> Question:
+        request = RouteRequest(model="m", prompt_tokens=tokens)
+        return Question(request, self.index, prompts, choice)
+
     def rank(
         self,
         prompts: Sequence[HashedPrompt],
@@ -98,8 +108,7 @@ class Planning:
         choice: RankChoice = ANY_RANK,
         tokens: int = len(IDS),
     ) -> Sequence[Ranked]:
-        request = RouteRequest(model="m", prompt_tokens=tokens)
-        ranking, excluded = self.planner.rank(request, self.index, prompts, replicas, choice)
+        ranking, excluded = self.planner.rank(self.question(prompts, tokens, choice), replicas)
         assert not excluded
         return ranking
 
@@ -109,7 +118,7 @@ class Planning:
         """Where a request goes; it stays in prefill."""
         chosen = self.rank(prompts, *replicas, tokens=tokens)[0].candidate
         source = SourceId(chosen.replica_id)
-        visit = self.planner.visit("m", self.index, prompts, source, tokens, chosen)
+        visit = self.planner.visit(self.question(prompts, tokens), source, chosen)
         uncached = uncached_tokens(tokens, chosen)
         self.flights.append(self.load.started(chosen.replica_id, uncached, tokens, visit=visit))
         return chosen.replica_id
@@ -175,11 +184,8 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     caches = ApproximateCaches(lost.__getitem__, Mirror(), after_s=10, clock=lambda: 0.0)
     planner = RoutePlanner(
         make_policy("prefix"),
-        planning.load,
-        None,
-        planning.suspects,
+        Known(planning.load, planning.suspects, approximate=caches),
         clock=lambda: 0.0,
-        approximate=caches,
     )
     planning.store(R0, IDS)
     prompts = planning.prompts([*IDS, 0])
@@ -188,8 +194,8 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     planner.note_streams(replica())
 
     def candidates() -> dict[str, Candidate]:
-        request = RouteRequest(model="m", prompt_tokens=len(IDS) + 1)
-        ranking, _ = planner.rank(request, planning.index, prompts, [replica(), silent])
+        question = planning.question(prompts, len(IDS) + 1)
+        ranking, _ = planner.rank(question, [replica(), silent])
         return {ranked.candidate.replica_id: ranked.candidate for ranked in ranking}
 
     found = candidates()
@@ -294,11 +300,13 @@ def test_what_a_replica_was_computing_is_forgotten_with_it_in_the_mirror_too() -
     planning = Planning(mirror=Mirror(clock=lambda: 0.0))
     prompts = planning.prompts(IDS)
     began = planning.only(prompts, replica())
-    planning.planner.visit("m", planning.index, prompts, R0, len(IDS), began)
-    assert planning.planner.expected(prompts, R0, len(IDS), 0) == 255
-    assert planning.planner.expected([*prompts, *prompts], R0, 2 * len(IDS), 16) == 16
+    question = planning.question(prompts)
+    planning.planner.visit(question, R0, began)
+    assert planning.planner.expected(question, R0, 0) == 255
+    two = planning.question([*prompts, *prompts], 2 * len(IDS))
+    assert planning.planner.expected(two, R0, 16) == 16
     planning.planner.forget("r0")
-    assert planning.planner.expected(prompts, R0, len(IDS), 0) == 0
+    assert planning.planner.expected(question, R0, 0) == 0
 
 
 @pytest.mark.parametrize("tokens", [130, 300, 700, 1000, 8000])
@@ -563,8 +571,7 @@ def test_nothing_is_pulled_where_it_would_not_be_there(hindrance: str) -> None:
     elif hindrance == "sick":
         holder.record.check_failed("down")
     prompts = planning.prompts(LONG, *[OTHER_IDS] * (hindrance == "batch"))
-    request = RouteRequest(model="m", prompt_tokens=4000)
-    ranking, _ = planning.planner.rank(request, planning.index, prompts, [holder, other])
+    ranking, _ = planning.planner.rank(planning.question(prompts, 4000), [holder, other])
     assert [each.candidate.pull_from for each in ranking] == [None] * len(ranking)
 
 
@@ -574,10 +581,8 @@ def test_a_full_replica_s_memory_can_still_be_read() -> None:
     in_memory(planning, R0, 3200)
     holder, other = replica("r0", p2p=PEERS), replica("r1", p2p=PEERS)
     holder.draining = True
-    request = RouteRequest(model="m", prompt_tokens=4000)
-    ranking, excluded = planning.planner.rank(
-        request, planning.index, planning.prompts(LONG), [holder, other]
-    )
+    question = planning.question(planning.prompts(LONG), 4000)
+    ranking, excluded = planning.planner.rank(question, [holder, other])
     assert [(each.candidate.replica_id, each.candidate.pull_from) for each in ranking] == [
         ("r1", "r0")
     ]

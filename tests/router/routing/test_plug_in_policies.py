@@ -21,6 +21,8 @@ from router.policies import (
     make_policy,
 )
 from router.routing.planner import RoutePlanner
+from router.routing.question import Question
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
 
@@ -58,11 +60,8 @@ def planning_by(policy: Policy, mirror: Mirror | None = None) -> Planning:
     planning = Planning()
     planning.planner = RoutePlanner(
         policy,
-        planning.load,
-        RecentPrefixes(planning.load.books),
-        planning.suspects,
+        Known(planning.load, planning.suspects, RecentPrefixes(planning.load.books), mirror),
         clock=lambda: 0.0,
-        mirror=mirror,
     )
     return planning
 
@@ -88,11 +87,11 @@ def test_a_plug_in_gets_no_replica_that_cannot_take_the_request() -> None:
     policy = Busiest()
     planning, shut = planning_by(policy), replica("r1")
     shut.draining = True
-    request = RouteRequest(model="m", prompt_tokens=9)
-    ranking, excluded = planning.planner.rank(request, planning.index, [], [replica("r0"), shut])
+    question = Question(RouteRequest(model="m", prompt_tokens=9), planning.index)
+    ranking, excluded = planning.planner.rank(question, [replica("r0"), shut])
     assert [each.candidate.replica_id for each in ranking] == ["r0"]
     assert [(each.replica_id, each.obstacle) for each in excluded] == [("r1", "draining")]
-    assert planning.planner.rank(request, planning.index, [], [shut])[0] == ()
+    assert planning.planner.rank(question, [shut])[0] == ()
     assert len(policy.asked) == 1, "nobody is left to be ranked"
 
 
@@ -157,6 +156,6 @@ def test_a_plug_in_may_let_go_of_a_request_while_it_chooses_among_ranks() -> Non
 
 def test_a_plug_in_may_be_a_built_in_policy_that_is_made_otherwise() -> None:
     """Then the core decides alone."""
-    planner = RoutePlanner(make_policy(LEAST_DELAY), LoadTracker(), None, ())
+    planner = RoutePlanner(make_policy(LEAST_DELAY), Known(LoadTracker()))
     assert not planner.ranker.asks_a_plug_in
-    assert RoutePlanner(Busiest(), LoadTracker(), None, ()).ranker.asks_a_plug_in
+    assert RoutePlanner(Busiest(), Known(LoadTracker())).ranker.asks_a_plug_in

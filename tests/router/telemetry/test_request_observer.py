@@ -26,6 +26,7 @@ from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics
@@ -55,10 +56,11 @@ class Observed:
         self.models = ModelSet([ModelConfig(name="m")], _no_response)
         planner = RoutePlanner(
             make_policy(policy),
-            self.load,
-            RecentPrefixes(self.load.books) if policy == "prefix" else None,
-            (),
-            mirror=self.mirror,
+            Known(
+                self.load,
+                recent=RecentPrefixes(self.load.books) if policy == "prefix" else None,
+                mirror=self.mirror,
+            ),
         )
         responses = StoredResponses(_has_no_response)
         self.large_work = LargeWork()

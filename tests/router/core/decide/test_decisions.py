@@ -32,7 +32,9 @@ from router.policies import (
     make_policy,
 )
 from router.prompt import TokenizedPrompt
-from router.routing.planner import RankChoice, RoutePlanner, prepare
+from router.routing.planner import RoutePlanner, prepare
+from router.routing.question import UNREAD_RANK, Question, RankChoice
+from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.loading import LoadPrices
@@ -267,6 +269,7 @@ class Setting:
         }
         self._has_recent = policy != "least_delay" and not follows
         self.flights: list[InFlight] = []
+        self.loads: list[Any] = []
         settings = PolicySettings(random=Half())
         reference, plug_in = (make_reference(policy, settings) for _ in range(2))
         self.readable = self._planner(ReferencePlanner, reference, ReferenceLoad())
@@ -328,16 +331,13 @@ class Setting:
     def _planner(self, make: Any, policy: Policy, load: LoadTracker | ReferenceLoad) -> Any:
         is_ours = isinstance(load, LoadTracker)
         recent = RecentPrefixes(load.books, 5.0) if is_ours else ReferenceRecent(5.0)
-        planner = make(
-            policy,
-            load,
-            recent if self._has_recent else None,
-            self.suspects,
-            10.0,
-            lambda: self.now,
-            random=Half(),
-            **self._parts,
+        known = dict(self._parts, recent=recent if self._has_recent else None)
+        known |= {"load": load, "suspects": self.suspects, "engine_load_stale_after_s": 10.0}
+        clock = {"clock": lambda: self.now, "random": Half()}
+        planner = (
+            make(policy, Known(**known), **clock) if is_ours else make(policy, **known, **clock)
         )
+        self.loads.append(load)
         for told in self._fleet:
             for uncached, prompt, rank, responds in told["flights"]:
                 self.flights.append(load.started(told["id"], uncached, prompt, rank))
@@ -351,8 +351,8 @@ class Setting:
         return prepare(self.index, [TokenizedPrompt(array("I", ids)) for ids in prompts])
 
     def take_others(self, loads: Mapping[Any, ReplicaLoad]) -> None:
-        for planner in self.all:
-            planner._load.take_others(loads)
+        for load in self.loads:
+            load.take_others(loads)
 
     def pass_gates(self, steps: Mapping[str, Sequence[str]]) -> None:
         """Let something happen at each replica."""
@@ -395,23 +395,20 @@ class Setting:
         steps[what]()
 
     def _send(self, replica: Replica, tokens: int) -> None:
-        for planner in self.all:
-            self.flights.append(planner._load.started(replica.id, tokens, 900, 0))
+        for load in self.loads:
+            self.flights.append(load.started(replica.id, tokens, 900, 0))
 
     def ask(self, planner: Any, question: dict[str, Any]) -> tuple[Any, Any]:
         request = RouteRequest(
             model="m", prompt_tokens=question["length"], session=question["session"]
         )
+        tenant = question["tenant"]
         if question["by_load"]:
-            return planner.rank_by_load(request, self.replicas, question["tenant"])
-        return planner.rank(
-            request,
-            self.index,
-            self._prepared([PROMPTS[name] for name in question["prompts"]]),
-            self.replicas,
-            question["choice"],
-            question["tenant"],
-        )
+            asked = Question(request, choice=UNREAD_RANK, tenant=tenant)
+        else:
+            prompts = self._prepared([PROMPTS[name] for name in question["prompts"]])
+            asked = Question(request, self.index, prompts, question["choice"], tenant)
+        return planner.rank(asked, self.replicas)
 
 
 def plain(candidate: Candidate) -> Candidate:

@@ -1,0 +1,47 @@
+"""One request as replicas are ranked for it; a cache follows it by the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.index import HashedPrompt, PrefixIndex
+from router.policies import RouteRequest
+
+
+class RankChoice(NamedTuple):
+    """Holds what a request allows in the choice of a data-parallel rank."""
+
+    is_read: bool = True
+    """Whether the engine reads the rank that it is asked for. If not, only what every rank would
+    reuse counts."""
+    asked: int | None = None
+    """The rank that the client asks for, where clients may."""
+    may_pull: bool = True
+    """Whether the engine reads from which peer it is to pull."""
+
+
+ANY_RANK = RankChoice()
+UNREAD_RANK = RankChoice(is_read=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request, as replicas are ranked for it."""
+
+    request: RouteRequest
+    """What the policy may know of it."""
+    index: PrefixIndex | None = None
+    """Its model's; None: it names no model."""
+    prompts: Sequence[HashedPrompt] = ()
+    """From `prepare`; none where they are not looked at."""
+    choice: RankChoice = ANY_RANK
+    """What it allows in the choice of a rank."""
+    tenant: str = ""
+    """Whose it is, where replicas may tell tenants apart. Never in a metric or a log."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Over all prompts, as far as they are known."""
+        return self.request.prompt_tokens
