@@ -60,7 +60,7 @@ _POSITIONS = {
 _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
 )
-"""Of an unknown event's type: its name says that blocks go, and it does not say which."""
+"""Names that tell that an event of unknown type takes blocks away, without telling which."""
 
 
 _MOONCAKE = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}

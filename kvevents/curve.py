@@ -22,7 +22,7 @@ from kvevents.errors import CurveError
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
 ZAP_DOMAIN = "kvevents"
-"""Of all sockets that publishers bind (rfc.zeromq.org/spec/27)."""
+"""The domain of all sockets that publishers bind (rfc.zeromq.org/spec/27)."""
 # Z85 (rfc.zeromq.org/spec/32): 40 characters for 32 bytes.
 _KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")
 PUBLIC_KEY_CHARS = 40

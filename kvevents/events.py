@@ -254,7 +254,7 @@ class KVEventAggregator:
             raise ValueError(f"num_workers is {num_workers}: at least one worker reports events")
         self._num_workers = num_workers
         self._reports: dict[Event, list[_Report]] = {}
-        """Of each event its first report, its second, ...: who has made it so far."""
+        """By event: its first report, its second, ..., each with who has made it so far."""
         self._order = count()
 
     def add_events(self, worker: int, events: Iterable[Event]) -> None:

@@ -6,7 +6,7 @@ shown, and its annotation what it is called as a metric.
     blocks: Annotated[dict[tuple[int, str], int], gauge("kvroute_index_blocks", "group", "tier")]
     \"\"\"Distinct blocks held.\"\"\"
 
-A mapping has a series for each of its keys, which are the values of the labels named. Whoever
+A mapping has a series for each of its keys, which are the values of the labels named. A reader that
 exports metrics reads both with `metrics_of`; documents of interfaces read `field_docs`.
 """
 

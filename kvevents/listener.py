@@ -4,7 +4,7 @@ llm-d's and KServe's engines connect out and publish under `kv@<pod>@<model>`. A
 SUB socket and gives each pod's messages to the `Channel` that is registered under its name. To a
 subscriber each connection of a publisher is as if it had connected there itself: what comes over it
 comes from one process, and when it ends, it shows. Who a publisher is, its topic alone says:
-whoever reaches the address can publish as any pod that does not publish now.
+a process that reaches the address can publish as any pod that does not publish now.
 
 Whatever publishers send, memory is bounded: what a channel holds, and how many unknown topics are
 remembered.
@@ -44,7 +44,7 @@ class ListenLimits:
     """How much may wait, and be remembered."""
 
     channel_bytes: int = 256 * 2**20
-    """Of batches that wait in one channel; what is over is dropped, and missing in its sequence."""
+    """The bound on batches that wait in one channel; more are dropped, and leave a gap."""
     unknown_topics: int = 256
     """Remembered one by one; the messages of more are only counted."""
     taken_over_after_s: float = 10.0
@@ -242,7 +242,7 @@ class Listener:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._fds: set[int] = set()
-        """Of the connections that are up."""
+        """The descriptors of the connections that are up."""
         self.endpoint = str(endpoint)
         """Once it is open, with the port that the system picked."""
         self._channels: list[Channel] = []

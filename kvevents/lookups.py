@@ -30,7 +30,7 @@ def is_numeric(host: str) -> bool:
 
 async def addresses(host: str) -> list[str]:
     """Look *host* up, unless it is an address itself; those who ask meanwhile get the same answer.
-    Whoever is cancelled leaves the lookup to the others.
+    A caller that is cancelled leaves the lookup to the others.
 
     Raises:
         OSError: It has no address.

@@ -22,7 +22,7 @@ SNAPSHOT_START = b"snapshot"
 only the end marker. It may come to reply with a snapshot of its own form (see
 `kvevents.delivery.last_in_snapshot`). An endpoint for snapshots takes it, too."""
 PUBLISHER_BYTES = 16
-"""Of a process's name in a batch, or in a snapshot of an endpoint of its own."""
+"""The length of a process's name in a batch, or in a snapshot of an endpoint of its own."""
 NOTHING_PUBLISHED = -1
 _UNAVAILABLE = -2
 MAX_SEQ = 2**63 - 1

@@ -95,10 +95,10 @@ class Questions:
         self._tracker = self.delivery.tracker
         self._client: ReplayClient | SnapshotClient | None = None
         self._next: Batch | None = None
-        """Of the answer under way, the first batch that was not handed on; None at its end."""
+        """The first batch of the answer under way that was not handed on; None at its end."""
         self._last_in_snapshot = NOTHING_PUBLISHED
         self._named: str | None = None
-        """Of the snapshot under way, the publisher, where an endpoint of its own says so."""
+        """The publisher of the snapshot under way, where an endpoint of its own names it."""
         self._is_refused = False
         """There is no snapshot for now, and nothing else to ask."""
         self._asked_from: int | None = None

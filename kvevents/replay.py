@@ -17,7 +17,7 @@ from kvevents.sockets import SocketConnection, SocketLimits
 _SNAPSHOTS_AT_ONCE = 3
 _SNAPSHOTS_WITHIN_S = 30.0
 _HEAD_FRAMES = 3
-"""Of the reply of a snapshot endpoint, before its payloads."""
+"""Frames of a snapshot endpoint's reply before its payloads."""
 
 
 @dataclass(frozen=True, slots=True)

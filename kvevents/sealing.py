@@ -1,6 +1,6 @@
 """Block hashes under a key, for streams that carry no token ids.
 
-A block hash alone tells nothing that was not known, but whoever guesses a prompt can compute its
+A block hash alone tells nothing that was not known, but anyone who guesses a prompt can compute its
 hash and see that it is there. Under a key only its holders can: a block is announced as
 HMAC-SHA256(key, the engine's hash), where that is a SHA-256 chain over parent, token ids and extra
 keys. A consumer with the key and the engine's hash function computes the same of a prompt.

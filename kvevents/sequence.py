@@ -98,8 +98,7 @@ class SequenceTracker:
         self._remembered = remembered
         self._fingerprints = array("Q", bytes(8 * remembered))
         self._first = 0
-        """Of the batches up to `last` none is missing from here on; as many as fit are remembered.
-        """
+        """From here on no batch up to `last` is missing; as many as fit are remembered."""
 
     def classify(self, seq: int, digest: int) -> Input:
         """The fate of a batch by its number, for one who has applied everything up to `last`.

@@ -79,9 +79,9 @@ class State(Enum):
     OVERFULL = "overfull"
     """The consumer could not keep all of a snapshot; another one would not fit either."""
     ADRIFT = "adrift"
-    """As INCOMPLETE, but adrift."""
+    """Like INCOMPLETE, but adrift."""
     HOLED_ADRIFT = "holed_adrift"
-    """As HOLED, but adrift."""
+    """Like HOLED, but adrift."""
 
     DEAD = "dead"
     """No longer followed."""
@@ -149,7 +149,7 @@ class Input(Enum):
     IDENTITY_CHANGED = "identity changed"
     """It names another process than the one followed."""
     MALFORMED = "malformed"
-    """Of the right number, but unreadable."""
+    """The number is right, but the batch is unreadable."""
 
     # Time.
     SILENCE = "silence"
@@ -166,7 +166,7 @@ class Input(Enum):
     REPLAY_END = "replay end"
     """It was read to its end."""
     STRANGERS = "strangers"
-    """It was read to its end, and live batches waited that whoever answers never sent."""
+    """It was read to its end, and live batches waited that the answering process never sent."""
     CUT_SHORT = "cut short"
     """It broke off or had a hole, after something new, or for the first time without."""
     LOST = "lost"

@@ -54,7 +54,7 @@ class RequestContext:
 
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
-    """What the client's request says to the tiers, as it came: not checked by anyone before."""
+    """What the client's request says to the tiers, as it came, unchecked."""
     at_peer: PeerBlocks | None = field(default=None, hash=False)
     """What of it another engine holds."""
 

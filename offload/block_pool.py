@@ -38,7 +38,7 @@ class GroupPoolStatistics:
     evicted: int = 0
     """Copies that lost their hash because their block was needed, or by `evict_blocks`."""
     evicted_after_sliding: int = 0
-    """Of these, blocks that a window or a state had moved past."""
+    """Evicted blocks that a window or a state had moved past."""
 
 
 @dataclass(frozen=True, slots=True)

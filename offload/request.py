@@ -21,7 +21,7 @@ RETENTION_HINTS = 1
 
 @dataclass(frozen=True, slots=True)
 class RetentionHints:
-    """Which of a request's blocks later requests will ask for, as whoever routes them knows.
+    """Which of a request's blocks later requests will ask for, as the router knows.
 
     They matter to groups that keep sparsely (`CacheConfig.retention_interval`): windows and states.
     Each named boundary costs a window's blocks, or a state.

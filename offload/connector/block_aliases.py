@@ -28,7 +28,7 @@ class BlockAliases:
         """
         self._sizes = blocks_per_offloaded_block
         self._prepared: dict[OffloadKey, Sequence[bytes]] = {}
-        """Of blocks that are about to be stored."""
+        """The block hashes of blocks that are about to be stored."""
         self._block_hashes: dict[OffloadKey, Sequence[bytes]] = {}
         """The block hashes of blocks that can be loaded."""
         self._covering: dict[tuple[GroupIdx, bytes], dict[OffloadKey, None]] = {}

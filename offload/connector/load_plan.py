@@ -39,7 +39,7 @@ class ExternalHit:
     """The whole hit. It may be the whole prompt: then the scheduler computes the last token again,
     over the same block."""
     num_external_tokens: int
-    """Of these, tokens behind the GPU's hit."""
+    """Those tokens of it that are behind the GPU's hit."""
     pieces: Sequence[Piece] = ()
     """Group by group, each group's in the order of the prompt."""
 

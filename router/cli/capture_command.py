@@ -98,7 +98,7 @@ async def _capture(arguments: argparse.Namespace) -> Captured:
     done = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, done.set)
-    progress = (lambda _text: None) if arguments.json else _say
+    progress = (lambda _text: None) if arguments.json else _print_progress
     limits = CaptureLimits(arguments.batches, arguments.queries, arguments.seconds)
     if arguments.url is not None:
         return await _capture_router(arguments, limits, progress, done)
@@ -147,7 +147,7 @@ async def _only_replica(router: RunningRouter) -> str:
     return replicas[0].id
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(f"capture: {text}", file=sys.stderr)
 
 

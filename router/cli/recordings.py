@@ -272,7 +272,7 @@ class Prediction:
     predicted: int
     """Tokens the index predicts to be reused, from any tier."""
     predicted_gpu: int
-    """Of these, from the GPU."""
+    """The part of it on the GPU."""
     hit: int
     """Tokens the engine reused."""
 

@@ -34,7 +34,7 @@ class BoardConfig(Section, frozen=True):
     """Required with a `url`, the same at all routers: what they say is sealed with it, and it makes
     their keys of prefixes the same."""
     prefix: Prefix = "kvroute"
-    """Of keys and channel; routers of another one do not receive these.
+    """The prefix of keys and channel; routers with another one do not receive these.
 
     Change it when routers of another fleet use the same server."""
     ca: PlacedPath | None = None

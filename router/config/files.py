@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 Stamp = tuple[int, int, int]
-"""Of a file's content, without reading it: a change changes one of them. Links are followed, so it
-notices a mounted ConfigMap that changes as well."""
+"""Stands for a file's content without reading it: a change changes one of the numbers. Links are
+followed, so a mounted ConfigMap that changes is noticed as well."""
 
 
 def stamp_of(path: Path) -> Stamp | None:

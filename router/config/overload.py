@@ -50,7 +50,7 @@ class OverloadConfig(Section, frozen=True):
     )
     """Change it when you have other classes; highest first."""
     default_priority: KeyName = "normal"
-    """Of requests for which neither their key nor their header names one.
+    """The class of requests for which neither their key nor their header names one.
 
     Change it when requests without a priority of their own should be of another class."""
     priority_header: HeaderName | None = None

@@ -82,7 +82,7 @@ class RetriesConfig(Section, frozen=True):
 
     Change it when more or fewer requests may be retried at once."""
     late_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.05
-    """Of the streams that the data plane decides by itself, how many may be sent to a second
+    """How many of the streams that the data plane decides by itself may be sent to a second
     replica as well since their first byte is late by what is usual; 0: none.
 
     Change it to 0 when no request may be computed twice."""
@@ -167,8 +167,8 @@ class ServerConfig(Section, frozen=True):
 
     Change it when requests get 503 `overloaded` although the replicas have room."""
     max_buffered_bytes: Bytes = 1024 * 1024 * 1024
-    """Of the bodies of all requests under way; more are refused with 503. Parsing one takes several
-    times its size for a moment.
+    """The bound on the bodies of all requests under way; more are refused with 503. Parsing one
+    takes several times its size for a moment.
 
     Change it when clients send more, or larger, bodies at once than the router's memory holds:
     those of all requests under way together; further ones get 503 `overloaded`."""

@@ -293,7 +293,7 @@ PolicyName = Annotated[
 ]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
 PlacedPath = Annotated[FilePath, AfterValidator(_placed)]
-"""Of a file; relative to the configuration's own."""
+"""The path of a file; relative to the configuration's own."""
 UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), PLAIN]
 ProxiedPathPattern = Annotated[
     str, Field(max_length=256), PLAIN, AfterValidator(_check_proxied_path)

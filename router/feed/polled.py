@@ -346,7 +346,7 @@ class Pollers:
         Args:
             endpoint: What is asked, with its path.
             rank: Which of its events are meant.
-            headers: Sent along, by whoever registers first.
+            headers: Sent along; those of the first rank that registers.
             allows: Whether an address may be connected to.
 
         Raises:

@@ -31,7 +31,7 @@ class SnapshotKeeper:
         self.saved = self.failures = 0
         """Snapshots."""
         self.saved_bytes = 0
-        """Of the last one."""
+        """The size of the last one."""
 
     async def run(self) -> None:
         """Save until cancelled."""

@@ -40,7 +40,7 @@ class PeerLimits(NamedTuple):
     """Bounds on what is taken from others."""
 
     within_s: float
-    """In all, whoever is asked."""
+    """In all, over all peers."""
     max_bytes: int
     max_age_s: float
 

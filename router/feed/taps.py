@@ -1,4 +1,4 @@
-"""Passes on what happens at one cache, as it happens, to whoever records it: batches as they are
+"""Passes on what happens at one cache, as it happens, to a recorder: batches as they are
 applied, prompts as they are sent there, and what the engine then reports of them.
 
 Nothing is kept without a listener. The lines are those of `router/cli/recordings.py`.
@@ -20,7 +20,7 @@ from router.index import SourceId
 
 MAX_TAPS = 4
 MAX_WAITING_BYTES = 64 * 2**20
-"""Of lines that wait for their listener; one that is slower than that is cut off."""
+"""The bound on lines that wait for their listener; a slower one is cut off."""
 MAX_STATE_BYTES = 128 * 2**20
 
 

@@ -31,7 +31,7 @@ TENANT_BACKING_OFF = "asked to be left alone by this client for a while"
 BREAKER_OPEN = "failing too many requests"
 BEING_PROBED = "being probed after it failed too many requests"
 PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BREAKER_OPEN, BEING_PROBED))
-"""Obstacles for which it makes sense to wait. Whoever is told off alone is told to come back."""
+"""Obstacles for which it makes sense to wait. A tenant refused alone is told when to come back."""
 MAX_TENANTS_TOLD_OFF = 1024
 """At one replica; the one who may come back soonest is forgotten first."""
 SLOWEST = 0.1

@@ -15,8 +15,8 @@ tokens is overtaken by shorter ones that came up to 3 s later, and by none that 
 of any length by none that came 4.1 s later. Without that bound the longest wait longer, and the
 mean is no better. Other functions of the tokens trade the same for the same (docs/steering.md).
 
-Where the bounds are reached, the last one of whoever has most waiting in the lowest class has to
-go: a tenant that floods the line displaces its own requests, and no other's.
+Where the bounds are reached, the tenant that has most waiting in the lowest class loses its last
+one: a tenant that floods the line displaces its own requests, and no other's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In come batches of events (`PrefixIndex.apply`) and prompts (`PrefixIndex.match`); out go hits, by
 source. Both are compiled (`router/core/index`, `router/core/mirror`); `tests/oracle` has them in
-Python that can be read, and defines what they answer: whoever changes a rule begins there.
+Python that can be read, and defines what they answer: a change of a rule begins there.
 
 Events say what a cache holds; they do not say who used it last. The router knows: it sent the
 requests. So the mirror keeps, for every cache, the requests in the order of their end with what

@@ -248,7 +248,7 @@ class SourceStatistics:
     ]
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
-    """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
+    """By name of each store it shares: (group, tier) -> distinct blocks, by any writer."""
     removed: Mapping[int, int] = field(default_factory=dict)
     """Group -> blocks removed from the GPU since the source was added or cleared; those of an event
     that clears the cache do not count."""

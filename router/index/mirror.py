@@ -134,7 +134,7 @@ class Mirror:
             self._told[number] = told
         return list(self._told.values())
 
-    def hear(self, others: Iterable[Prefilling]) -> None:
+    def take_others(self, others: Iterable[Prefilling]) -> None:
         """Take over what is being computed for others, in place of what was; the same object
         stands for the same prompt."""
         before, self._heard = self._heard, {}
@@ -176,7 +176,7 @@ class Mirror:
         """How probable it is that something will be used again.
 
         Args:
-            idle_s: For how long nobody has.
+            idle_s: For how long it has not been used.
         """
         return self.core.reuse_probability(self.number_of_model(model), idle_s)
 

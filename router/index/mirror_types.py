@@ -59,7 +59,7 @@ class Prefilling:
     tokens: int
     """The length of the prompt."""
     queued_tokens: int
-    """Of these, the last ones, which have still to be computed."""
+    """The last of these, which have still to be computed."""
     keys: Sequence[int]
     """The prompt's, every `STEP` tokens."""
 

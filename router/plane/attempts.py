@@ -118,7 +118,7 @@ class RetryLimits:
     """
 
     further_attempts: int = 2
-    """Of one request, after its first."""
+    """Attempts of one request after its first."""
     budget_share: float = 0.1
     """How many of all requests may be tried again in the long run where that may do harm."""
     budget_burst: int = 10

@@ -1,4 +1,4 @@
-"""A client's request that the core holds, as whoever serves it sees one."""
+"""A client's request that the core holds, as the code that serves it sees one."""
 
 from __future__ import annotations
 

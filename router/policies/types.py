@@ -126,7 +126,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
     """What the client says its conversation is; None if it says nothing."""
     prefill_tokens_per_s: float = 10_000.0
-    """Of a replica at speed 1, as it was learned."""
+    """The speed of a replica whose `speed` is 1, as it was learned."""
     keys: Sequence[int] = ()
     """The keys of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal
     prefixes. Empty for a batch."""

@@ -30,7 +30,7 @@ PROCESSES = 2
 MAX_SECONDS = 120.0
 """For one piece of work; then its process is ended."""
 PIECE_BYTES = 64 * 1024
-"""Of a pickle: about half a millisecond."""
+"""The part of a pickle made or read at once: about half a millisecond."""
 
 _LENGTHS = struct.Struct("!QQ")
 _START = (

@@ -31,7 +31,7 @@ class Endpoint(str, Enum):
 
 
 MODEL_LENGTH = -1
-"""Of `Truncation.max_tokens`: as many as the model takes; in vLLM one less where it generates."""
+"""In `Truncation.max_tokens`: as many as the model takes; in vLLM one less where it generates."""
 
 
 @dataclass(frozen=True, slots=True)

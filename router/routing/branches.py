@@ -68,7 +68,7 @@ class BranchPoints:
         """
         self._step = step
         self._following: dict[int, int | _Tail | None] = {}
-        """By key: the next key of whoever came first, or how its prompt ended."""
+        """By key: the next key of the prompt that came first, or how its prompt ended."""
         self._branches: dict[int, _Branch] = {}
         """By key behind which prompts part, the one that was asked for last at the end."""
 

@@ -42,7 +42,7 @@ class StoredResponsesStatistics:
     asked: Annotated[int, counter("kvroute_response_lookups")]
     """Times that the replicas were asked who has a stored response."""
     found: int
-    """Of these, how often one had it."""
+    """How often one had it."""
 
 
 class ResponseOwner:

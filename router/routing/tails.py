@@ -17,7 +17,7 @@ _SAMPLES = 256
 _ENOUGH = 16
 """Exact lengths, from which on the others, which are up to a step too long, do not count."""
 LEAST_SHARE = 0.05
-"""Of new prompts: where fewer part from a later one, nothing is expected of them."""
+"""Where a smaller share of new prompts parts from a later one, nothing is expected of them."""
 MOST_GUESSES = 2
 
 

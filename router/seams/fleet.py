@@ -80,7 +80,7 @@ class OrderedBy(IntEnum):
     HEADER = 1
     """vLLM's; the lowest goes first."""
     FIELD = 2
-    """Of the body; likewise."""
+    """A field of the body; likewise."""
     NEGATED_FIELD = 3
     """The highest goes first."""
 
@@ -92,7 +92,7 @@ class AtGateway(NamedTuple):
     endpoint: str
     address: str
     block_tokens: tuple[tuple[int, int], ...] = ()
-    """Of a block, by rank, where its engine has said so."""
+    """The tokens of a block, by rank, where its engine has announced them."""
 
 
 class Way(NamedTuple):
@@ -128,7 +128,7 @@ class ServedName(NamedTuple):
     ways: list[Way]
     """To each replica of the fleet, in its order."""
     most_tokens: int
-    """Of a prompt; longer ones are asked in Python."""
+    """The longest prompt; longer ones are decided in Python."""
     adapter: str | None
     stream_first_byte_s: float
     is_read_first: bool

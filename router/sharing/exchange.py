@@ -142,7 +142,7 @@ class Sharing:
             {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
             for slot in slots.values()
         )
-        self.mirror.hear(received)
+        self.mirror.take_others(received)
         now = self.clock()
         for writer, slot in slots.items():
             known = self._begun.get(writer)

@@ -12,11 +12,11 @@ from router.errors import RouterError
 
 VERSION = 2
 MAX_BYTES = 1_000_000
-"""Of one slot."""
+"""The bound on one slot."""
 MAX_PREFIX_BYTES = 96 * 1024
-"""Of all prefixes in a slot together."""
+"""The bound on all prefixes in a slot together."""
 MAX_KEYS = 512
-"""Of one prefix: the first 32,768 tokens."""
+"""The keys of one prefix: the first 32,768 tokens."""
 
 _Id = Annotated[str, msgspec.Meta(max_length=256)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -53,7 +53,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     tokens: _Number
     """The length of the whole prompt."""
     queued_tokens: _Number
-    """Of these, the last ones, which have still to be computed there. They are in its load too."""
+    """The last of these, which have still to be computed there. They are in its load too."""
     keys: Annotated[bytes, msgspec.Meta(max_length=_KEY_BYTES * MAX_KEYS)]
     """From `pack_keys`."""
 

@@ -1,9 +1,9 @@
 """The board of routers on several machines: Valkey or Redis.
 
-Each process has a key of its own, which expires, and says every change on one channel: whoever
-listens receives it at once, and whoever comes later finds the keys. Both take one round trip, in a
-task of their own, with at most one under way. While the server is away, what the others said
-expires here as it does there, and each process goes on with what it knows itself.
+Each process has a key of its own, which expires, and publishes every change on one channel: a
+subscriber receives it at once, and a process that starts later finds the keys. Both take one round
+trip, in a task of their own, with at most one under way. While the server is away, what the others
+published expires here as it does there, and each process goes on with what it knows itself.
 
 What comes from the server is sealed with the secret that all share: without it no one who reaches
 the server can make up load or read whose keys are whose. Nor can messages be repeated that someone
@@ -57,7 +57,7 @@ WARNED_S = 60.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
 """Before the next try, while the server is away."""
 TIMEOUT_S = 2.0
-"""Of one round trip."""
+"""For one round trip."""
 _SEAL_BYTES = 16
 _NAME_BYTES = 16
 _STAMP = struct.Struct(">Qd")
@@ -174,12 +174,12 @@ class ValkeyBoard(Board):
         self._clock = clock
         self._wall_clock = wall_clock
         self._number = 0
-        self._said = b""
+        self._slot = b""
         self._is_new = asyncio.Event()
         self._heard: dict[bytes, _Word] = {}
         """By name."""
         self._doubt = ClockDoubt(clock)
-        self._is_heard = self._is_hearing = False
+        self._is_publishing = self._is_subscribed = False
         # The client may swallow a cancellation that meets the end of a call.
         self._is_over = False
         self._published = self._failures = 0
@@ -188,7 +188,7 @@ class ValkeyBoard(Board):
 
     @override
     def publish(self, slot: bytes) -> None:
-        self._said = slot
+        self._slot = slot
         self._is_new.set()
 
     @override
@@ -210,7 +210,7 @@ class ValkeyBoard(Board):
         now = self._clock()
         ages = [now - word.at for _, word in self._fresh()]
         return BoardStatistics(
-            self._is_heard and self._is_hearing,
+            self._is_publishing and self._is_subscribed,
             len(ages),
             max(ages, default=0.0),
             self._published,
@@ -224,7 +224,10 @@ class ValkeyBoard(Board):
 
     @override
     async def run(self, on_news: Callable[[], None]) -> None:
-        tasks = [asyncio.create_task(self._speak()), asyncio.create_task(self._hear(on_news))]
+        tasks = [
+            asyncio.create_task(self._publish_changes()),
+            asyncio.create_task(self._subscribe(on_news)),
+        ]
         try:
             # Not `gather`, which waits for tasks that it cancelled: the client may swallow that,
             # and they would not know yet that it is over.
@@ -238,28 +241,28 @@ class ValkeyBoard(Board):
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._server.aclose()
 
-    # --- speaking ---------------------------------------------------------------------------------
+    # --- publishing -------------------------------------------------------------------------------
 
-    async def _speak(self) -> None:
+    async def _publish_changes(self) -> None:
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while not self._is_over:
             self._is_new.clear()
             try:
-                await self._say()
+                await self._publish()
             except _AWAY as error:
-                self._note_away(self._is_heard, error)
-                self._is_heard = False
+                self._note_away(self._is_publishing, error)
+                self._is_publishing = False
                 await asyncio.sleep(retry.next_delay())
                 continue
-            self._is_heard = True
+            self._is_publishing = True
             retry.reset()
             await asyncio.sleep(SPACING_S)
             beat = asyncio.get_running_loop().call_later(BEAT_S, self._is_new.set)
             await self._is_new.wait()
             beat.cancel()
 
-    async def _say(self) -> None:
-        message = self._sealed(self._said)
+    async def _publish(self) -> None:
+        message = self._sealed(self._slot)
         key = self._prefix + self._name.hex()
         async with self._server.pipeline(transaction=False) as pipeline:
             pipeline.set(key, message, px=int(EXPIRY_S * 1000))
@@ -277,20 +280,20 @@ class ValkeyBoard(Board):
 
     # --- receiving --------------------------------------------------------------------------------
 
-    async def _hear(self, on_news: Callable[[], None]) -> None:
+    async def _subscribe(self, on_news: Callable[[], None]) -> None:
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while not self._is_over:
             try:
                 async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._channel)
                     await self._find_those_before()
-                    self._is_hearing = True
+                    self._is_subscribed = True
                     retry.reset()
                     logger.info("board: connected")
                     await self._listen(channel, on_news)
             except _AWAY as error:
-                self._note_away(self._is_hearing, error)
-                self._is_hearing = False
+                self._note_away(self._is_subscribed, error)
+                self._is_subscribed = False
             await asyncio.sleep(retry.next_delay())
 
     async def _find_those_before(self) -> None:

@@ -53,7 +53,7 @@ class Shortages:
     def note_failure_of_loop(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
-        """Handle what an event loop could not raise to anyone: memory that it did not get for
+        """Handle what an event loop has nobody to raise to: memory that it did not get for
         itself, such as for what it reads from a socket, is a shortage like any other."""
         if isinstance(context.get("exception"), MemoryError):
             self.note("memory")

@@ -21,7 +21,7 @@ MAX_FORM_PARTS = 256
 _MAX_PART_HEAD_BYTES = 8192
 _MAX_FIELD_BYTES = 1024
 _SEARCH_STEP_BYTES = 1024 * 1024
-"""Of a form, at a time: other threads get their turn in between."""
+"""The part of a form searched at a time: other threads get their turn in between."""
 
 _BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
@@ -30,7 +30,7 @@ _FIELD = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]*[ \t]*:[^\r\n]*")
 _PARAMETER = re.compile(
     rb""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|([^\s;"]*))\s*(?=;|\Z)"""
 )
-"""Of a header (RFC 9110, 5.6.6)."""
+"""A parameter of a header (RFC 9110, 5.6.6)."""
 
 
 class ClientLeft(Exception):

@@ -344,7 +344,7 @@ class Holding(NamedTuple):
     all_tiers: int
     groups: Sequence[Mapping[str, Any]]
     exactness: Mapping[str, Any] = {}
-    """Of an answer that may not be exact: whether it is, and why not."""
+    """Says of an answer that may not be exact whether it is, and why not."""
 
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:

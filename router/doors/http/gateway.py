@@ -179,8 +179,7 @@ class Gateway:
 
 @dataclass(slots=True)
 class Begun:
-    """Holds what was begun for a request where its prompt was read, for whoever serves it in the
-    end."""
+    """Holds what was begun for a request where its prompt was read, for the code that serves it."""
 
     usage: KeyUsage | None = None
     """The usage of its key; it has entered."""

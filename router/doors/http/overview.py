@@ -80,7 +80,7 @@ class StoreSummary(View, frozen=True, kw_only=True):
     name: str
     model: str
     blocks: int
-    """Over all KV cache groups, whoever wrote them."""
+    """Over all KV cache groups, by any writer."""
     replicas: int
     """That share it and are followed."""
 

@@ -59,7 +59,7 @@ class CacheView(View, frozen=True, kw_only=True):
 
     blocks: list[BlockCount]
     stores: dict[str, list[BlockCount]] = msgspec.field(default_factory=dict)
-    """By name of the stores that it shares: blocks there, whoever wrote them."""
+    """By name of the stores that it shares: blocks there, by any writer."""
     unplaced_blocks: int
     """Their prefix is not known; without a known hash function no prompt can find them."""
     waiting_runs: int

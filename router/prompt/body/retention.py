@@ -23,7 +23,7 @@ from router.prompt.prompts import Endpoint
 
 _PLAIN = b"kvroute", SOURCE.encode()
 _ESCAPE = b"\\u00"
-"""Of the letters of a name in a string."""
+"""What an escaped letter of a name begins with in a string."""
 
 
 class HintForm(Enum):

@@ -363,7 +363,7 @@ class _BoundedCode(CodeGenerator):
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         if self._is_plain(frame):
-            # Written and forgotten: whoever joins the pieces counts them.
+            # Written and forgotten: the pieces are counted when they are joined.
             self.write("(t_out if type(t_out := ")
         else:
             super()._output_child_pre(node, frame, finalize)

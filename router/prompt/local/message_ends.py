@@ -18,7 +18,7 @@ from router.prompt.local.segments import Segmenter
 from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
 
 MOST_EXPECTED = 8
-"""Of a chat: its first messages are those that others have too."""
+"""The first messages of a chat, of which others may have the same."""
 _MOST_PIECES = 4096
 _HEADER_CHARS = 128
 """So much may lie between an anchor and the message that it belongs to."""

@@ -373,7 +373,7 @@ class ReferenceMirror:
         found.sort(key=attrgetter("number"))
         return found
 
-    def hear(self, others: Iterable[Prefilling]) -> None:
+    def take_others(self, others: Iterable[Prefilling]) -> None:
         """Take over what is being computed for others, in place of what was; the same object
         stands for the same prompt."""
         before, self._heard = self._heard, dict.fromkeys(others)

@@ -744,7 +744,7 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
         elif keys := mirrored.prompt(ids).prefix_keys(STEP):
             heard.append(Prefilling(number, "m", source, length, length, keys))
             gone = mirrored.prompt(wanted).prefix_keys(STEP)
-            mirrored.mirror.hear(
+            mirrored.mirror.take_others(
                 [*heard, Prefilling(-1, "m", source, len(wanted), 1, gone)] if gone else heard
             )
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, wanted)))  # noqa: B905
@@ -753,6 +753,6 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
         shared = min(length if is_equal else same // STEP * STEP, len(wanted) - 1)
         if shared:
             expected[source] = max(expected.get(source, 0), shared)
-    mirrored.mirror.hear(heard)
+    mirrored.mirror.take_others(heard)
     found = mirrored.mirror.in_prefill(mirrored.prompt(wanted), len(wanted))
     assert {source: coming.tokens for source, coming in found.items()} == expected

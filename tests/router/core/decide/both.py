@@ -73,7 +73,7 @@ class BothMirrors:
 
     def hear(self, others: Sequence[Prefilling]) -> None:
         for each in (self.python, self.native):
-            each.hear(others)
+            each.take_others(others)
 
     # --- what they say ---
 
