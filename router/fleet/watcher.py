@@ -210,6 +210,8 @@ class Watcher:
                 self._replica.checked_at = self._clock()
                 self._listener.on_check(self._replica, error)
             is_well = self._replica.is_healthy and not self._replica.checks_fail_since
+            if is_well and self._config.scrape_metrics and self._pace.is_quiet:
+                self._look_now.set()  # over the connection that was just used
             interval_s = self._pace.interval_s if is_well else self._config.interval_s
             await self._pause(self._check_now, began, interval_s)
 
@@ -245,9 +247,11 @@ class Watcher:
         if not self._config.scrape_metrics:
             return until_discovery_s
         load = self._replica.engine_load
-        # What counts against it may soon be over.
-        is_loaded = self._replica.foreign_requests or (load is not None and load.waiting)
-        interval_s = self._config.interval_s if is_loaded else self._pace.interval_s
+        if self._replica.foreign_requests or (load is not None and load.waiting):
+            return self._config.interval_s  # what counts against it may soon be over
+        interval_s = self._pace.interval_s
+        if self._pace.is_quiet:  # then it follows the check, which comes before that
+            interval_s /= 1 - JITTER
         return min(interval_s, until_discovery_s)
 
     async def _discover(self) -> None:

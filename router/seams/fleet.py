@@ -55,7 +55,7 @@ reached by requests."""
 _LOOK_AGAIN_S = 0.25
 """The longest time until a change reaches the core of which nobody tells, as of what an engine says
 of itself; but for what the next two say."""
-_QUIET_LOOK_AGAIN_S = 1.0
+_QUIET_LOOK_AGAIN_S = 2.0
 """The same while no request is under way."""
 _LOOKING_SHARE = 0.02
 """The most of the control loop's time that looking may take: it grows with the fleet."""
