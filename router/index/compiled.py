@@ -6,7 +6,7 @@ from importlib import import_module
 
 from router.errors import RouterError
 
-CORE_VERSION = 35
+CORE_VERSION = 36
 """As core/binding/module.cpp names it: what the module takes and returns."""
 
 

@@ -148,6 +148,7 @@ class DataPlane:
             "prepare": self.prepares.prepare,
             "body": self._body,
             "left": self._left,
+            "lost": self._lost,
             "failed": partial(to_relay, PlaneRelay.on_failed),
             "not_now": partial(to_relay, PlaneRelay.on_not_now),
             "first_byte": partial(to_relay, PlaneRelay.on_first_byte),
@@ -254,13 +255,18 @@ class DataPlane:
             self._refuse_without_memory(number)
 
     def _refuse_without_memory(self, number: int) -> None:
-        try:
-            self.listener.on_refusal("overloaded")
-            self.plane.respond_out_of_memory(number)
-        except MemoryError:  # not even for that
-            self.plane.cut(number)
+        self.plane.end_for_memory(number)  # which counts it
         if number not in self.proxy.relays:  # which are told how they end
             self._left(number)
+
+    def _lost(self, number: int) -> None:
+        """There was no memory for an event: neither side knows how the request stands; it is over."""
+        self.listener.on_refusal("overloaded")
+        self.plane.end_for_memory(number)
+        relay = self.proxy.relays.get(number)
+        if relay is not None:
+            relay.on_lost()
+        self._left(number)
 
     def _opened(
         self,

@@ -231,6 +231,10 @@ class PlaneRelay:
             self._observer.on_failure(self._attempt, failure_of(failure))
         self._finish(End(end), status or None)
 
+    def on_lost(self) -> None:
+        """How it ended cannot be told."""
+        self._finish(End.ABANDONED, None)
+
     # --- the attempts -----------------------------------------------------------------------------
 
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:

@@ -185,11 +185,11 @@ nb::tuple columns_of(const Candidates& of, const Fleet& fleet) {
 }
 
 // A plug-in's, in Python. While it is asked nobody holds the books: its objects may write to them
-// when they go.
+// when they go. It owns no Python object: it may go where the interpreter has been let go.
 class AskedRankCosts : public RankCosts {
 public:
-    AskedRankCosts(nb::object ask, std::optional<Guarded>& guarded, std::mutex& mutex)
-        : ask_(std::move(ask)), guarded_(guarded), mutex_(mutex) {}
+    AskedRankCosts(nb::handle ask, std::optional<Guarded>& guarded, std::mutex& mutex)
+        : ask_(ask), guarded_(guarded), mutex_(mutex) {}
 
     void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) override {
         guarded_.reset();
@@ -203,7 +203,7 @@ public:
     }
 
 private:
-    nb::object ask_;
+    nb::handle ask_;
     std::optional<Guarded>& guarded_;
     std::mutex& mutex_;
 };

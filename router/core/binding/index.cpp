@@ -159,6 +159,7 @@ public:
             const bool is_large = payload.size() > kLargePayload;
             const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
                                             payload.size());
+            require_memory();
             ReleasedIf released(is_large);
             Guarded guarded(mutex_, !is_large);
             check(slot);
@@ -181,6 +182,7 @@ public:
             const bool is_large = payload.size() > kLargePayload;
             const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
                                             payload.size());
+            require_memory();
             ReleasedIf released(is_large);
             Guarded guarded(mutex_, !is_large);
             check(slot);

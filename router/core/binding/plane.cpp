@@ -377,8 +377,8 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("ring", &Plane::ring)
         .def("wake", &Plane::wake)
         .def("respond", &respond)
-        .def("respond_out_of_memory",
-             [](Plane& self, ExchangeId id) { self.send({id, out_of_memory()}); })
+        .def("end_for_memory",
+             &Plane::end_for_memory)
         .def("read_body", [](Plane& self, ExchangeId id) { self.send({id, ReadBody{}}); })
         .def("pass_on", [](Plane& self, ExchangeId id) { self.send({id, PassOn{}}); })
         .def("cut", [](Plane& self, ExchangeId id) { self.send({id, Cut{}}); })

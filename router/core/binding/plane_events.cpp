@@ -199,17 +199,16 @@ nb::list list_of(const Reservations::Untold& reserved) {
     return made;
 }
 
-// There is no memory to tell of an event: whoever waits for it gets an answer, or is cut off, and whoever
-// is told of its request hears that it is over.
-void let_go(Plane& plane, const Event& event, nb::list& found) {
-    if (event.id == 0) return;  // it is about no request
-    const bool is_body = std::holds_alternative<BodyRead>(event.what);
-    if (is_body || std::holds_alternative<Settled>(event.what)) {
-        found.append(nb::make_tuple("left", event.id));
+// There was no memory for an event of these.
+void append_lost(Plane& plane, nb::list& found) {
+    while (const std::optional<ExchangeId> id = plane.take_lost()) {
+        try {
+            found.append(nb::make_tuple("lost", *id));
+        } catch (const std::exception&) {
+            plane.lose(*id);
+            throw;
+        }
     }
-    const bool may_respond = is_body || std::holds_alternative<Opened>(event.what) ||
-                             std::holds_alternative<Prepare>(event.what);
-    plane.send({event.id, may_respond ? Order(out_of_memory()) : Order(Cut{})});
 }
 
 }  // namespace
@@ -222,17 +221,15 @@ nb::list kvroute::binding::events_of(Plane& plane) {
         events = plane.take();
     }
     std::size_t at = 0;
-    bool has_memory = true;
     try {
         for (; at < events.size(); ++at) {
             try {
                 found.append(std::visit(AsTuple{events[at].id}, events[at].what));
             } catch (const std::exception&) {
-                has_memory = false;
-                let_go(plane, events[at], found);
+                plane.lose(events[at].id);
             }
         }
-        if (!has_memory) found.append(nb::make_tuple("refused", 0, "overloaded"));
+        append_lost(plane, found);
         kvroute::binding::append_sums(plane.take_sums(), found);
     } catch (const std::exception&) {  // not even for that: they are told of later, sums not at all
         events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "index/memory.hpp"
 #include "index/shared.hpp"
 
 namespace kvroute::binding {
@@ -59,8 +60,9 @@ private:
     void (*waited_before_)();
 };
 
-// Holds a mutex. Nobody waits for the interpreter with the mutex in hand: it is let go where the thread
-// waits, for this mutex or for one that is taken after it, and taken back when this one is free again.
+// Holds a mutex, for a step that may not stop half-way. Nobody waits for the interpreter with the mutex in
+// hand: it is let go where the thread waits, for this mutex or for one that is taken after it, and taken
+// back when this one is free again.
 class Guarded {
 public:
     explicit Guarded(std::mutex& mutex, bool has_interpreter = true)
@@ -70,6 +72,7 @@ public:
 
 private:
     Patient patient_;  // goes last
+    Unfailing unfailing_;
     std::unique_lock<std::mutex> lock_;
 };
 

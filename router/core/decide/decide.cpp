@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "index/memory.hpp"
+
 namespace kvroute::decide {
 
 namespace {
@@ -59,6 +61,7 @@ void Decider::match(const Question& question, Scratch& scratch) const {
 }
 
 const Ranking& Decider::decide(const Question& question, Books& books, Scratch& scratch) {
+    const Unfailing unfailing;
     match(question, scratch);
     const std::lock_guard locked(books.mutex);
     return rank(question, scratch);

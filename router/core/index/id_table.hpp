@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "index/keys.hpp"
+#include "index/memory.hpp"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -161,9 +162,7 @@ private:
     }
 
     static Segment* new_segment(u32 capacity, u32 depth) {
-        void* memory = std::malloc(bytes_of(capacity));
-        if (memory == nullptr) throw std::bad_alloc();
-        auto* segment = new (memory) Segment{capacity, 0, 0, depth};
+        auto* segment = new (memory_of(bytes_of(capacity))) Segment{capacity, 0, 0, depth};
         std::memset(segment->tags(), kEmpty, capacity + TagGroup::kSize);
         return segment;
     }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "index/id_table.hpp"
+#include "index/memory.hpp"
 
 namespace kvroute {
 
@@ -46,9 +47,7 @@ struct RowBlock {
     u32* keys() { return reinterpret_cast<u32*>(bits() + capacity); }
 
     static RowBlock* make(u32 capacity) {
-        void* memory = std::malloc(bytes_of(capacity));
-        if (memory == nullptr) throw std::bad_alloc();
-        return new (memory) RowBlock{0, capacity};
+        return new (memory_of(bytes_of(capacity))) RowBlock{0, capacity};
     }
 };
 

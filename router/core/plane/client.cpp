@@ -8,6 +8,7 @@
 #include <array>
 
 #include "http/write.hpp"
+#include "index/memory.hpp"
 #include "plane/errors.hpp"
 #include "plane/thread.hpp"
 
@@ -56,6 +57,7 @@ void Client::on_ready(u32 events) {
 // What follows the response may need memory: the client has been told by then.
 void Client::on_no_memory() {
     if (stage_ == Stage::refused) return;
+    const Unfailing unfailing;
     stop_sending();  // of the body
     body_ = std::string();
     in_ = std::string();
@@ -136,7 +138,8 @@ void Client::look_after(double now) {
     const double stall_s =
         is_of_reserve_ ? std::min(options.client_stall_s, kReserved_s) : options.client_stall_s;
     if (stage_ == Stage::refused) {
-        if (now - refused_at_ > kSlack_s) close();
+        const double until = std::min(heard_at_ + kSlack_s, refused_at_ + request_s);
+        if (now > until) close();
         return;
     }
     if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
@@ -215,16 +218,18 @@ void Client::refuse(const http::Problem& problem) {
     thread_.post(0, Refused{problem.code});
 }
 
-// Responds with an error and takes nothing more; what else comes is discarded for a moment: if the
-// connection were closed at once, the client would see a reset before it read the response.
+// Responds with an error and takes nothing more; what else comes is discarded until it ends, within the
+// time of a request: if the connection were closed at once, the client would see a reset before it read
+// the response.
 void Client::turn_away(sv response) {
     stage_ = Stage::refused;
-    refused_at_ = thread_.now();
+    refused_at_ = heard_at_ = thread_.now();
     in_.clear();
     send(response);
     if (!is_open()) return;
     channel_.end(descriptor_);
     ::shutdown(descriptor_, SHUT_WR);
+    update_interest();
 }
 
 // --- writing --------------------------------------------------------------------------------------

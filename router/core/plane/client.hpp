@@ -59,7 +59,9 @@ public:
 
     void on_response(const http::ResponseHead& head, std::string_view piece, bool is_last) override;
     void on_piece(std::string_view piece, bool is_last) override;
-    void on_failure(Failure failure, bool was_begun, const std::string& why) override;
+    void on_failure(Failure failure, bool was_begun, std::string_view why) override;
+
+    std::unique_ptr<Client> buried_before;
 
 private:
     enum class Stage : u8 {
@@ -91,11 +93,12 @@ private:
             client.on_second(head, piece, is_last);
         }
         void on_piece(std::string_view, bool) override {}
-        void on_failure(Failure, bool, const std::string&) override {
+        void on_failure(Failure, bool, std::string_view) override {
             upstream = nullptr;
             has_failed = true;
             if (!is_starting) client.on_second_failed();
         }
+        void on_no_memory() override { on_failure(Failure::malformed, false, {}); }
 
         Client& client;
         Placed placed;
@@ -197,7 +200,8 @@ private:
     std::size_t parsed_ = 0;  // of it, when the head was looked at last
     std::string out_;
     std::size_t sent_ = 0;  // of `out_`
-    double receiving_since_ = 0, idle_since_ = 0, stalled_since_ = 0, refused_at_ = 0;
+    double receiving_since_ = 0, idle_since_ = 0, stalled_since_ = 0;
+    double refused_at_ = 0, heard_at_ = 0;  // since then, what comes is discarded; the last of it
 
     // The exchange
     Stage stage_ = Stage::idle;

@@ -1,4 +1,5 @@
 // A client's requests that are decided without Python, and their second attempts.
+#include "index/memory.hpp"
 #include "plane/answer.hpp"
 #include "plane/ask.hpp"
 #include "plane/client.hpp"
@@ -169,6 +170,7 @@ bool Client::is_reserved() {
     told.so_far.routing_s = clock_now() - began;
     told.id = std::move(made->id);
     told.by_tier = std::move(made->answer.by_tier);
+    const Unfailing unfailing;
     told.booking = std::move(made->booking);
     told.place = std::move(made->place);
     const u64 long_tokens = thread_.options().long_prompt_tokens;
@@ -182,7 +184,7 @@ bool Client::is_reserved() {
     } else {
         const std::string id = told.id;
         const std::shared_ptr<Booking> booking = told.booking;
-        thread_.post(exchange_, std::move(told));
+        if (!thread_.post(exchange_, std::move(told))) throw std::bad_alloc();
         reservations.put(id, booking);  // no report of it is told of before it
     }
     this->respond(respond);
@@ -194,6 +196,7 @@ bool Client::is_noted() {
     Decider* const decider = thread_.decider();
     const std::optional<ReportBody> report = read_report(report_.kind, body_);
     if (decider == nullptr || !report) return false;
+    const Unfailing unfailing;
     const bool is_over = report_.kind == ReportKind::end;
     const double now = clock_now();
     Reservations& reservations = decider->reservations();

@@ -42,7 +42,9 @@ void Client::read() {
     const bool was_unsent = is_unsent();
     const Channel::Read came = channel_.receive(descriptor_, thread_.buffer());
     if (!was_unsent) stalled_since_ = thread_.now();  // TLS may have had something to say
-    if (stage_ != Stage::refused) {  // else it is discarded
+    if (stage_ == Stage::refused) {  // it is discarded
+        if (!came.bytes.empty()) heard_at_ = thread_.now();
+    } else {
         if (!came.bytes.empty() && in_.empty() && stage_ == Stage::idle) {
             receiving_since_ = thread_.now();
         }
@@ -68,7 +70,7 @@ void Client::refuse_handshake() {
     }
     thread_.post(0, Refused{channel_.is_foreign() ? "not_tls" : "tls_handshake_failed"});
     stage_ = Stage::refused;
-    refused_at_ = thread_.now();
+    refused_at_ = heard_at_ = thread_.now();
     ::shutdown(descriptor_, SHUT_WR);
     update_interest();
 }

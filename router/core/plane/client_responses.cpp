@@ -3,6 +3,7 @@
 #include <charconv>
 
 #include "http/write.hpp"
+#include "index/memory.hpp"
 #include "plane/client.hpp"
 #include "plane/thread.hpp"
 
@@ -308,7 +309,7 @@ void Client::append_body(sv piece, bool is_last, std::string& out) {
     out += piece;
 }
 
-void Client::on_failure(Failure failure, bool was_begun, const std::string& why) {
+void Client::on_failure(Failure failure, bool was_begun, sv why) {
     upstream_ = nullptr;
     if (was_begun && stage_ == Stage::relaying) {
         break_off(failure);
@@ -327,7 +328,7 @@ void Client::on_failure(Failure failure, bool was_begun, const std::string& why)
         return;
     }
     stage_ = Stage::trying;
-    thread_.post(exchange_, Failed{failure, why});
+    thread_.post(exchange_, Failed{failure, std::string(why)});
 }
 
 // The replica died in mid-stream: ends an event stream with an error event, and any other body
@@ -357,6 +358,7 @@ void Client::break_off(Failure failure) {
 }
 // Tells how an exchange that was forwarded has ended.
 void Client::report(End end) {
+    const Unfailing unfailing;
     was_forwarded_ = false;
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
     stop_waiting();
@@ -375,7 +377,8 @@ void Client::report(End end) {
         } else {
             thread_.post(exchange_, std::move(ended));
         }
-    } catch (const std::bad_alloc&) {  // nobody is told of its end, which it has all the same
+    } catch (const std::bad_alloc&) {
+        thread_.lose(exchange_);
     }
     show(Shown::not_yet);
 }

@@ -42,6 +42,5 @@ std::string whole_error_response(int status, std::string_view code, std::string_
 
 const std::string kOutOfMemoryResponse = whole_error_response(503, "overloaded", kOutOfMemory);
 
-Respond out_of_memory() { return error_response(503, "overloaded", kOutOfMemory); }
 
 }  // namespace kvroute::plane

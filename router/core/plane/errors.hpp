@@ -19,6 +19,5 @@ std::string whole_error_response(int status, std::string_view code, std::string_
 
 // Where there is no memory for a request: made at the start, for there may be none to make it.
 extern const std::string kOutOfMemoryResponse;
-Respond out_of_memory();
 
 }  // namespace kvroute::plane

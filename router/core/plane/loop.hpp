@@ -5,7 +5,9 @@
 
 #include <array>
 #include <chrono>
+#include <memory>
 #include <string_view>
+#include <utility>
 
 #include "plane/types.hpp"
 
@@ -33,6 +35,23 @@ protected:
     friend class Loop;
     int descriptor_ = -1;
     u32 interest_ = 0;
+};
+
+// Who was closed in this round and is freed after it. Takes no memory, of which there may be none: each
+// holds the one before it (`buried_before`).
+template <typename Dead>
+class Burial {
+public:
+    void add(std::unique_ptr<Dead> dead) {
+        dead->buried_before = std::move(last_);
+        last_ = std::move(dead);
+    }
+    void clear() {
+        while (last_) last_ = std::move(last_->buried_before);
+    }
+
+private:
+    std::unique_ptr<Dead> last_;
 };
 
 class Loop {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <random>
 
+#include "index/memory.hpp"
 #include "plane/loop.hpp"
 
 namespace kvroute::plane {
@@ -40,12 +41,14 @@ public:
     u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
 
     void first_byte(double now) override {
+        const Unfailing unfailing;
         std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
         if (!flight_.first_token()) return;
         mirror_books_->mirror.first_token(visit_, now);
         if (estimated_) estimated_->first_token();
     }
     void generated(u64 events, double) override {
+        const Unfailing unfailing;
         std::lock_guard locked(books_->mutex);
         flight_.generated(static_cast<i64>(events));
     }
@@ -56,6 +59,7 @@ public:
 
 private:
     bool end(bool was_served, double now) {
+        const Unfailing unfailing;
         std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
         if (!flight_.ended()) return was_alone_;
         is_over_ = true;
@@ -64,6 +68,7 @@ private:
         return was_alone_ = quiet_->ended(moment_, now);
     }
     void report(std::optional<i64> cached_tokens, double now) {
+        const Unfailing unfailing;
         std::lock_guard locked(mirror_books_->mutex);
         if (estimated_) estimated_->ended(cached_tokens, now);
         estimated_.reset();
@@ -289,6 +294,7 @@ Prediction Placing::predicted(const Choice& choice, const Read& read) {
 }
 
 std::optional<Placed> Placing::place(const Question& question) {
+    const Unfailing unfailing;
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice || *under_way_ >= most_) return std::nullopt;
@@ -313,6 +319,7 @@ std::optional<Placed> Placing::place(const Question& question) {
 }
 
 std::optional<Answer> Placing::look(const Question& question) {
+    const Unfailing unfailing;
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice) return std::nullopt;
@@ -320,6 +327,7 @@ std::optional<Answer> Placing::look(const Question& question) {
 }
 
 std::optional<Selection> Placing::select(const Question& question) {
+    const Unfailing unfailing;
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice) return std::nullopt;
@@ -333,6 +341,7 @@ std::optional<Selection> Placing::select(const Question& question) {
 }
 
 std::optional<Reservable> Placing::reserve(const Question& question) {
+    const Unfailing unfailing;
     std::string id = question.ask.reservation;
     if (id.empty()) {
         // Nobody may guess it: who knows it may end the reservation.
@@ -406,6 +415,7 @@ u64 Placing::order_number(const Question& question, const Prediction& of) const 
 }
 
 std::optional<Placing::Read> Placing::read(const Question& question) const {
+    require_memory();
     // Whatever it was handed is its own.
     auto served = std::static_pointer_cast<const Served>(question.model);
     if (served == nullptr) served = this->served(question.ask.model);

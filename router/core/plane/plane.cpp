@@ -35,6 +35,11 @@ void Plane::send(Command command) {
     }
 }
 
+void Plane::end_for_memory(ExchangeId id) {
+    const std::size_t number = id >> 56;
+    if (number < threads_.size()) threads_[number]->end_for_memory(id);
+}
+
 void Plane::wake() {
     is_held_back_ = false;
     if (std::exchange(held_back_, 0) == 0) return;

@@ -26,6 +26,10 @@ public:
     void keep(std::vector<Event> events) { common_.outbox.keep(std::move(events)); }
     void ring() { common_.outbox.ring(); }
     void send(Command command);
+    // See `Thread::end_for_memory` and `Outbox::take_lost`.
+    void end_for_memory(ExchangeId id);
+    void lose(ExchangeId id) { common_.outbox.lose(id); }
+    std::optional<ExchangeId> take_lost() { return common_.outbox.take_lost(); }
     // From here to `wake`, threads are woken for a few commands at a time: each is a system call, and
     // some µs of the other core. Only where all commands come from one thread.
     void hold_back() { is_held_back_ = true; }

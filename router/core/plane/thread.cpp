@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <csignal>
 
+#include "plane/errors.hpp"
+
 namespace kvroute::plane {
 namespace {
 
@@ -63,7 +65,7 @@ void guarded(Client* client, Call call) {
 Outbox::Outbox() : signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 Outbox::~Outbox() { ::close(signal_); }
 
-void Outbox::post(Event event, bool is_awaited) {
+bool Outbox::post(Event event, bool is_awaited) {
     const bool can_wait = std::holds_alternative<Settled>(event.what) ||
                           std::holds_alternative<Told>(event.what) ||
                           std::holds_alternative<Reserved>(event.what) ||
@@ -71,14 +73,36 @@ void Outbox::post(Event event, bool is_awaited) {
     is_awaited |= !can_wait;
     {
         std::lock_guard locked(mutex_);
-        settled_ += std::holds_alternative<Settled>(event.what) ||
-                    std::holds_alternative<Reserved>(event.what);
-        events_.push_back(std::move(event));
+        const bool is_settled = std::holds_alternative<Settled>(event.what) ||
+                                std::holds_alternative<Reserved>(event.what);
+        const ExchangeId id = event.id;
+        try {
+            events_.push_back(std::move(event));
+        } catch (const std::bad_alloc&) {
+            lost_.add(id);
+            signal(signal_);
+            return false;
+        }
+        settled_ += is_settled;
         waiting_.store(events_.size(), std::memory_order_relaxed);
-        if (is_signalled_ || (!is_awaited && events_.size() < kMostRecords)) return;
+        if (is_signalled_ || (!is_awaited && events_.size() < kMostRecords)) return true;
         is_signalled_ = true;
     }
     signal(signal_);
+    return true;
+}
+
+void Outbox::lose(ExchangeId id) {
+    {
+        std::lock_guard locked(mutex_);
+        lost_.add(id);
+    }
+    signal(signal_);
+}
+
+std::optional<ExchangeId> Outbox::take_lost() {
+    std::lock_guard locked(mutex_);
+    return lost_.take();
 }
 
 void Outbox::sum_up(std::unique_ptr<Sums> sums) {
@@ -209,31 +233,35 @@ void Thread::accept() {
             post(0, Refused{"reserve"});
             make_room();
         }
-        auto [host, port] = shown(from);
-        client_for(descriptor).open(descriptor, std::move(host), port, is_of_reserve, now_);
+        try {
+            take_client(descriptor, from, is_of_reserve);
+        } catch (const std::bad_alloc&) {
+            if (!contexts().towards_clients()) send_some(descriptor, kOutOfMemoryResponse);
+            ::close(descriptor);
+            post(0, Refused{"overloaded"});
+        }
     }
 }
 
-// A client at a free place. Where there is no memory for one, its connection is closed.
-Client& Thread::client_for(int descriptor) {
-    try {
-        if (free_places_.empty()) {
-            if (buried_.capacity() <= clients_.size()) {  // so that all can leave without memory
-                free_places_.reserve(2 * clients_.size() + 1);
-                buried_.reserve(2 * clients_.size() + 1);
-            }
-            free_places_.push_back(static_cast<u32>(clients_.size()));
-            clients_.emplace_back();
-        }
-        const u32 place = free_places_.back();
-        clients_[place] = std::make_unique<Client>(*this, place);
-        free_places_.pop_back();
-        ++open_clients_;
-        return *clients_[place];
-    } catch (const std::bad_alloc&) {
-        ::close(descriptor);
-        throw;
+void Thread::take_client(int descriptor, const sockaddr_storage& from, bool is_of_reserve) {
+    auto [host, port] = shown(from);
+    const u32 place = free_place();
+    auto client = std::make_unique<Client>(*this, place);
+    free_places_.pop_back();
+    ++open_clients_;
+    clients_[place] = std::move(client);
+    clients_[place]->open(descriptor, std::move(host), port, is_of_reserve, now_);
+}
+
+// The last of `free_places_`, which has room for all of them: whoever leaves needs no memory.
+u32 Thread::free_place() {
+    if (free_places_.empty()) {
+        const std::size_t count = clients_.size() + 1;
+        if (free_places_.capacity() < count) free_places_.reserve(2 * count);
+        clients_.emplace_back();
+        free_places_.push_back(static_cast<u32>(count - 1));
     }
+    return free_places_.back();
 }
 
 // Closes connections that have brought no request, the oldest first: nobody can keep probes out by
@@ -252,7 +280,7 @@ void Thread::make_room() {
 }
 
 void Thread::closed(u32 place) {
-    buried_.push_back(std::move(clients_[place]));
+    buried_.add(std::move(clients_[place]));
     free_places_.push_back(place);
     --open_clients_;
 }
@@ -282,6 +310,14 @@ void Thread::send(Command command, bool wakes) {
         mail_.commands.push_back(std::move(command));
     }
     if (wakes && was_empty) wake();
+}
+
+void Thread::end_for_memory(ExchangeId id) {
+    {
+        std::lock_guard locked(mutex_);
+        without_memory_.add(id);
+    }
+    wake();
 }
 
 void Thread::give_up(GiveUp what) {
@@ -323,6 +359,7 @@ void Thread::read_mail() {
         mail = std::exchange(mail_, {});
     }
     is_stopping_ |= mail.stops;
+    end_without_memory();
     for (Command& command : mail.commands) {
         Client* const client = client_of(command.id);
         guarded(client, [&] { obey(command, client); });
@@ -335,6 +372,19 @@ void Thread::read_mail() {
         if (client == nullptr || !client->is_open()) continue;
         if (!mail.cuts_all || !client->is_serving()) continue;
         guarded(client, [&] { client->cut(End::abandoned); });
+    }
+}
+
+void Thread::end_without_memory() {
+    for (;;) {
+        std::optional<ExchangeId> id;
+        {
+            std::lock_guard locked(mutex_);
+            id = without_memory_.take();
+        }
+        if (!id) return;
+        Client* const client = client_of(*id);
+        if (client != nullptr) guarded(client, [&] { client->on_no_memory(); });
     }
 }
 

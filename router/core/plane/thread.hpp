@@ -1,9 +1,13 @@
 // One thread of the plane: its clients, its connections to replicas, and the mail from whoever decides.
 #pragma once
 
+#include <sys/socket.h>
+
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -17,14 +21,35 @@
 
 namespace kvroute::plane {
 
+// Numbers of exchanges, for which there is always memory. More than it has room for are not kept.
+class Numbers {
+public:
+    void add(ExchangeId id) {
+        const bool is_again = count_ > 0 && ids_[count_ - 1] == id;
+        if (!is_again && count_ < ids_.size()) ids_[count_++] = id;
+    }
+    std::optional<ExchangeId> take() {
+        if (count_ == 0) return std::nullopt;
+        return ids_[--count_];
+    }
+
+private:
+    std::array<ExchangeId, 4096> ids_;
+    std::size_t count_ = 0;
+};
+
 // Events of all threads, for one reader. The descriptor is readable while there are any that somebody
 // waits for; the records of what is over wait for these, or for the next `nudge`.
 class Outbox {
 public:
     Outbox();
     ~Outbox();
-    // `is_awaited`: somebody waits for the ends of requests.
-    void post(Event event, bool is_awaited);
+    // `is_awaited`: somebody waits for the ends of requests. False: there was no memory for it, and its
+    // exchange is lost.
+    bool post(Event event, bool is_awaited);
+    // An event of this exchange cannot be told: whoever serves it learns that (0: of none).
+    void lose(ExchangeId id);
+    std::optional<ExchangeId> take_lost();
     // From now on, of requests that are over no more than some are told of one by one; null: all are.
     void sum_up(std::unique_ptr<Sums> sums);
     bool sums_up();
@@ -52,6 +77,7 @@ private:
     std::size_t settled_ = 0;  // of the events
     std::atomic<std::size_t> waiting_{0};  // of these
     bool is_signalled_ = false;
+    Numbers lost_;
     int signal_ = -1;
 };
 
@@ -83,6 +109,8 @@ public:
     // From any thread.
     void send(Command command, bool wakes = true);
     void wake_for_mail();
+    // Needs no memory: there is none for what this exchange's client should get.
+    void end_for_memory(ExchangeId id);
     void give_up(GiveUp what);
     void cut_all();
     void stop();  // and wait for it
@@ -98,11 +126,13 @@ public:
     Budget& bodies() { return common_.bodies; }
     const Hosts& hosts() const { return common_.hosts; }
     double now() const { return now_; }
-    void post(ExchangeId id, decltype(Event::what) what) {
+    // False: see `Outbox::post`.
+    bool post(ExchangeId id, decltype(Event::what) what) {
         // Where nothing is decided here, requests may wait for the end of another one.
         const bool is_awaited = decider_.load(std::memory_order_relaxed) == nullptr;
-        common_.outbox.post({id, std::move(what)}, is_awaited);
+        return common_.outbox.post({id, std::move(what)}, is_awaited);
     }
+    void lose(ExchangeId id) { common_.outbox.lose(id); }
     // Requests that are shown while they run: no more than there is room for in what shows them.
     bool may_show() const { return shown_ < kMostShown; }
     void count_shown(bool is_one_more) { is_one_more ? ++shown_ : --shown_; }
@@ -145,13 +175,15 @@ private:
 
     void run();
     void accept();
+    void take_client(int descriptor, const sockaddr_storage& from, bool is_of_reserve);
     void read_mail();
+    void end_without_memory();
     Client* client_of(ExchangeId id) const;
     void obey(Command& command, Client* client);
     void look_after();
     void make_room();
     void wake();
-    Client& client_for(int descriptor);
+    u32 free_place();
 
     u32 number_;
     Common& common_;
@@ -165,7 +197,7 @@ private:
     u32 exchanges_ = 0;
     std::vector<std::unique_ptr<Client>> clients_;  // by place; null: free
     std::vector<u32> free_places_;
-    std::vector<std::unique_ptr<Client>> buried_;
+    Burial<Client> buried_;
     std::atomic<u64> open_clients_{0};
     u32 shown_ = 0;  // of their requests, while they run
     std::string buffer_ = std::string(64 * 1024, '\0');
@@ -173,8 +205,9 @@ private:
     bool is_stopping_ = false;
     std::atomic<Decider*> decider_{nullptr};
 
-    mutable std::mutex mutex_;  // guards the next two
+    mutable std::mutex mutex_;  // guards the next three
     Mail mail_;
+    Numbers without_memory_;
     PoolCounts counts_;
     std::thread thread_;
 };

@@ -8,6 +8,9 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <new>
+
+#include "index/memory.hpp"
 
 namespace kvroute::plane {
 namespace {
@@ -56,9 +59,10 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
         const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
         const int done = ::connect(descriptor, to, address.length);
         if (done < 0 && errno != EINPROGRESS) {
-            failure = Failure::connect;
-            why = std::strerror(errno);
+            const int error = errno;
             ::close(descriptor);
+            failure = Failure::connect;
+            why = std::strerror(error);
             continue;
         }
         const bool is_ready = done == 0 && secure_host_.empty();
@@ -175,8 +179,11 @@ void Upstream::on_ready(u32 events) {
 }
 
 void Upstream::on_no_memory() {
-    received_ = std::string();
-    if (recipient_ != nullptr) fail(Failure::malformed, "no memory for its response");
+    if (recipient_ == nullptr) return;
+    const Unfailing unfailing;
+    Recipient& recipient = *recipient_;
+    end(false);
+    recipient.on_no_memory();
 }
 
 void Upstream::read() {
@@ -341,11 +348,13 @@ void Upstream::take_body(sv bytes) {
 
 bool Upstream::look_at(double now) {
     if (recipient_ == nullptr || now < deadline_) return false;
-    if (is_connecting()) {
-        not_connected(Failure::connect_timeout, "no connection in time");
-    } else {
-        fail(was_begun_ ? Failure::idle_timeout : Failure::first_byte_timeout, "silent for too long");
-    }
+    guarded([&] {
+        if (is_connecting()) {
+            not_connected(Failure::connect_timeout, "no connection in time");
+        } else {
+            fail(was_begun_ ? Failure::idle_timeout : Failure::first_byte_timeout, "silent for too long");
+        }
+    });
     return true;
 }
 
@@ -358,7 +367,7 @@ void Upstream::give_up(double now, double silent_s) {
     }
 }
 
-void Upstream::fail(Failure failure, const std::string& why) {
+void Upstream::fail(Failure failure, std::string_view why) {
     PoolCounts& counts = counts_;
     switch (failure) {
         case Failure::connect:
@@ -376,7 +385,11 @@ void Upstream::fail(Failure failure, const std::string& why) {
     Recipient* recipient = recipient_;
     const bool was_begun = was_begun_;
     end(false);
-    recipient->on_failure(failure, was_begun, why);
+    try {
+        recipient->on_failure(failure, was_begun, why);
+    } catch (const std::bad_alloc&) {
+        recipient->on_no_memory();
+    }
 }
 
 // The exchange is over on this side.
@@ -407,7 +420,12 @@ Upstream* Pool::start(Recipient& recipient, const Forward& forward, sv head, sv 
             return nullptr;
         }
     }
-    upstream->begin(recipient, head, body, forward.timeouts, now);
+    try {
+        upstream->begin(recipient, head, body, forward.timeouts, now);
+    } catch (const std::bad_alloc&) {
+        upstream->end(false);
+        throw;
+    }
     return upstream;
 }
 
@@ -433,9 +451,19 @@ Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, st
     made->addresses_ = forward.addresses;
     made->secure_host_ = forward.secure_host;
     made->connect_until_ = now + forward.timeouts.connect_s;
-    if (!made->connect(now, failure, why)) return nullptr;
     Upstream* upstream = made.get();
-    all_.emplace(upstream, std::move(made));
+    const auto place = all_.emplace(upstream, std::move(made)).first;
+    bool is_connecting = false;
+    try {
+        is_connecting = upstream->connect(now, failure, why);
+    } catch (const std::bad_alloc&) {
+        all_.erase(place);
+        throw;
+    }
+    if (!is_connecting) {
+        all_.erase(place);
+        return nullptr;
+    }
     ++counts.opened;
     ++counts.connections;
     return upstream;
@@ -467,16 +495,21 @@ bool Pool::make_room() {
 }
 
 void Pool::keep(Upstream& upstream, double now) {
-    auto& kept = idle_[upstream.origin()];
-    if (kept.size() >= options_.max_idle) {
+    try {
+        auto& kept = idle_[upstream.origin()];
+        if (kept.size() >= options_.max_idle) {
+            remove(upstream);
+            return;
+        }
+        kept.push_back(&upstream);
+    } catch (const std::bad_alloc&) {
         remove(upstream);
         return;
     }
+    ++counts_.idle;
     upstream.idle_since_ = now;
     upstream.is_paused_ = false;
     loop_.change(upstream, EPOLLIN | EPOLLRDHUP);
-    kept.push_back(&upstream);
-    ++counts_.idle;
 }
 
 void Pool::remove(Upstream& upstream) {
@@ -494,7 +527,7 @@ void Pool::remove(Upstream& upstream) {
     loop_.close(upstream);
     const auto found = all_.find(&upstream);
     if (found == all_.end()) return;
-    buried_.push_back(std::move(found->second));
+    buried_.add(std::move(found->second));
     all_.erase(found);
     --upstream.counts_.connections;
 }
@@ -522,7 +555,7 @@ void Pool::give_up(const std::string& origin, double now, double silent_s) {
         if (upstream->origin() == origin && !upstream->is_idle()) of_origin.push_back(upstream);
     }
     for (Upstream* upstream : of_origin) {
-        if (upstream->is_open()) upstream->give_up(now, silent_s);
+        if (upstream->is_open()) upstream->guarded([&] { upstream->give_up(now, silent_s); });
     }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -31,7 +32,9 @@ public:
                              bool is_last) = 0;
     virtual void on_piece(std::string_view piece, bool is_last) = 0;
     // `was_begun`: `on_response` was called.
-    virtual void on_failure(Failure failure, bool was_begun, const std::string& why) = 0;
+    virtual void on_failure(Failure failure, bool was_begun, std::string_view why) = 0;
+    // There was no memory for the response, or for what had to be done with it.
+    virtual void on_no_memory() = 0;
 };
 
 class Upstream final : public Watched {
@@ -60,6 +63,8 @@ public:
     // See `Pool::give_up`.
     void give_up(double now, double silent_s);
 
+    std::unique_ptr<Upstream> buried_before;
+
 private:
     friend class Pool;
     enum class Phase : u8 { connecting, securing, sending, awaiting_head, in_body, idle };
@@ -76,9 +81,18 @@ private:
     void on_end_of_input(Channel::State state);
     bool take_head(std::string_view& bytes);
     void take_body(std::string_view bytes);
-    void fail(Failure failure, const std::string& why);
+    void fail(Failure failure, std::string_view why);
     void end(bool may_keep);
     u32 interest() const;
+    // What there is no memory for ends its exchange.
+    template <typename Call>
+    void guarded(Call call) {
+        try {
+            call();
+        } catch (const std::bad_alloc&) {
+            on_no_memory();
+        }
+    }
 
     Pool& pool_;
     PoolCounts& counts_;
@@ -144,7 +158,7 @@ private:
     const tls::Contexts& contexts_;
     std::unordered_map<Upstream*, std::unique_ptr<Upstream>> all_;
     std::unordered_map<std::string, std::vector<Upstream*>> idle_;
-    std::vector<std::unique_ptr<Upstream>> buried_;
+    Burial<Upstream> buried_;
     std::string buffer_ = std::string(256 * 1024, '\0');  // what is read at a time
     std::string joined_;                                  // the pieces of one read
     PoolCounts& counts_of(bool is_control) { return is_control ? control_counts_ : counts_; }
