@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <csignal>
 
@@ -43,6 +44,14 @@ std::pair<std::string, int> shown(const sockaddr_storage& from) {
         return {text, ntohs(six.sin6_port)};
     }
     return {"", 0};
+}
+
+// glibc extends the memory of a thread by a page at a time, each with a system call; what has been there
+// once it takes again without.
+void extend_memory() {
+    constexpr std::size_t kBlock = 64 * 1024, kBlocks = 256;
+    std::array<std::unique_ptr<char[]>, kBlocks> blocks;
+    for (auto& block : blocks) block.reset(new (std::nothrow) char[kBlock]);
 }
 
 // What there is no memory for ends one client's request, and nothing else.
@@ -164,6 +173,8 @@ void Outbox::ring() { signal(signal_); }
 Thread::Thread(u32 number, Common& common, int listener)
     : number_(number), common_(common), pool_(loop_, common.options, common.contexts),
       listening_(listener), signal_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    const int one = 1;  // for those that it accepts, which inherit it
+    setsockopt(listening_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     loop_.add(listener_, listening_, EPOLLIN | EPOLLEXCLUSIVE);
     loop_.add(mailbox_, signal_, EPOLLIN);
 }
@@ -184,6 +195,7 @@ void Thread::start() {
 }
 
 void Thread::run() {
+    extend_memory();
     now_ = looked_at_ = clock_now();
     while (!is_stopping_) {
         const bool is_idle = open_clients_ == 0 && pool_.is_empty();
@@ -226,8 +238,6 @@ void Thread::accept() {
             if (errno == EMFILE || errno == ENFILE) make_room();
             return;
         }
-        const int one = 1;
-        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
         const bool is_of_reserve = descriptor >= options().reserved_from;
         if (is_of_reserve) {
             post(0, Refused{"reserve"});

@@ -35,10 +35,18 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     parsed_ = interim_bytes_ = 0;
     heard_at_ = now;
     ++counts_.active;
-    if (is_connecting()) return;
-    phase_ = Phase::sending;
-    deadline_ = now + timeouts.first_byte_s;
-    write();
+    const bool is_new = phase_ != Phase::idle;
+    if (!is_connecting()) {
+        phase_ = Phase::sending;
+        deadline_ = now + timeouts.first_byte_s;
+    }
+    if (!is_new) {
+        write();
+        return;
+    }
+    if (phase_ == Phase::sending) send_rest();
+    if (phase_ == Phase::connecting && secure_host_.empty()) send_early();
+    pool_.loop_.add(*this, descriptor_, interest());
 }
 
 // --- the connection -------------------------------------------------------------------------------
@@ -67,7 +75,8 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
         }
         const bool is_ready = done == 0 && secure_host_.empty();
         phase_ = is_ready ? Phase::sending : Phase::connecting;
-        pool_.loop_.add(*this, descriptor, is_ready ? EPOLLIN | EPOLLRDHUP : EPOLLOUT);
+        descriptor_ = descriptor;  // watched by whoever called, once it is known for what
+        connect_error_ = 0;
         // Those that are left get as much of the time.
         deadline_ = now + (connect_until_ - now) / static_cast<double>(addresses_.size() + 1);
         return true;
@@ -78,7 +87,12 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
 void Upstream::not_connected(Failure failure, std::string why) {
     pool_.loop_.close(*this);
     channel_ = Channel();
-    if (!connect(clock_now(), failure, why)) fail(failure, why);
+    if (!connect(clock_now(), failure, why)) {
+        fail(failure, why);
+        return;
+    }
+    pool_.loop_.add(*this, descriptor_, interest());
+    if (phase_ == Phase::sending) begin_sending();
 }
 
 void Upstream::on_connected() {
@@ -104,6 +118,18 @@ void Upstream::begin_sending() {
     write();
 }
 
+// To a server on this machine there is a connection by now, whatever `connect` said: that saves a round
+// of the loop and two system calls of a new connection's first request.
+void Upstream::send_early() {
+    const ssize_t sent = channel_.send(descriptor_, head_to_send_, body_to_send_);
+    if (sent < 0) connect_error_ = errno;  // which is not told again
+    if (sent <= 0) return;
+    note_sent(static_cast<std::size_t>(sent));
+    phase_ = Phase::sending;
+    deadline_ = clock_now() + timeouts_.first_byte_s;
+    send_rest();
+}
+
 // --- the exchange ---------------------------------------------------------------------------------
 
 u32 Upstream::interest() const {
@@ -116,6 +142,17 @@ u32 Upstream::interest() const {
 }
 
 void Upstream::write() {
+    send_rest();
+    pool_.loop_.change(*this, interest());
+}
+
+void Upstream::note_sent(std::size_t sent) {
+    const std::size_t of_head = std::min(sent, head_to_send_.size());
+    head_to_send_.remove_prefix(of_head);
+    body_to_send_.remove_prefix(sent - of_head);
+}
+
+void Upstream::send_rest() {
     if (!channel_.flush(descriptor_)) is_shut_ = true;
     while (!head_to_send_.empty() || !body_to_send_.empty()) {
         const ssize_t sent = head_to_send_.empty()
@@ -128,14 +165,11 @@ void Upstream::write() {
             break;
         }
         if (sent == 0) break;
-        const auto of_head = std::min<std::size_t>(sent, head_to_send_.size());
-        head_to_send_.remove_prefix(of_head);
-        body_to_send_.remove_prefix(static_cast<std::size_t>(sent) - of_head);
+        note_sent(static_cast<std::size_t>(sent));
     }
     if (phase_ == Phase::sending && head_to_send_.empty() && body_to_send_.empty()) {
         phase_ = Phase::awaiting_head;
     }
-    pool_.loop_.change(*this, interest());
 }
 
 void Upstream::pause() {
@@ -160,9 +194,9 @@ void Upstream::abandon() {
 
 void Upstream::on_ready(u32 events) {
     if (phase_ == Phase::connecting) {
-        int error = 0;
+        int error = connect_error_;
         socklen_t size = sizeof error;
-        getsockopt(descriptor_, SOL_SOCKET, SO_ERROR, &error, &size);
+        if (!error) getsockopt(descriptor_, SOL_SOCKET, SO_ERROR, &error, &size);
         if (error || (events & EPOLLERR)) {
             not_connected(Failure::connect, std::strerror(error));
         } else {

@@ -74,8 +74,11 @@ private:
     void not_connected(Failure failure, std::string why);
     void on_connected();
     void begin_sending();
+    void send_early();
 
     void write();
+    void send_rest();
+    void note_sent(std::size_t sent);
     void read();
     void take(std::string_view bytes);
     void on_end_of_input(Channel::State state);
@@ -103,6 +106,7 @@ private:
     std::string secure_host_;
     std::vector<Address> addresses_;  // to be tried yet
     double connect_until_ = 0;        // whichever it is
+    int connect_error_ = 0;           // of the one at hand, where it was told of already
     Phase phase_ = Phase::idle;
     bool was_kept_ = false;    // it had an exchange before this one
     bool has_received_ = false;
