@@ -260,7 +260,7 @@ class DataPlane:
             self._left(number)
 
     def _lost(self, number: int) -> None:
-        """There was no memory for an event: neither side knows how the request stands; it is over."""
+        """There was no memory for an event: what its request waits for may never come."""
         self.listener.on_refusal("overloaded")
         self.plane.end_for_memory(number)
         relay = self.proxy.relays.get(number)

@@ -66,13 +66,17 @@ async def test_refused_memory_ends_requests_and_nothing_else(one_of: int, tmp_pa
 async def client(router: RouterProcess, model: str, number: int, count: int) -> list[int | None]:
     """What a client got for each of *count* requests of all kinds; None where it was cut off."""
     random = Random(number)
-    found = []
+    found: list[int | None] = []
     for each in range(count):
-        try:
-            found.extend([status async for status in play(router, model, random, each)])
-        except (ConnectionError, EOFError):
-            found.append(None)
+        found.extend(await got(play(router, model, random, each)))
     return found
+
+
+async def got(statuses: AsyncIterator[int]) -> list[int | None]:
+    try:
+        return [status async for status in statuses]
+    except (ConnectionError, EOFError):
+        return [None]
 
 
 async def play(router: RouterProcess, model: str, random: Random, each: int) -> AsyncIterator[int]:

@@ -54,31 +54,36 @@ void Client::on_ready(u32 events) {
     if (is_open() && events & (EPOLLIN | EPOLLRDHUP)) read();
 }
 
-// What follows the response may need memory: the client has been told by then.
 void Client::on_no_memory() {
     if (stage_ == Stage::refused) return;
     const Unfailing unfailing;
     stop_sending();  // of the body
     body_ = std::string();
-    in_ = std::string();
     const bool was_deciding = stage_ == Stage::deciding;
     const bool may_respond =
         stage_ == Stage::idle ||
         (!has_begun_ && (was_deciding || stage_ == Stage::trying || stage_ == Stage::not_now));
+    thread_.post(0, Refused{"overloaded"});
     if (!may_respond) {
         cut(End::abandoned);
-        thread_.post(0, Refused{"overloaded"});
         return;
     }
-    turn_away(kOutOfMemoryResponse);
     // Whoever was told of the request learns that it is over.
     if (was_forwarded_) {
         report(End::abandoned);
     } else if (was_deciding) {  // or it was prepared
-        thread_.post(std::exchange(exchange_, 0), Left{});
+        thread_.post(exchange_, Left{});
+    }
+    if (stage_ != Stage::idle && is_body_whole_ && keeps_alive_ && !is_head_request_) {
+        stage_ = Stage::answered;
+        has_begun_ = true;
+        send(kOutOfMemoryAnswer);
+        end_exchange();
+        return;
     }
     exchange_ = 0;
-    thread_.post(0, Refused{"overloaded"});
+    in_ = std::string();
+    turn_away(kOutOfMemoryResponse);
 }
 
 void Client::close() {

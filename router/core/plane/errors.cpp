@@ -29,18 +29,19 @@ Respond error_response(int status, std::string_view code, std::string_view messa
     return made;
 }
 
-std::string whole_error_response(int status, std::string_view code, std::string_view message) {
+std::string whole_error_response(int status, std::string_view code, std::string_view message,
+                                 bool says_close) {
     const Respond error = error_response(status, code, message);
     std::string text;
     http::append_status(text, status);
     for (const auto& [name, value] : error.fields) http::append_field(text, name, value);
-    http::append_field(text, "connection", "close");
+    if (says_close) http::append_field(text, "connection", "close");
     text += http::kLineEnd;
     text += error.body;
     return text;
 }
 
 const std::string kOutOfMemoryResponse = whole_error_response(503, "overloaded", kOutOfMemory);
-
+const std::string kOutOfMemoryAnswer = whole_error_response(503, "overloaded", kOutOfMemory, false);
 
 }  // namespace kvroute::plane

@@ -14,10 +14,12 @@ inline constexpr std::string_view kOutOfMemory = "the router is out of memory; t
 // shown as `?`.
 Respond error_response(int status, std::string_view code, std::string_view message);
 
-// The same as it is sent, of a connection that closes with it.
-std::string whole_error_response(int status, std::string_view code, std::string_view message);
+// The same as it is sent. `says_close`: the connection closes with it.
+std::string whole_error_response(int status, std::string_view code, std::string_view message,
+                                 bool says_close = true);
 
-// Where there is no memory for a request: made at the start, for there may be none to make it.
-extern const std::string kOutOfMemoryResponse;
+// Where there is no memory for a request: made at the start, for there may be none to make it. The second
+// leaves the connection open.
+extern const std::string kOutOfMemoryResponse, kOutOfMemoryAnswer;
 
 }  // namespace kvroute::plane
