@@ -128,11 +128,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def in_url(host: str) -> str:
-    """An address as it stands in a URL."""
-    return f"[{host}]" if ":" in host else host
-
-
 def allow_open_files() -> None:
     """Raise the limit on open files as far as the system allows: a stream needs two sockets, and
     shells often start with a limit of 1024."""

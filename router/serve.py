@@ -35,7 +35,7 @@ from router.config.certificates import (
     keep_fresh,
     listener_certificate,
 )
-from router.config.origin import KEPT_S
+from router.config.origin import KEPT_S, in_url
 from router.doors import Adopted
 from router.doors.adopted import RESERVE_PATH
 from router.doors.http.proxied_paths import dialect_of
@@ -60,7 +60,6 @@ from router.process import (
     allow_open_files,
     announce,
     give_up_unwritten_log,
-    in_url,
     listen,
     set_up_logging,
 )

@@ -138,3 +138,8 @@ def _check_host(url: str, host: str, place: str) -> None:
         raise OriginError(
             f"{place}: {url!r} must have an ASCII host name or an IP address as its host"
         )
+
+
+def in_url(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import SecretStr
 
 from router.config import ClientKeyConfig, ServerConfig, key_bytes
+from router.config.origin import in_url
 from router.doors.http.proxied_paths import salt_names
 from router.errors import (
     ForeignHost,
@@ -40,7 +41,6 @@ from router.errors import (
     UnknownPath,
 )
 from router.fleet.limits import KeyUsage
-from router.process import in_url
 from router.routing.stored_responses import ResponseOwner
 from router.routing.terms import TenantSalt
 
