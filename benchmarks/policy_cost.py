@@ -41,7 +41,7 @@ from router.policies import (
 )
 from router.policies.policies import BUILT_IN
 from router.routing.planner import RoutePlanner
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
@@ -140,7 +140,7 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
 
     def decide() -> object:
         assert len(flights) == 4 * count, "they are under way as long as they are known"
-        return planner.rank(Question(request, index, prompts), replicas)
+        return planner.rank(RankQuestion(request, index, prompts), replicas)
 
     return decide
 

@@ -27,7 +27,7 @@ from router.policies import (
 )
 from router.prompt import NO_ENDS, MessageEnds
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering
@@ -113,7 +113,7 @@ class SimulatedRouter:
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         joined = [each for each in self._replicas if self._joins_s.get(each.id, 0) <= self._clock()]
-        question = Question(request, self.index, prompts)
+        question = RankQuestion(request, self.index, prompts)
         ranking, _ = self._planner.rank(question, joined)
         chosen = ranking[0].candidate
         count, source = len(token_ids), SourceId(chosen.replica_id)

@@ -10,7 +10,7 @@ next:
     HashedPrompt      these, hashed                                           index
     Hit               what one source would reuse of a prompt                 index
     RouteRequest      what a policy may know of the request                   policies
-    Question          what replicas are ranked for                            routing
+    RankQuestion      what replicas are ranked for                            routing
     Candidate         one replica, with its hit and its load                  policies
     Ranked            a candidate in its place, with cost and reason          policies
     Decision          all of this, and the body to send                       routing

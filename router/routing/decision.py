@@ -28,7 +28,7 @@ from router.prompt import (
 )
 from router.routing.models import Model
 from router.routing.planner import source_of
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import Said
 
@@ -80,7 +80,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     spec: PromptSpec | None = None
     """None for a request without a prompt to generate from, as `/tokenize`."""
     tokenized: Sequence[TokenizedPrompt] = ()
-    question: Question
+    question: RankQuestion
     """What replicas were ranked for; its prompts are the hashed ones of *tokenized*."""
     policy: str
     ranking: Sequence[Ranked]
@@ -90,7 +90,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
-    expects: Callable[[Question, SourceId, int], int]
+    expects: Callable[[RankQuestion, SourceId, int], int]
     """How much of the prompts will be cached when the engine admits the request."""
     obstacle_of: Callable[[Replica, str], str | None]
     """Why a replica cannot take a request of a tenant at this moment; None if it can."""

@@ -37,7 +37,7 @@ from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
-from router.routing.question import UNREAD_RANK, Question, RankChoice
+from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.stored_responses import ResponseOwner, StoredResponses
 from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
 
@@ -281,7 +281,7 @@ class Dispatcher:
         times: tuple[float, float],
     ) -> Decision:
         spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
-        question = Question(
+        question = RankQuestion(
             RouteRequest(model=model.name, prompt_tokens=count, session=asked.session),
             model.index,
             prompts,
@@ -397,7 +397,7 @@ class Dispatcher:
         started = time.perf_counter()
         request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
         index = None if model is None else model.index
-        question = Question(request, index, choice=UNREAD_RANK, tenant=tenant)
+        question = RankQuestion(request, index, choice=UNREAD_RANK, tenant=tenant)
         ranking, excluded = self.planner.rank(question, replicas.values())
         return Decision(
             model=model,

@@ -19,7 +19,7 @@ from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.mirror_types import WORTH_TELLING, Coming
 from router.policies import Candidate, Policy, Ranked, Weights
 from router.prompt import TokenizedPrompt
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.ranker import Known, Ranker
 
 RECENT_STEP = 64
@@ -69,7 +69,7 @@ class RoutePlanner:
             self.ranker.decider.share_lots()
 
     def rank(
-        self, question: Question, replicas: Iterable[Replica]
+        self, question: RankQuestion, replicas: Iterable[Replica]
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 
@@ -111,7 +111,7 @@ class RoutePlanner:
 
     def visit(
         self,
-        question: Question,
+        question: RankQuestion,
         source: SourceId,
         candidate: Candidate,
         keep: Sequence[int] = (),
@@ -161,7 +161,7 @@ class RoutePlanner:
         keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
         return self._known.approximate.visit(source, keys, candidate.cached_tokens)
 
-    def expected(self, question: Question, source: SourceId, hit: int) -> int:
+    def expected(self, question: RankQuestion, source: SourceId, hit: int) -> int:
         """How many tokens will be cached when the engine admits the request."""
         if self._known.mirror is None or len(question.prompts) != 1:
             return hit
@@ -189,7 +189,7 @@ class RoutePlanner:
         if self._known.mirror is not None:
             self._known.mirror.forget_model(model)
 
-    def _coming(self, question: Question) -> list[Mapping[SourceId, Coming]]:
+    def _coming(self, question: RankQuestion) -> list[Mapping[SourceId, Coming]]:
         """Return what each cache is computing of each prompt, where the core does not look at what
         was just sent there."""
         if self._known.recent is not None or self._known.mirror is None:

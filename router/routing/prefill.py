@@ -24,7 +24,7 @@ from router.index import HashedPrompt
 from router.policies import Candidate
 from router.prompt import Endpoint, PromptSpec
 from router.routing.planner import RoutePlanner
-from router.routing.question import Question, RankChoice
+from router.routing.question import RankChoice, RankQuestion
 
 _SPLIT = frozenset(
     {
@@ -93,7 +93,7 @@ class PrefillPlanner:
         )
 
     def prefiller(
-        self, question: Question, serving: Serving, chosen: Candidate
+        self, question: RankQuestion, serving: Serving, chosen: Candidate
     ) -> Candidate | None:
         """Choose who computes the prompt; None: the chosen replica itself.
 

@@ -27,7 +27,7 @@ UNREAD_RANK = RankChoice(is_read=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RankQuestion:
     """One request, as replicas are ranked for it."""
 
     request: RouteRequest

@@ -47,7 +47,7 @@ from router.policies import (
     session_bytes,
 )
 from router.routing.fleets import FleetKeeper, KnownFleet
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 
 _OBSTACLES = (
@@ -126,7 +126,7 @@ class Ranker:
 
     def rank(
         self,
-        question: Question,
+        question: RankQuestion,
         replicas: list[Replica],
         now: float,
         coming: Sequence[Mapping[SourceId, Coming]],
@@ -183,7 +183,7 @@ class Ranker:
             return partial(_costs_of_ranks, policy, request)
         return None
 
-    def _with_outlook(self, question: Question) -> RouteRequest:
+    def _with_outlook(self, question: RankQuestion) -> RouteRequest:
         """With what a plug-in may know of a request besides."""
         request, prompts = question.request, question.prompts
         if self._mirror is None or not self._needs_outlook:
@@ -196,7 +196,7 @@ class Ranker:
 
     def _given(
         self,
-        question: Question,
+        question: RankQuestion,
         fleet: KnownFleet,
         now: float,
         coming: Sequence[Mapping[SourceId, Coming]],
@@ -232,7 +232,7 @@ class Ranker:
         return price_of
 
     def _estimates(
-        self, question: Question, fleet: KnownFleet, now: float
+        self, question: RankQuestion, fleet: KnownFleet, now: float
     ) -> list[tuple[int, int, float, float | None, float]]:
         """Return the estimates of caches whose events do not tell, or have not told for long."""
         approximate, suspects = self._approximate, self._suspects

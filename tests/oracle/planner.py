@@ -35,7 +35,7 @@ from router.policies import (
     Weights,
 )
 from router.routing.planner import RECENT_STEP
-from router.routing.question import Question, RankChoice
+from router.routing.question import RankChoice, RankQuestion
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits
@@ -110,7 +110,7 @@ class ReferencePlanner:
         self._approximate = approximate
 
     def rank(
-        self, question: Question, replicas: Iterable[Replica]
+        self, question: RankQuestion, replicas: Iterable[Replica]
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 

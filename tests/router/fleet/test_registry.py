@@ -51,7 +51,7 @@ from router.policies import (
     make_policy,
 )
 from router.routing.planner import RoutePlanner
-from router.routing.question import UNREAD_RANK, Question
+from router.routing.question import UNREAD_RANK, RankQuestion
 from router.routing.ranker import Known
 from tests.support.waiting import DEADLINE_S
 
@@ -1066,7 +1066,7 @@ def as_decisions_see_it(here: Setting, replica: Replica, now: float) -> Candidat
     """Where an engine's own load counts for 5 seconds."""
     known = Known(here.load, engine_load_stale_after_s=5)
     planner = RoutePlanner(make_policy("prefix"), known, lambda: now)
-    question = Question(RouteRequest(model="m", prompt_tokens=0), choice=UNREAD_RANK)
+    question = RankQuestion(RouteRequest(model="m", prompt_tokens=0), choice=UNREAD_RANK)
     ranking, excluded = planner.rank(question, [replica])
     (found,) = [each.candidate for each in ranking] or excluded
     return found

@@ -36,7 +36,7 @@ from router.routing.planner import (
     source_of,
     uncached_tokens,
 )
-from router.routing.question import ANY_RANK, UNREAD_RANK, Question, RankChoice
+from router.routing.question import ANY_RANK, UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
@@ -97,9 +97,9 @@ class Planning:
         prompts: Sequence[HashedPrompt],
         tokens: int = len(IDS),
         choice: RankChoice = ANY_RANK,
-    ) -> Question:
+    ) -> RankQuestion:
         request = RouteRequest(model="m", prompt_tokens=tokens)
-        return Question(request, self.index, prompts, choice)
+        return RankQuestion(request, self.index, prompts, choice)
 
     def rank(
         self,

@@ -21,7 +21,7 @@ from router.policies import (
     make_policy,
 )
 from router.routing.planner import RoutePlanner
-from router.routing.question import Question
+from router.routing.question import RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
@@ -87,7 +87,7 @@ def test_a_plug_in_gets_no_replica_that_cannot_take_the_request() -> None:
     policy = Busiest()
     planning, shut = planning_by(policy), replica("r1")
     shut.draining = True
-    question = Question(RouteRequest(model="m", prompt_tokens=9), planning.index)
+    question = RankQuestion(RouteRequest(model="m", prompt_tokens=9), planning.index)
     ranking, excluded = planning.planner.rank(question, [replica("r0"), shut])
     assert [each.candidate.replica_id for each in ranking] == ["r0"]
     assert [(each.replica_id, each.obstacle) for each in excluded] == [("r1", "draining")]

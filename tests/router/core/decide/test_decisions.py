@@ -33,7 +33,7 @@ from router.policies import (
 )
 from router.prompt import TokenizedPrompt
 from router.routing.planner import RoutePlanner, prepare
-from router.routing.question import UNREAD_RANK, Question, RankChoice
+from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.oracle.load import ReferenceLoad
@@ -404,10 +404,10 @@ class Setting:
         )
         tenant = question["tenant"]
         if question["by_load"]:
-            asked = Question(request, choice=UNREAD_RANK, tenant=tenant)
+            asked = RankQuestion(request, choice=UNREAD_RANK, tenant=tenant)
         else:
             prompts = self._prepared([PROMPTS[name] for name in question["prompts"]])
-            asked = Question(request, self.index, prompts, question["choice"], tenant)
+            asked = RankQuestion(request, self.index, prompts, question["choice"], tenant)
         return planner.rank(asked, self.replicas)
 
 
