@@ -20,9 +20,9 @@ next:
 
 Two objects work on them: `InFlight` (its share of a replica's load) and `RequestObserver`.
 
-It also says what engines are told to keep, for the router knows where prompts part. Engines keep
-windows and states sparsely: at the end of a prompt, and where a hit was cut short. What will be
-asked for next only shows in the requests of the whole fleet.
+It also makes the hints that ask engines to keep a prefix, for the router knows where prompts part.
+Engines keep windows and states sparsely: at the end of a prompt, and where a hit was cut short.
+What will be asked for next only shows in the requests of the whole fleet.
 
 The files; each imports only what is listed above it:
 
@@ -30,7 +30,7 @@ The files; each imports only what is listed above it:
     branches.py            where prompts part, and whether sessions go on
     tails.py               where a new prompt will part from later ones
     tenant.py              both, and which kinds of boundary pay, of one tenant's prompts
-    steering.py            what is told with a request, and what came of it
+    steering.py            the retention hints of a request, and what came of them
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response
@@ -39,7 +39,7 @@ The files; each imports only what is listed above it:
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
     question.py            one request, as replicas are ranked for it
-    fleets.py              tells the compiled core which replicas there are, and how they are
+    fleets.py              updates the compiled core with the replicas and their state
     ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas
     prefill.py             does another replica compute the prompt, and which one?

@@ -18,7 +18,7 @@ class Elsewhere(NamedTuple):
     under_way: Callable[[], int]
     buffered_bytes: Callable[[], int]
     allow: Callable[[int], object]
-    """Told how many may be under way there from now on."""
+    """Called with how many may be under way there from now on."""
 
 
 class Admission:

@@ -4,8 +4,8 @@ A key stands for a prefix of so many steps of tokens. What followed a key first 
 something else follows, prompts part there, and a third one will ask for just that prefix. A prompt
 that begins with the whole of an earlier one is its session's next turn: nothing parts there.
 
-Keys say in which step prompts part. What the second one has there is kept, so that the third one
-shows after how many tokens.
+Keys give the step in which prompts part. The second prompt's tokens of that step are kept, so that
+the third one shows after how many tokens.
 
     first   system | document | question 1             nothing is known yet
     second  system | document | question 2             they part behind the document
@@ -24,13 +24,13 @@ import msgspec
 
 
 class Seen(NamedTuple):
-    """Holds what the prompts before say of a new one."""
+    """Holds what earlier prompts show of a new one."""
 
     branches: list[int]
     """Lengths in tokens at which prompts part, the longest first; in whole steps until it is known
     better."""
     is_continued: bool
-    """Whether it goes on where an earlier prompt ended."""
+    """True if it continues an earlier prompt."""
     known_tokens: int
     """Those of its prefix that others have had, in whole steps."""
     new_branch: int
@@ -50,7 +50,7 @@ class _Branch(msgspec.Struct, gc=False):
     """A key behind which prompts part."""
 
     ahead: array[int]
-    """What the second prompt has in the next step."""
+    """The second prompt's tokens in the next step."""
     shared: int | None = None
     """How many of these tokens all have had that came since; None: none came."""
 
@@ -76,7 +76,7 @@ class BranchPoints:
         return len(self._following)
 
     def see(self, keys: Sequence[int], token_ids: Sequence[int]) -> Seen:
-        """Take note of a prompt, and say what is known of it.
+        """Record a prompt; return what is known of it.
 
         Args:
             keys: Of its prefixes, one for each whole step.

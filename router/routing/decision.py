@@ -30,15 +30,15 @@ from router.routing.models import Model
 from router.routing.planner import source_of
 from router.routing.question import RankQuestion
 from router.routing.steering import NO_HINTS, Hints
-from router.routing.tenant import Said
+from router.routing.tenant import ContinuationSign
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
 RANK_HEADER = b"x-data-parallel-rank"
 SOURCE_HEADER = b"x-kv-cache-source-host-port"
-"""Tells llm-d's sidecar from whose cache to pull."""
+"""The peer from whose cache llm-d's sidecar is to pull."""
 PREFILLER_HEADER = b"x-prefiller-host-port"
-"""Tells llm-d's sidecar who computes the prompt."""
+"""The replica that computes the prompt, for llm-d's sidecar."""
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
 every vLLM for embeddings."""
@@ -51,7 +51,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     spec: PromptSpec
     body: bytes
-    """What to send."""
+    """The bytes to send."""
     model: Model
     lora_name: str | None
     session: str | None
@@ -61,7 +61,7 @@ class Asked(msgspec.Struct, frozen=True):
     target: str | None = None
     """The version that was chosen, where that name stands for several."""
     tenant: str = ""
-    """Whose request it is, where there may be several."""
+    """The tenant of the request, where there may be several."""
     is_eligible: Callable[[Replica], bool] | None = None
     """Which replicas may be chosen; None: all that serve the model."""
 
@@ -81,7 +81,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """None for a request without a prompt to generate from, as `/tokenize`."""
     tokenized: Sequence[TokenizedPrompt] = ()
     question: RankQuestion
-    """What replicas were ranked for; its prompts are the hashed ones of *tokenized*."""
+    """The question that replicas were ranked for; its prompts are the hashed ones of
+    *tokenized*."""
     policy: str
     ranking: Sequence[Ranked]
     """Best first; empty where no replica can take the request now."""
@@ -95,13 +96,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     obstacle_of: Callable[[Replica, str], str | None]
     """Why a replica cannot take a request of a tenant at this moment; None if it can."""
     body: bytes
-    """What to send: the client's body, without the report mode and with the salt of its key."""
+    """The body to send: the client's, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
     """From the parsed request to its token ids."""
     routing_s: float
     """From there to the ranking."""
     asked: Asked | None = None
-    """What the body asks for, where there is a prompt to generate from."""
+    """The fields of the body, where there is a prompt to generate from."""
     named: str | None = None
     """The model or adapter, as the client names it."""
     target: str | None = None
@@ -111,7 +112,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     prefillers: Mapping[str, Replica] = _NO_REPLICAS
     """Those that serve the model, and only compute prompts for others; by id."""
     choose_prefiller: Callable[[Candidate], Candidate | None] | None = None
-    """Who computes the prompt for a candidate; None: itself. Missing where no other can."""
+    """Returns the replica that computes the prompt for a candidate; None: itself. Missing where no
+    other can."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -129,7 +131,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> str:
-        """Whose request it is, where there may be several."""
+        """The tenant of the request, where there may be several."""
         return self.question.tenant
 
     @property
@@ -221,7 +223,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return self.expects(self.question, source, hit)
 
     def prefiller_for(self, candidate: Candidate) -> Candidate | None:
-        """Who computes the prompt for *candidate*; None: itself."""
+        """The replica that computes the prompt for *candidate*; None: itself."""
         return None if self.choose_prefiller is None else self.choose_prefiller(candidate)
 
     def prefilling(self, prefiller: Candidate) -> Replica:
@@ -245,9 +247,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         cause.
 
         Args:
-            shows_hit: Whether the client is told how much of its prompt is cached.
+            shows_hit: True if the client sees how much of its prompt is cached.
             number_of: The number of a request that has so many tokens to compute, for engines that
-                order what waits there; lower goes first. None: they are told none.
+                order what waits there; lower goes first. None: they get none.
         """
         if not self.ranking:
             return
@@ -285,9 +287,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         announced = model.index.announced(self.source_of(first))
         step = STEP if announced is None else announced.scheduler_block_size or STEP
         model.steering.look_up(keys, first.cached_tokens, step)
-        said = Said.NOTHING if asked.session is None else Said.SESSION
-        said = Said.RETENTION if asked.spec.keeps_prompt else said
-        return model.steering.hints(keys, prompt.token_ids, prompt.ends, asked.tenant, said)
+        sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
+        sign = ContinuationSign.RETENTION if asked.spec.keeps_prompt else sign
+        return model.steering.hints(keys, prompt.token_ids, prompt.ends, asked.tenant, sign)
 
     def _attempt(self, candidate: Candidate, shows_hit: bool, hints: Hints) -> Attempt:
         replica = self.replicas[candidate.replica_id]
@@ -317,8 +319,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         prefiller = self.prefiller_for(candidate)
         if prefiller is None:
             return attempt
-        told = PREFILLER_HEADER, _address(self.prefilling(prefiller))
-        headers = (*attempt.request_headers, told)
+        prefiller_header = PREFILLER_HEADER, _address(self.prefilling(prefiller))
+        headers = (*attempt.request_headers, prefiller_header)
         return msgspec.structs.replace(attempt, request_headers=headers, prefiller=prefiller)
 
     def _ordered(

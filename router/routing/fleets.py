@@ -1,8 +1,8 @@
-"""Tells the compiled core which replicas there are, and how they are.
+"""Updates the compiled core with the replicas and their state.
 
-A fleet stands for the replicas that serve one name, with the numbers of their sources in one
-index, and is made anew when any of these changes. How a replica is - its health, its gate, its
-engine's load - is told when it changes, and all fleets see it.
+A fleet stands for the replicas that serve one name, with the numbers of their sources in one index,
+and is made anew when any of these changes. The state of a replica - its health, its gate, its
+engine's load - is set when it changes, and all fleets see it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FleetKeeper:
             books: Where the load of replicas is kept.
         """
         self._books = books
-        self._known: WeakKeyDictionary[Replica, _Told] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Replica, _KnownReplica] = WeakKeyDictionary()
         self._fleets: dict[tuple[str, int], KnownFleet] = {}
         self._versions = 0
         self._suspected: set[Replica] = set()
@@ -93,11 +93,11 @@ class FleetKeeper:
             if number is not None:
                 ranks.setdefault(fleet.owners[number], []).append(source.dp_rank)
         for replica in self._suspected.intersection(fleet.replicas) | ranks.keys():
-            told = self._told(replica)
+            known = self._known_of(replica)
             found = sorted(ranks.get(replica, ()))
-            if found != told.suspects:
-                told.suspects = found
-                told.conditions.set_suspects(found)
+            if found != known.suspects:
+                known.suspects = found
+                known.conditions.set_suspects(found)
         self._suspected.difference_update(fleet.replicas)
         self._suspected.update(ranks)
 
@@ -135,42 +135,43 @@ class FleetKeeper:
                 (source.dp_rank, self._books.cache_id(*source), _number_in(index, source))
                 for source in caches
             ],
-            self._told(replica).conditions,
+            self._known_of(replica).conditions,
         )
 
-    def _told(self, replica: Replica) -> _Told:
-        told = self._known.get(replica)
-        if told is None:
-            told = self._known[replica] = _Told(Conditions(self._books), _what_exists(replica))
+    def _known_of(self, replica: Replica) -> _KnownReplica:
+        known = self._known.get(replica)
+        if known is None:
+            known = _KnownReplica(Conditions(self._books), _placement(replica))
+            self._known[replica] = known
             replica.listeners.append(self._on_changed)
-            _tell(replica, told)
-        return told
+            _update(replica, known)
+        return known
 
     def _on_changed(self, replica: Replica) -> None:
-        told = self._known[replica]
-        exists = _what_exists(replica)
-        if exists != told.exists:
-            told.exists = exists
+        known = self._known[replica]
+        placement = _placement(replica)
+        if placement != known.placement:
+            known.placement = placement
             self._fleets.clear()
-        _tell(replica, told)
+        _update(replica, known)
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
+class _KnownReplica:
     """Holds what the core knows of a replica."""
 
     conditions: Conditions
-    exists: Any
+    placement: Any
     suspects: list[int] | None = None
 
 
-def _what_exists(replica: Replica) -> Any:
-    """Return what a fleet says of it."""
+def _placement(replica: Replica) -> Any:
+    """Return the part of a replica that a fleet is made from."""
     return replica.config, replica.sources
 
 
-def _tell(replica: Replica, told: _Told) -> None:
-    conditions = told.conditions
+def _update(replica: Replica, known: _KnownReplica) -> None:
+    conditions = known.conditions
     conditions.set(replica.is_healthy, replica.draining, False)
     conditions.set_gate(*replica.gate.facts)
     load = replica.engine_load

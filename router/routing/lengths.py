@@ -56,7 +56,7 @@ def check_length(
 
 
 def _entries(replicas: Iterable[Replica], name: str | None) -> Iterable[dict[str, object]]:
-    """Return what each replica says of the model; an empty entry of one that says nothing."""
+    """Return each replica's entry for the model; an empty one where it reports none."""
     for replica in replicas:
         served = replica.served.models
         found = [

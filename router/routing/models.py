@@ -46,11 +46,11 @@ class Model:
     hints: LayoutHints = field(default_factory=LayoutHints)
     index: PrefixIndex = field(default_factory=PrefixIndex)
     stores: tuple[StoreConfig, ...] = ()
-    """What its replicas share."""
+    """The stores that its replicas share."""
     retention_hints: Literal["auto", "always", "never"] = "auto"
-    """Which replicas are told what to keep."""
+    """Selects the replicas that get retention hints."""
     steering: Steering = field(default_factory=Steering)
-    """What they are told."""
+    """Makes the hints."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,9 +58,9 @@ class Model:
         return (self.name, *self.aliases)
 
     def hint_form(self, replica: Replica) -> HintForm | None:
-        """How a replica is told what to keep; None if it is not.
+        """The form of retention hints to a replica; None if it gets none.
 
-        One takes hints that says so in `GET /server_info` or in its event stream.
+        A replica takes hints if its `GET /server_info` or its event stream announces that.
         """
         if self.retention_hints == "never":
             return None
@@ -71,8 +71,7 @@ class Model:
         return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
 
     def hints_of(self, replica_id: str) -> LayoutHints:
-        """Return what the configuration says of a replica's cache, and of what it shares with
-        others."""
+        """Return the configuration of a replica's cache, and of the stores it shares."""
         shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
         return replace(self.hints, stores=shared)
 

@@ -1,10 +1,10 @@
-"""Whether another replica computes a request's prompt than its response, and which one.
+"""Decides whether another replica computes a request's prompt than its response, and which one.
 
 Roles decide who may:
 
     role      requests are sent there   computes prompts for
     both      yes                       replicas of role `decode`
-    decode    yes                       nobody
+    decode    yes                       none
     prefill   no                        all others
 
 The replica of the response is chosen first, as for every request. Only where it would have to
@@ -38,7 +38,7 @@ _SPLIT = frozenset(
 )
 """Where llm-d's sidecar has a prompt computed elsewhere; and what only asks where to send."""
 _RANK_OF_ITS_OWN = RankChoice(is_read=False, may_pull=False)
-"""Nobody tells a prefiller a rank, or where to pull from."""
+"""A prefiller gets neither a rank nor a peer to pull from."""
 
 
 class Serving(NamedTuple):
@@ -49,11 +49,11 @@ class Serving(NamedTuple):
     prefillers: Mapping[str, Replica]
     """Those that only compute prompts."""
     may_split: bool
-    """Whether a prompt may be computed elsewhere than where its request is sent."""
+    """True if a prompt may be computed elsewhere than where its request is sent."""
 
     @staticmethod
     def of(replicas: Iterable[Replica]) -> Serving:
-        """Tell them apart."""
+        """Sort replicas by their roles."""
         able: dict[str, Replica] = {}
         prefillers: dict[str, Replica] = {}
         for replica in replicas:
@@ -63,11 +63,11 @@ class Serving(NamedTuple):
 
 
 class PrefillPlanner:
-    """Chooses who computes a prompt.
+    """Chooses the replica that computes a prompt.
 
     Args:
-        min_uncached_tokens: So many must be left to compute where the request is sent; 0: nobody
-            else ever computes a prompt.
+        min_uncached_tokens: So many must be left to compute where the request is sent; 0: no other
+            replica ever computes a prompt.
     """
 
     def __init__(self, planner: RoutePlanner, min_uncached_tokens: int) -> None:

@@ -14,12 +14,12 @@ class RankChoice(NamedTuple):
     """Holds what a request allows in the choice of a data-parallel rank."""
 
     is_read: bool = True
-    """Whether the engine reads the rank that it is asked for. If not, only what every rank would
+    """True if the engine reads the rank that it is asked for. If not, only what every rank would
     reuse counts."""
     asked: int | None = None
     """The rank that the client asks for, where clients may."""
     may_pull: bool = True
-    """Whether the engine reads from which peer it is to pull."""
+    """True if the engine reads from which peer it is to pull."""
 
 
 ANY_RANK = RankChoice()
@@ -31,15 +31,15 @@ class RankQuestion:
     """One request, as replicas are ranked for it."""
 
     request: RouteRequest
-    """What the policy may know of it."""
+    """The fields that the policy sees."""
     index: PrefixIndex | None = None
     """Its model's; None: it names no model."""
     prompts: Sequence[HashedPrompt] = ()
     """From `prepare`; none where they are not looked at."""
     choice: RankChoice = ANY_RANK
-    """What it allows in the choice of a rank."""
+    """Limits on the choice of a rank."""
     tenant: str = ""
-    """Whose it is, where replicas may tell tenants apart. Never in a metric or a log."""
+    """The tenant, where replicas may distinguish them. Never in a metric or a log."""
 
     @property
     def prompt_tokens(self) -> int:

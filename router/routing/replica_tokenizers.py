@@ -48,7 +48,7 @@ AVOIDED_S = 5.0
 """For this long a replica that did not respond is asked last: otherwise each prompt would wait for
 it, until its health checks have failed."""
 _BYTES_PER_S = 1_000_000
-"""What a slow tokenizer manages: a longer body is given more time."""
+"""The rate of a slow tokenizer: a longer body is given more time."""
 _RESPONSE_BYTES = 32 * 1024 * 1024
 _HEADERS = ((b"content-type", b"application/json"),)
 

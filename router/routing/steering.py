@@ -1,4 +1,4 @@
-"""Which prefixes of a prompt an engine is told to keep, and what came of it."""
+"""Chooses the prefixes of a prompt that an engine is asked to keep, and counts what came of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 from kvevents.field_docs import counter
 from router.index.mirror_types import STEP
 from router.prompt import NO_ENDS, MessageEnds
-from router.routing.tenant import Found, Said, Tenant
+from router.routing.tenant import ContinuationSign, Found, Tenant
 
 MAX_TENANTS = 1024
 """The one that sent a request least recently is forgotten."""
@@ -23,7 +23,7 @@ class Hints(NamedTuple):
     keep: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, at most `MOST_BOUNDARIES`, the shortest first."""
     keep_end: bool = False
-    """Whether the response is likely to be continued."""
+    """True if the response is likely to be continued."""
 
 
 NO_HINTS = Hints()
@@ -50,11 +50,11 @@ class SteeringStatistics:
     hit: int = 0
     """Those of `kept` whose hit ends just there: without the hint it would have been shorter."""
     hit_tokens: Annotated[int, counter("kvroute_boundary_hit_tokens")] = 0
-    """Prompt tokens of the hits that end where a replica was told to keep a boundary."""
+    """Prompt tokens of the hits that end where a replica was asked to keep a boundary."""
 
 
 class Steering:
-    """Decides what to tell engines to keep, for the requests of one model. No I/O, no clock.
+    """Decides what engines are asked to keep, for the requests of one model. No I/O, no clock.
 
     Each tenant has branch points and ratios of its own, so that none learns from, or is misled by,
     what another sends; and where the memory is full, the one that takes most of it forgets.
@@ -78,19 +78,19 @@ class Steering:
         token_ids: Sequence[int],
         ends: MessageEnds = NO_ENDS,
         tenant: str = "",
-        said: Said = Said.NOTHING,
+        continuation: ContinuationSign = ContinuationSign.NONE,
     ) -> Hints:
-        """Take note of a prompt, and say what to keep of it.
+        """Record a prompt; return what to keep of it.
 
         Args:
             keys: Of its prefixes of `STEP` tokens, twice as many, and so on.
             ends: Where it is expected to part from others.
-            said: What the request says of whether it will be gone on with.
+            continuation: The request's sign of whether it will be continued.
         """
         known = self._tenants.pop(tenant, None) or Tenant()
         self._tenants[tenant] = known
         before = len(known.branches)
-        found = known.find(keys, token_ids, ends, said)
+        found = known.find(keys, token_ids, ends, continuation)
         self._keys += len(known.branches) - before
         self._forget()
         hints = Hints(found.boundaries, found.keeps_end)
@@ -114,7 +114,7 @@ class Steering:
         return [self._named[key] for key in keys if key in self._named]
 
     def came_of(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
-        """Do what `look_up` does, where it is known only later where a prompt is sent.
+        """Count like `look_up`, where it is known only later where a prompt is sent.
 
         Args:
             lengths: From `named`, before `hints`.

@@ -1,4 +1,4 @@
-"""Remembers what is known of one tenant's prompts: nothing that another tenant sends changes it."""
+"""Learns from one tenant's prompts: nothing that another tenant sends changes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.routing.fading import FadingRatio
 from router.routing.tails import Tails
 
 MOST_BOUNDARIES = 8
-"""That one request names."""
+"""The most boundaries that one request names."""
 LEAST_SHARE = 0.05
 """Ends of messages of a kind of which fewer were asked for again are not worth a window."""
 GOES_ON = 0.2
@@ -23,10 +23,10 @@ GOES_ON = 0.2
 _SAMPLES = 256
 
 
-class Said(Enum):
-    """Names what a request says of whether it will be gone on with."""
+class ContinuationSign(Enum):
+    """Names the sign in a request that it will be continued."""
 
-    NOTHING = "nothing"
+    NONE = "none"
     SESSION = "session"
     """It names its session."""
     RETENTION = "retention"
@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
     guesses: list[int]
     """Where earlier prompts that ended alike were left."""
     keeps_end: bool
-    """Whether the response is likely to be continued."""
+    """True if the response is likely to be continued."""
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -61,26 +61,30 @@ class Tenant:
     def __init__(self) -> None:
         self.branches = BranchPoints(STEP)
         self._kinds = [FadingRatio(1.0, 4.0, _SAMPLES) for _ in range(MOST_BOUNDARIES)]
-        """By place among a prompt's ends of messages (behind the system prompt, say): of those
-        that were new, how many became a branch point."""
+        """By place among a prompt's ends of messages (such as behind the system prompt): the share
+        of new ones that became a branch point."""
         self._named = FadingRatio(1.0, 4.0, _SAMPLES)
         """The same of what clients named."""
         self._tails = Tails()
-        self._goes_on = {said: FadingRatio(0.5, 4.0, _SAMPLES) for said in Said}
-        """The prompts of which that is said and that go on where an earlier one ended."""
+        self._goes_on = {sign: FadingRatio(0.5, 4.0, _SAMPLES) for sign in ContinuationSign}
+        """By sign, the share of prompts that continue an earlier one."""
 
     def find(
-        self, keys: Sequence[int], token_ids: Sequence[int], ends: MessageEnds, said: Said
+        self,
+        keys: Sequence[int],
+        token_ids: Sequence[int],
+        ends: MessageEnds,
+        continuation: ContinuationSign,
     ) -> Found:
-        """Take note of a prompt, and say what to keep of it.
+        """Record a prompt; return what to keep of it.
 
         Args:
             keys: Of its prefixes, one for each whole step.
             ends: Where it is expected to part from others.
-            said: What the request says of whether it will be gone on with.
+            continuation: The request's sign of whether it will be continued.
         """
         seen = self.branches.see(keys, token_ids)
-        goes_on = self._goes_on[said]
+        goes_on = self._goes_on[continuation]
         goes_on.add(float(seen.is_continued), 1.0)
         kinds = [*zip(self._kinds, ends.expected, strict=False)]
         kinds += [(self._named, end) for end in ends.named[-MOST_BOUNDARIES:]]
@@ -94,7 +98,7 @@ class Tenant:
         )
 
     def _guess(self, prompt_tokens: int, seen: Seen) -> list[int]:
-        """Where a new prompt will part from later ones, where nothing tells of messages."""
+        """Where a new prompt will part from later ones, where ends of messages are unknown."""
         if seen.new_branch:
             self._tails.parted(prompt_tokens - seen.new_branch)
         if seen.exact_branch:

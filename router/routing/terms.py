@@ -39,11 +39,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     salt: TenantSalt | None = None
     """The salt of the client's key; put into the body, and into the question to the index."""
     check_model: CheckModel | None = None
-    """Whether that key is for a model, before anything is done for it."""
+    """Checks that the key is for the model, before any work is done."""
     owner: ResponseOwner | None = None
     """The holder of that key, where there are several."""
     tenant: str = ""
-    """Whose request it is, where there may be several."""
+    """The tenant of the request, where there may be several."""
     is_eligible: IsEligible | None = None
     """Which replicas may be chosen; None: all that serve the model."""
     version: str | None = None

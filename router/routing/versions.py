@@ -48,11 +48,11 @@ class Versions:
         session: str | None,
         is_served: Callable[[str], bool],
     ) -> str | None:
-        """The model for a request; None if its name stands for itself.
+        """Return the model for a request; None if its name stands for itself.
 
         Args:
             headers: The request's, names in lower case.
-            session: The client's; None if it says nothing.
+            session: The client's; None if it names none.
             is_served: Whether a healthy replica serves a model. Others are left out where there is
                 a choice, unless the client made it.
         """

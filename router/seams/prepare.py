@@ -39,7 +39,7 @@ from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
 from router.routing.planner import prepare
-from router.routing.tenant import Said
+from router.routing.tenant import ContinuationSign
 from router.routing.terms import Terms
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
@@ -65,7 +65,7 @@ class Names(Protocol):
         """A request names an adapter."""
 
     def hint_form(self, name: str) -> HintForm | None:
-        """How the replicas of a name are told what to keep; None where they are not."""
+        """The form of retention hints to the replicas of a name; None where they get none."""
 
 
 class _Hinted(NamedTuple):
@@ -85,7 +85,7 @@ class Preparation:
 
     dispatcher: Dispatcher
     names: Names | None
-    """What the core knows; None: nothing, so that it never asks."""
+    """The names that the core knows; None: no name, so that it never asks."""
     check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None
     """Returns the key of a request by its headers, or raises `RequestError`; None: none is
     needed."""
@@ -94,7 +94,7 @@ class Preparation:
     tracer: Tracer | None
     """Begins the trace of each; None where none is recorded."""
     engine_order: EngineOrder
-    """What engines that order by numbers are told."""
+    """The numbers for engines that order by them."""
 
     def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -238,14 +238,14 @@ class Preparation:
         if not tokenized.exact or not tokenized.token_ids:
             self._open(number)
             return
-        told: tuple[Header, ...] = ()
+        usage: tuple[Header, ...] = ()
         added: tuple[Header, ...] = ()
         if begun is not None and begun.usage is not None:
             if not begun.usage.may_spend(len(tokenized.token_ids)):
                 self._open(number)
                 return
             begun.usage.spend(len(tokenized.token_ids))
-            begun.has_spent, told = True, begun.usage.headers()
+            begun.has_spent, usage = True, begun.usage.headers()
         if begun is not None and begun.placed is not None:
             added = begun.placed.placed(seconds)
         elif begun is not None and begun.context is not None:
@@ -261,7 +261,7 @@ class Preparation:
             session,
             asked.tenant,
             added,
-            told,
+            usage,
             keep,
             asked.target is not None,
             order,
@@ -298,9 +298,9 @@ class Preparation:
         lengths = model.steering.named(keys)
         if lengths and len(self._hinted) < MAX_HINTED:
             self._hinted[number] = _Hinted(model, lengths)
-        said = Said.NOTHING if asked.session is None else Said.SESSION
-        said = Said.RETENTION if spec.keeps_prompt else said
-        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, said)
+        sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
+        sign = ContinuationSign.RETENTION if spec.keeps_prompt else sign
+        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, sign)
         body = with_hints(asked.body, spec.endpoint, form, *hints)
         return body, () if body is asked.body else hints.keep
 
