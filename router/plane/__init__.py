@@ -1,13 +1,13 @@
-"""The compiled data plane, seen from Python: what it asks, and what it is told to do.
+"""The compiled data plane, seen from Python: what it asks, and the commands it takes.
 
-Its threads own the sockets of clients and of replicas. What they cannot decide they ask here, and
-what happens to a request they tell:
+Its threads own the sockets of clients and of replicas. They ask here what they cannot decide, and
+report what happens to a request:
 
     core thread ──Opened──> DataPlane ──> Passage ──> PlaneProxy
          ^                                                │
          └────────── Forward, Respond, PassOn ────────────┘
-    core thread ──Prepare──> `router.seams.prepare`, which says `place`, or `open`
-    core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
+    core thread ──Prepare──> `router.seams.prepare`, which answers `place` or `open` core thread
+    ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
 
 The files:
 
@@ -16,9 +16,9 @@ The files:
     proxied_messages.py  errors of the router's own, and the end of a broken event stream
     usage.py             the token counts and the id in a passing response
     addresses.py         where the hosts of replicas are
-    secured.py           who the router is by TLS, and whom it trusts, in the core
+    secured.py           the router's TLS identity and trusted authorities, in the core
     exchanges.py         a client's request that the core holds
-    relays.py            a request that was sent on: its attempts, and what the core tells of them
+    relays.py            a request that was sent on: its attempts, and their events from the core
     control.py           all that goes to no replica: to the application behind the plane
     data_plane.py        the core's threads, their events, and who they are for
 """

@@ -30,12 +30,12 @@ class Attempt(msgspec.Struct, frozen=True):
     response_headers: tuple[Header, ...] = ()
     """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
     body: bytes | None = None
-    """What to send there in place of the request's body, where it differs."""
+    """Sent there in place of the request's body, where it differs."""
     keep: tuple[int, ...] = ()
-    """Lengths of the prompt at which the engine is told to keep windows and states, for the
+    """Lengths of the prompt at which the engine is asked to keep windows and states; for the
     observer."""
     prefiller: Candidate | None = None
-    """Who computes the prompt, where that is another replica; for the observer."""
+    """The replica that computes the prompt, where that is another one; for the observer."""
 
 
 class Failure(Enum):
@@ -50,7 +50,7 @@ class Failure(Enum):
     MALFORMED = "malformed"
     # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
     UNAVAILABLE = "unavailable"
-    # 429, or 503, and it says when to come back: it is well, and full.
+    # 429, or 503 with Retry-After: the replica is well, and full.
     BUSY = "busy"
     # Its health checks failed while its first byte was waited for.
     UNHEALTHY = "unhealthy"
@@ -84,7 +84,7 @@ RETRIED = frozenset(
 
 NO_FILES = "no_files"
 OWN_LIMITS = frozenset((NO_FILES, "at_limit"))
-"""What the compiled data plane calls failures of which the router itself is the cause."""
+"""Failures, by their names in the compiled data plane, that the router itself causes."""
 _IN_CORE = {
     "connect_timeout": Failure.CONNECT,
     "given_up": Failure.UNHEALTHY,
@@ -150,7 +150,7 @@ class RetryBudget:
             self._tokens = min(self._tokens + self._share, self._most)
 
     def take(self) -> bool:
-        """Take a token for one retry; False if there is none."""
+        """Take a token for one retry; return False if the budget has none."""
         if self._tokens < 1:
             return False
         self._tokens -= 1

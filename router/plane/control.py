@@ -11,11 +11,12 @@ _Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _Application: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 CLIENT_HEADER = b"x-kvroute-client"
-"""Who asks, in a request from the plane; what a client says there is left out."""
+"""The client's address in a request from the plane; a client's own header of this name is
+dropped."""
 
 
 class BehindPlane:
-    """The application, told who really asks."""
+    """The application, with the real client's address in its scope."""
 
     def __init__(self, application: _Application) -> None:
         self._application = application
@@ -26,8 +27,8 @@ class BehindPlane:
         """ASGI."""
         if scope["type"] == "http":
             headers = scope["headers"]
-            told = next((value for name, value in headers if name == CLIENT_HEADER), b"")
-            host, _, port = told.decode("latin-1").rpartition(" ")
+            client = next((value for name, value in headers if name == CLIENT_HEADER), b"")
+            host, _, port = client.decode("latin-1").rpartition(" ")
             scope["client"] = host, int(port or 0)
             scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_HEADER]
         await self._application(scope, receive, send)

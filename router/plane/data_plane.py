@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _CONTROL_TIMES = (5.0, 600.0, 86_400.0)
 """Pages follow the router for as long as they are open."""
 MAX_TURN_S = 0.02
-"""After so long a turn of the loop has told of enough."""
+"""The longest that one turn of the loop handles events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,34 +85,34 @@ class Prepares(Protocol):
 
 
 class PlaneListener(NamedTuple):
-    """Who is told of what the core does by itself."""
+    """Callbacks for what the core does by itself."""
 
     on_refusal: Callable[[str], object]
-    """Why a connection was ended."""
+    """Called with the reason why a connection was ended."""
     on_running: Callable[..., None]
-    """Told of a request that the core decided, by its number, where it takes a while, and once more
+    """Called with the number of a request that the core decided where it takes a while, and again
     at its first byte."""
     on_settled: Callable[..., None]
-    """Told of such a request when it is over."""
+    """Called when such a request is over."""
     on_summed: Callable[..., None]
-    """Told of usual ones at once, where many end in a moment."""
+    """Called with the sum of usual ones, where many end in a moment."""
     sum_bounds: tuple[Sequence[float], ...] | None
-    """As `Plane.sum_up` takes them; None: each is told of."""
+    """The buckets for `Plane.sum_up`; None: each is reported."""
     on_left: Callable[[int], object]
-    """Told of a request that is over without a record of its end, and where a client has left."""
+    """Called for a request that ends without a record, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
-    """Told of a replica that did not serve such a request, which goes elsewhere or is opened."""
+    """Called when a replica did not serve such a request, which goes elsewhere or is opened."""
     on_told: Callable[[str, float], object]
-    """A gateway that asked where a request would go was told: the model, and seconds."""
+    """Called when a gateway's question where a request would go was answered: model, seconds."""
     on_reserved: Callable[..., None]
-    """A gateway was told where to send a request, and it is booked there: by the number of its
-    question, and as `Plane` tells it. Whoever asks for the reservation is told of later."""
+    """Called when a gateway's request was placed and booked: the number of its question, and the
+    fields of `Plane`'s event. A reservation that is looked up is reported later."""
     on_reported: Callable[..., None]
-    """A gateway has reported of that, likewise: the reservation, what, the body, and when."""
+    """Called with a gateway's report on one: the reservation, the kind, the body, the time."""
     on_second_attempt: Callable[[str], object]
-    """What became of an attempt beside one that is late."""
+    """Called with the outcome of an attempt beside one that is late."""
     on_long_prompt: Callable[[], object]
-    """One with much to compute was sent."""
+    """Called when a request with much to compute was sent."""
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +126,7 @@ class DataPlane:
     control_path: str
     """The Unix socket of the application behind."""
     listener: PlaneListener
-    """Told of what the core does by itself."""
+    """Receives what the core does by itself."""
     prepares: Prepares
 
     def __post_init__(self) -> None:
@@ -135,13 +135,13 @@ class DataPlane:
         """Until the request is opened."""
         self._controls: dict[int, _Unread] = {}
         """Requests for the application whose bodies are not whole."""
-        self._untold: list[tuple[Any, ...]] = []
+        self._pending: list[tuple[Any, ...]] = []
         """Events, the next one at the end."""
         self._plane: Plane | None = None
-        self._told = self._by_kind()
+        self._handlers = self._handlers_by_kind()
 
-    def _by_kind(self) -> dict[str, Callable[..., None]]:
-        """Who is told of an event."""
+    def _handlers_by_kind(self) -> dict[str, Callable[..., None]]:
+        """Return the handler of each kind of event."""
         listener, to_relay = self.listener, self._to_relay
         return {
             "opened": self._opened,
@@ -155,17 +155,17 @@ class DataPlane:
             "progress": partial(to_relay, PlaneRelay.on_progress),
             "beginning": partial(to_relay, PlaneRelay.on_beginning),
             "ended": partial(to_relay, PlaneRelay.on_ended),
-            "refused": _of_none(listener.on_refusal),
+            "refused": _without_number(listener.on_refusal),
             "running": listener.on_running,
             "settled": listener.on_settled,
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
-            "second_attempt": _of_none(listener.on_second_attempt),
-            "told": _of_none(listener.on_told),
+            "second_attempt": _without_number(listener.on_second_attempt),
+            "told": _without_number(listener.on_told),
             "reserved": listener.on_reserved,
             "reported": listener.on_reported,
             "summed": listener.on_summed,
-            "long_prompt": _of_none(listener.on_long_prompt),
+            "long_prompt": _without_number(listener.on_long_prompt),
         }
 
     @property
@@ -206,15 +206,15 @@ class DataPlane:
             self._plane.cut_all()
 
     async def close(self) -> None:
-        """Stop the threads; what is under way is abandoned, and told of."""
+        """Stop the threads; what is under way is abandoned, and reported."""
         if self._plane is None:
             return
         asyncio.get_running_loop().remove_reader(self.plane.fileno())
         await asyncio.to_thread(self.plane.stop)
-        while self._untold:
-            self._tell(*self._untold.pop())
+        while self._pending:
+            self._handle(*self._pending.pop())
         for event in self.plane.take():
-            self._tell(*event)
+            self._handle(*event)
         for task in list(self.proxy.tasks):
             task.cancel()
 
@@ -227,25 +227,25 @@ class DataPlane:
         stream would have its own before the last of them.
         """
         plane, loop = self.plane, asyncio.get_running_loop()
-        if not self._untold:
-            self._untold = plane.take()
-            self._untold.reverse()
-        untold, until = self._untold, loop.time() + MAX_TURN_S
+        if not self._pending:
+            self._pending = plane.take()
+            self._pending.reverse()
+        pending, until = self._pending, loop.time() + MAX_TURN_S
         plane.hold_back()
         try:
-            while untold:
-                self._tell(*untold.pop())
+            while pending:
+                self._handle(*pending.pop())
                 if loop.time() >= until:
                     break
         finally:
             plane.wake()
-            if untold:
+            if pending:
                 plane.ring()  # not `call_soon`, for which there may be no memory
 
-    def _tell(self, kind: str, number: int, *what: Any) -> None:
-        """An event. Whatever fails in it ends this request and no other."""
+    def _handle(self, kind: str, number: int, *what: Any) -> None:
+        """Handle an event. An error in it ends its own request only."""
         try:
-            self._told[kind](number, *what)
+            self._handlers[kind](number, *what)
         except Exception as error:
             self.prepares.left(number)
             if not is_out_of_memory(error):
@@ -256,7 +256,7 @@ class DataPlane:
 
     def _refuse_without_memory(self, number: int) -> None:
         self.plane.end_for_memory(number)  # which counts it
-        if number not in self.proxy.relays:  # which are told how they end
+        if number not in self.proxy.relays:  # a relay gets its end as an event
             self._left(number)
 
     def _lost(self, number: int) -> None:
@@ -340,10 +340,10 @@ class DataPlane:
     def _overtaken(self, number: int, *what: Any) -> None:
         self.listener.on_handed_over(number, FailedFirst(*what))
 
-    def _to_relay(self, tell: Callable[..., None], number: int, *what: Any) -> None:
+    def _to_relay(self, handler: Callable[..., None], number: int, *what: Any) -> None:
         relay = self.proxy.relays.get(number)
         if relay is not None:
-            tell(relay, *what)
+            handler(relay, *what)
 
     # --- of requests for the application behind ---------------------------------------------------
 
@@ -381,7 +381,7 @@ class DataPlane:
         self.plane.respond(number, status, headers, body)
 
     def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:
-        told = f"{client[0]} {client[1]}".encode("latin-1")
+        address = f"{client[0]} {client[1]}".encode("latin-1")
         self.plane.forward(
             number,
             "control",
@@ -392,7 +392,7 @@ class DataPlane:
             b"",
             None,
             (),
-            ((CLIENT_HEADER, told),),
+            ((CLIENT_HEADER, address),),
             (),
             None,
             _CONTROL_TIMES,
@@ -401,10 +401,10 @@ class DataPlane:
         )
 
 
-def _of_none(tell: Callable[..., object]) -> Callable[..., None]:
-    """Tells of an event that no request has."""
+def _without_number(call: Callable[..., object]) -> Callable[..., None]:
+    """Wrap the handler of an event that belongs to no request."""
 
-    def told(_number: int, *what: Any) -> None:
-        tell(*what)
+    def handler(_number: int, *what: Any) -> None:
+        call(*what)
 
-    return told
+    return handler

@@ -118,11 +118,11 @@ class PlaneExchange:
         self._pieces: list[bytes] = []
         self._is_split = False
         self.failed_first: FailedFirst | None = None
-        """Where it was sent already."""
+        """The core's failed attempt, if there was one."""
         self.begun: Any = None
-        """What was begun for it where its prompt was read, for who serves it."""
+        """The state made while its prompt was read, for the server."""
         self.server: Server | None = None
-        self.on_over: Callable[[int], object] = _nobody
+        self.on_over: Callable[[int], object] = _ignore
 
     # --- the request ------------------------------------------------------------------------------
 
@@ -178,8 +178,8 @@ class PlaneExchange:
         """
         self.server = None
         self.on_over(self.number)
-        self.on_over = _nobody
+        self.on_over = _ignore
 
 
-def _nobody(_number: int) -> None:
-    """Who is told when it is over already."""
+def _ignore(_number: int) -> None:
+    """The callback of an exchange that is over already."""

@@ -42,20 +42,20 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     """A client's request whose body was read, and bounded, already."""
 
     method: bytes
-    """As on the wire."""
+    """The method's name as on the wire."""
     target: bytes
     """Path and query as on the wire."""
     headers: list[Header]
     """The client's, in ASGI's form, names in lower case. Hop-by-hop headers, host and
     content-length are replaced."""
     body: bytes
-    """What to send, which may differ from what the client sent."""
+    """The bytes to send, which may differ from what the client sent."""
     response_headers: tuple[Header, ...] = ()
     """Added to every response, the router's own errors included, as `x-request-id`."""
     dialect: Dialect = Dialect.OPENAI
     """The form of errors."""
     added: tuple[Header, ...] = ()
-    """What the router says of the request, behind the client's headers."""
+    """The router's own headers, behind the client's."""
     dropped: frozenset[bytes] = frozenset()
     """The names of the client's headers that are not for replicas."""
     timeouts: Timeouts | None = None
@@ -74,8 +74,8 @@ class ProxyObserver(Protocol):
     __slots__ = ()
 
     def on_tried(self, failure: Failure) -> None:
-        """The data plane sent the request to a replica by itself, before all attempts told of here,
-        and that has failed."""
+        """The data plane sent the request to a replica by itself, before all attempts reported
+        here, and it failed."""
 
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
@@ -95,13 +95,13 @@ class ProxyObserver(Protocol):
         raise NotImplementedError
 
     def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
-        """The candidate says that it can take no request now.
+        """The candidate answered that it can take no request now.
 
         Args:
-            retry_after_s: For how long, as it says.
-            is_429: Whether it may mean this client only; else it means everybody.
+            retry_after_s: From its `retry-after`.
+            is_429: True if it may mean this client only.
         Returns:
-            Whether that matters: then the request goes to another one, if there is one.
+            True if the request should go to another one, if there is one.
         """
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class ProxyObserver(Protocol):
         """A piece of the body, before it is sent on."""
 
     wants_beginning: bool = False
-    """Whether it wants the beginning of the body, from a proxy that does not show it all of it."""
+    """True if it wants the beginning of the body, where the proxy does not pass it all."""
 
     def on_events(self, count: int) -> None:
         """So many more events of a stream have passed. In place of `on_chunk`, where bodies pass

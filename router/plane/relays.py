@@ -66,7 +66,7 @@ class PlaneProxy:
         """
         Args:
             settings: Bounds on every request.
-            on_shortage: Told what the system refused.
+            on_shortage: Called with what the system refused.
         """
         self.settings = settings
         self.addresses = Addresses()
@@ -97,9 +97,9 @@ class PlaneProxy:
             plan: Candidates, best first; each is taken from it when it is needed.
             request: The client's request, its body read to the end.
             observer: Receives what happens; `on_end` exactly once, in every case.
-            on_over: Called when that has been said.
+            on_over: Called after `on_end`.
         Returns:
-            What is told of the client. It may be over already.
+            The relay, which receives the client's events. It may be over already.
         """
         self._retry_budget.add_request()
         retries = RequestRetries(self._retry_budget)
@@ -145,7 +145,7 @@ class PlaneRelay:
         self._attempt: Attempt | None = None
         self._tried = self._unavailable = False
         self._retry_after_s = 0
-        """The least that a replica has said; 0: none has."""
+        """The least `retry-after` of a replica; 0: none had one."""
         self.is_over = False
         self._proxy = proxy
         self._request = request
@@ -153,7 +153,7 @@ class PlaneRelay:
         self._on_over = on_over
         self._started_at = asyncio.get_running_loop().time()
 
-    # --- what its server says ---------------------------------------------------------------------
+    # --- from its server --------------------------------------------------------------------------
 
     def start(self) -> None:
         """Take the first steps."""
@@ -177,11 +177,11 @@ class PlaneRelay:
         self._plan = _others_first(self._plan, failed.replica)
 
     def cancel(self) -> None:
-        """The router will not finish it: the core tells of the end."""
+        """The router will not finish it: its end comes as an event of the core."""
         if not self.is_over:
             self._exchange.abort()
 
-    # --- what the core tells ----------------------------------------------------------------------
+    # --- from the core ----------------------------------------------------------------------------
 
     def on_failed(self, failure: str, why: str) -> None:
         """An attempt failed before its first byte."""
@@ -232,7 +232,7 @@ class PlaneRelay:
         self._finish(End(end), status or None)
 
     def on_lost(self) -> None:
-        """How it ended cannot be told."""
+        """Its end is unknown."""
         self._finish(End.ABANDONED, None)
 
     # --- the attempts -----------------------------------------------------------------------------
@@ -360,8 +360,8 @@ class PlaneRelay:
         return self._retries.start(lambda: self._observer.is_at_ease(attempt))
 
     def _go_elsewhere(self, attempt: Attempt, status: int, retry_after_s: int | None) -> bool:
-        """The replica says "not now". Its 429 is passed on where it does not say for how long, or
-        no other may be tried."""
+        """The replica answered 429 or 503. A 429 is passed on if it has no `retry-after`, or if no
+        other replica may be tried."""
         is_429 = status == _TOO_MANY
         is_busy = retry_after_s is not None and self._observer.on_busy(
             attempt, retry_after_s, is_429

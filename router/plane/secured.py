@@ -1,5 +1,5 @@
-"""Who the router is by TLS, and whom it trusts, as the core has it. The core brings no OpenSSL of
-its own: it uses the library that this Python is linked with, or else the system's."""
+"""The router's TLS identity and the authorities it trusts, as the core has them. The core brings no
+OpenSSL of its own: it uses the library that this Python is linked with, or else the system's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the core what it may decide without Python, and by what, whenever that changes.
+"""Updates the core with what it may decide without Python, and by what, whenever that changes.
 
 Those are completions of token ids, and what `router.seams.prepare` has made token ids of. All else
 is asked in Python. A change of a replica or of an event stream reaches the core at once; any other
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.05
 _QUIET_S = 0.25
-"""While no request is under way: what can change then is told at once, but for bounds that are
-reached by requests."""
+"""The interval while no request is under way. Changes then reach the core at once, except bounds
+that requests reach."""
 _LOOK_AGAIN_S = 0.25
-"""The longest time until a change reaches the core of which nobody tells, as of what an engine says
-of itself; but for what the next two say."""
+"""The longest time until a change without a notification reaches the core, as of an engine's own
+metadata; the next two lengthen it."""
 _QUIET_LOOK_AGAIN_S = 2.0
 """The same while no request is under way."""
 _LOOKING_SHARE = 0.02
@@ -112,10 +112,10 @@ class Way(NamedTuple):
     """In seconds: to connect, for a whole response, and between two parts of a body."""
     shows_hit: bool
     ordered_by: int
-    """How its engine is told when to compute a request: an `OrderedBy`."""
+    """How its engine orders requests: an `OrderedBy`."""
     at_gateway: AtGateway
     name: str = ""
-    """What it calls the model; empty: as the client does."""
+    """Its name of the model; empty: the client's."""
 
 
 class ServedName(NamedTuple):
@@ -132,7 +132,7 @@ class ServedName(NamedTuple):
     adapter: str | None
     stream_first_byte_s: float
     is_read_first: bool
-    """Whether something is said to engines that only Python knows."""
+    """True if engines are sent something that only Python knows."""
 
 
 class NativeDecisions(ReplicaListener):
@@ -145,7 +145,7 @@ class NativeDecisions(ReplicaListener):
         Args:
             service: Whose models and replicas are served.
             addresses: Of replicas' hosts.
-            shows_hits: Whether clients are told how much of a prompt is cached.
+            shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
         self._service = service
@@ -160,17 +160,17 @@ class NativeDecisions(ReplicaListener):
             service.reservations.core,
         )
         service.observers.repair.quiet.count_also(self._placing)
-        self._told: Any = None
+        self._published: Any = None
         self._is_on = self._has_failed = False
         self._has_changed = asyncio.Event()
         self._wanted: OrderedDict[str, None] = OrderedDict()
         """Adapters that requests have named, the latest at the end."""
         self._forms: dict[str, HintForm | None] = {}
-        """How replicas are told what to keep, by name."""
+        """The form of retention hints to replicas, by name."""
         self._seen: Any = None
         self._seen_at = -math.inf
         self._looking_s = 0.0
-        """What the last look took."""
+        """How long the last look took."""
         service.registry.subscribe(self)
         service.feed.on_change = service.feed.taps.on_change = self._has_changed.set
         self._room = None if service.entrance is None else service.entrance.room
@@ -187,7 +187,7 @@ class NativeDecisions(ReplicaListener):
         self._wanted.move_to_end(adapter)
 
     def hint_form(self, name: str) -> HintForm | None:
-        """How the replicas of a name are told what to keep; None where they are not."""
+        """The form of retention hints to the replicas of a name; None where they get none."""
         return self._forms.get(name)
 
     def under_way(self) -> int:
@@ -246,13 +246,14 @@ class NativeDecisions(ReplicaListener):
         self._is_on = False
 
     def _refresh_safely(self, plane: DataPlane) -> None:
-        """An old picture must not stay: whatever fails, Python decides until the core is told."""
+        """An old picture must not stay: after any error, Python decides until the core is
+        updated."""
         try:
             self._refresh(plane)
         except Exception:
             if not self._has_failed:
-                logger.exception("the data plane could not be told of the fleet; Python decides")
-            self._has_failed, self._seen, self._told = True, None, None
+                logger.exception("the data plane could not be updated; Python decides")
+            self._has_failed, self._seen, self._published = True, None, None
             self.stop(plane)
         else:
             self._has_failed = False
@@ -264,7 +265,7 @@ class NativeDecisions(ReplicaListener):
         may = may and (self._room is None or self._room.is_empty)
         if may and self._is_due():
             began = time.perf_counter()
-            self._tell()
+            self._publish()
             self._looking_s = time.perf_counter() - began
         if may != self._is_on:
             self._is_on = may
@@ -282,12 +283,12 @@ class NativeDecisions(ReplicaListener):
         self._seen, self._seen_at = seen, now
         return True
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         models: dict[str, ServedName] = {}
         caches: dict[int, int] = {}
         lost: dict[int, float] = {}
         forms: dict[str, HintForm | None] = {}
-        told: list[Any] = []
+        published: list[Any] = []
         ways: dict[str, Way | None] = {}
         for name, model, adapter in self._names():
             found = self._served(name, model, adapter, ways)
@@ -297,11 +298,11 @@ class NativeDecisions(ReplicaListener):
             models[name] = served
             caches.update(self._numbers(fleet))
             lost.update(self._lost(fleet))
-            told.append((name, fleet, served))
+            published.append((name, fleet, served))
         self._forms = forms
-        if (told, lost) == self._told:
+        if (published, lost) == self._published:
             return
-        self._told = told, lost
+        self._published = published, lost
         none = 2**32 - 1
         in_mirror = [none] * (max(caches, default=-1) + 1)
         for number, other in caches.items():
@@ -343,7 +344,7 @@ class NativeDecisions(ReplicaListener):
     def _served(
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
-        """Return what the core is told of a name; None where Python has to look at its requests."""
+        """Return the core's entry for a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._parts.ranker
         replicas = self._service.dispatcher.serving(model, adapter)
         if not replicas or index.searches or self._service.dispatcher.may_split(model, adapter):
@@ -432,7 +433,7 @@ def native_decisions(
 
     Args:
         addresses: Of replicas' hosts.
-        shows_hits: Whether clients are told of hits.
+        shows_hits: True if clients see hits.
     """
     parts = Parts(*service.parts_in_core)
     if parts.ranker.asks_a_plug_in:

@@ -35,7 +35,7 @@ class Settling:
     policy: str
     """The name of the policy that chose."""
     logs_access: bool
-    """Whether each gets a line in the log."""
+    """True if each gets a line in the log."""
     entrance: Entrance | None
     """Where others wait for room; None: nowhere."""
 
@@ -72,7 +72,7 @@ class Settling:
     @property
     def sum_bounds(self) -> tuple[Sequence[float], ...] | None:
         """The buckets into which usual requests may be summed up, as `Plane.sum_up` takes them;
-        None where each has to be told of."""
+        None where each has to be reported."""
         if self.logs_access or self.entrance is not None:
             return None
         metrics = self.observers.metrics
@@ -80,11 +80,11 @@ class Settling:
         return tuple(each.buckets for each in measured)
 
     def summed(self, _number: int, *what: Any) -> None:
-        """Requests are over of which no more is told."""
+        """Requests are over that are reported by their sum only."""
         self.observers.add(RequestSum.of_core(what), self.policy)
 
     def left(self, number: int) -> None:
-        """There was no memory to tell of its end: nothing is kept of it."""
+        """There was no memory for the record of its end: nothing is kept of it."""
         self.observers.forget(number)
         self._end_passing(number)
 
