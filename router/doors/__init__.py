@@ -1,4 +1,4 @@
-"""Who may ask what, and in which words: our HTTP API (`http/`), gateways that send requests
+"""The router's APIs and who may use them: our HTTP API (`http/`), gateways that send requests
 themselves, Envoy's external processing, the dialects of other indexers.
 
 In come questions; out go decisions and bookings, in the asker's form. A dialect is added in
@@ -8,7 +8,7 @@ The files; each imports only what is listed above it:
 
     names.py                what gateways call a replica
     asks.py                 who asks, and what for
-    reservations.py         what is booked until its gateway says that it is over, or falls silent
+    reservations.py         what is booked until its gateway reports its end, or falls silent
     adopted.py              those that the compiled core makes by itself
     desk.py                 decides, waits for room, books
     messages.py             of Envoy's external processing, gRPC's health checks, llm-d's indexer

@@ -1,5 +1,5 @@
-"""Reservations that the compiled core makes by itself. Of most it only says how many were served;
-those that it tells of, or that it is asked for, are as all others from here on."""
+"""Reservations that the compiled core makes by itself. Most are only counted; those that it
+reports, or that are looked up, are like all others from here on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Adopted:
         record: Sequence[Any],
         touched_at: float,
     ) -> None:
-        """A gateway was told where to send a request, and it is booked there.
+        """A gateway got a replica for its request, which is booked there.
 
         Args:
             number: Of the gateway's question, in the core.
@@ -58,9 +58,9 @@ class Adopted:
             place: Among the reservations that there may be.
             reason: Why it goes there.
             by_tier: Tokens that lower tiers have of its prompt.
-            record: As `Plane` tells of a request that it served, with what its gateway has
-                reported by now.
-            touched_at: When something was said of it last, by the clock.
+            record: `Plane`'s record of a request that it served, with what its gateway has reported
+                by now.
+            touched_at: When it was reported of last, by the clock.
         """
         settled = Settled.of_core(record)
         seconds = self.reservations.clock() - settled.began_at
@@ -90,13 +90,13 @@ class Adopted:
         reservation.has_begun, reservation.touched_at = has_begun, touched_at
         self.reservations.add(reservation)
 
-    def adopt(self, told: Iterable[tuple[Any, ...]]) -> None:
+    def adopt(self, events: Iterable[tuple[Any, ...]]) -> None:
         """Take over reservations that were made a while ago.
 
         Args:
-            told: Each as an event of `Plane`.
+            events: `Plane`'s, one for each.
         """
-        for _, number, *what in told:
+        for _, number, *what in events:
             self.made(number, *what)
 
     def _claim(self, settled: Settled) -> Claim:

@@ -1,4 +1,4 @@
-"""Who asks where a request should go, and what for."""
+"""A question where a request should go: its caller and its purpose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.routing.terms import IsEligible, TenantSalt
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key a question came with, and what it is good for."""
+    """The holder of a question's key, and its rights."""
 
     name: str = ""
     """The name of the key; empty where none is needed."""
@@ -27,14 +27,14 @@ class Caller:
     share: float = 1.0
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """One question."""
 
     endpoint: Endpoint | None
-    """The form of the body; `Endpoint.ROUTE`: it says so itself; None: it holds no prompt that is
+    """The form of the body; `Endpoint.ROUTE`: the body names it; None: it holds no prompt that is
     looked at."""
     response_id: str = ""
     """The stored response that it is about."""
@@ -50,5 +50,5 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """The data-parallel rank that it is for, where the gateway has chosen."""
     is_eligible: IsEligible | None = None
     """Which replicas the gateway can send it to; None: all of them."""
-    caller: Caller = NOBODY
+    caller: Caller = ANONYMOUS
     trace_id: str | None = None

@@ -23,7 +23,7 @@ from router.telemetry.request_observer import RequestObservers
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
 MAX_SELECTION_BYTES = 64 * 1024 * 1024
-"""Of all that are kept, with their prompts."""
+"""The bound on all that are kept, with their prompts."""
 _TOKEN_BYTES = 8
 
 
@@ -49,7 +49,7 @@ class Desk:
         self._selections = _Selections()
 
     async def look_up(self, ask: Question) -> Decision:
-        """Decide for whoever wants to know what is cached; the ranking may be empty.
+        """Decide without booking; the ranking may be empty.
 
         Raises:
             RequestError: It is refused.
@@ -103,7 +103,7 @@ class Desk:
         """Book what `select` has decided under that id, once.
 
         Raises:
-            UnknownReservation: There is none, or *caller* did not ask for it.
+            UnknownReservation: The id is unknown, or *caller* did not ask for it.
             RequestError: It is refused; nothing is booked.
         """
         kept = self._selections.take(selection_id, caller.name, self.reservations.clock())
@@ -185,7 +185,7 @@ class Desk:
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         turn: asyncio.Future[DecidedReservation] = asyncio.get_running_loop().create_future()
-        # It is booked at once: whoever is looked at next must find it there.
+        # It is booked at once, so that the next decision counts it.
         waiter.start = lambda: _settle(turn, lambda: book(dispatcher.redecide(decision)))
         waiter.refuse = lambda error: None if turn.done() else turn.set_exception(error)
         claim.waiter = waiter
@@ -231,7 +231,7 @@ def _settle(
         return
     try:
         turn.set_result(book())
-    except Exception as error:  # noqa: BLE001 - whoever waits gets it, not who let it start
+    except Exception as error:  # noqa: BLE001 - the waiting request gets it, not the one that let it start
         turn.set_exception(error)
 
 

@@ -16,7 +16,7 @@ from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
 from router.config import ExtProcConfig, RouterConfig
-from router.doors.asks import NOBODY, Caller, Question
+from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.dialects import holdings
@@ -54,7 +54,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 _MESSAGE_BYTES = 1024 * 1024
-"""Of a message beside its body."""
+"""The bound on a message beside its body."""
 _DOOR = "ext_proc"
 
 
@@ -78,7 +78,7 @@ def make_picker(
         admission=desk.admission,
         find_path=paths.find,
         dialect_of=dialect_of,
-        caller=_callers(guard) if needs_key else lambda _headers, _path: NOBODY,
+        caller=_callers(guard) if needs_key else lambda _headers, _path: ANONYMOUS,
         dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
         session_header=config.policy.session_header.encode(),
         max_body_bytes=server.max_body_bytes,
@@ -93,7 +93,7 @@ def make_picker(
 
 
 def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
-    """Who a gateway's clients are, by their keys. A wrong one is counted and logged; its refusal is
+    """Identify a gateway's clients by their keys. A wrong key is counted and logged; its refusal is
     not held back, since all come from the gateway's address."""
 
     def caller(headers: Mapping[bytes, bytes], path: str) -> Caller:
@@ -129,7 +129,7 @@ class ExtProcServer:
     limits: Limits
     """The bounds of each stream."""
     why_not_ready: Callable[[], str | None]
-    """Says why the health checks fail; None: the router is ready."""
+    """Returns why the health checks fail; None: the router is ready."""
 
     def __post_init__(self) -> None:
         self._streams = 0
@@ -219,7 +219,7 @@ class ExtProcServer:
             return [pick.refused(BadRequest("message", f"{len(message)} bytes", rule))]
         except Exception:
             logger.exception("a gateway's message could not be answered")
-            why = "the router failed to serve this request; its log says why"
+            why = "the router failed to serve this request; the reason is in its log"
             return [pick.refused(RequestError(why))]
 
     # --- scores -----------------------------------------------------------------------------------
@@ -276,11 +276,11 @@ class ExtProcServer:
         return HealthCheckResponse(status=status)
 
     async def _watch(self, request: Any, context: Any) -> None:
-        said = None
+        sent = None
         while True:
             status = self._status(request.service)
-            if status != said:
-                said = status
+            if status != sent:
+                sent = status
                 await context.write(HealthCheckResponse(status=status))
             await asyncio.sleep(_WATCH_S)
 

@@ -1,5 +1,5 @@
-"""Defines what gateways call a replica: by address, by URL, by number; and what tells sidecars of
-it."""
+"""Defines how gateways name a replica: by address, by URL, by number; and the headers for
+sidecars."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ SIDECAR_HEADERS = (
     PREFILLER_HEADER,
     b"x-encoder-hosts-ports",
 )
-"""By which llm-d's sidecar is told whom to connect to. A client's own would have it connect
-anywhere."""
+"""Headers that direct llm-d's sidecar. A client's own would have it connect anywhere."""
 _WORKER_BITS = 53
 """Every JSON reader holds such a number exactly."""
 

@@ -1,5 +1,5 @@
-"""One request of a gateway that asks over Envoy's external processing (ext_proc): what its stream
-says, and what is answered. Owns no socket.
+"""One request of a gateway that asks over Envoy's external processing (ext_proc): its stream's
+messages and their answers. Owns no socket.
 
     state      input                        answers                                     next
     HEAD       request headers              nothing, or in buffered mode that they pass BODY
@@ -11,7 +11,7 @@ says, and what is answered. Owns no socket.
                its last piece, or trailers  that                                        OVER
     any        it is refused                an immediate response                       OVER
 
-The headers and the metadata that say where stand in the answer to the request's headers; in
+The headers and the metadata with the destination stand in the answer to the request's headers; in
 buffered mode, where that was given before there was a body, in the answer to the body.
 """
 
@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from router.config.origin import Header
-from router.doors.asks import NOBODY, Caller, Question
+from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS, address_of
@@ -73,7 +73,7 @@ class PickerParts(NamedTuple):
     find_path: Callable[[str], KnownPath | None]
     dialect_of: Callable[[str], Dialect]
     caller: Callable[[Mapping[bytes, bytes], str], Caller]
-    """Who asks, by headers and path; raises `RequestError`."""
+    """Identifies the caller by headers and path; raises `RequestError`."""
     dropped: Sequence[bytes]
     """Headers that are not for replicas."""
     session_header: bytes
@@ -82,7 +82,7 @@ class PickerParts(NamedTuple):
     """How many more endpoints to name, in the order of retries."""
     reads_response: bool
     rank_ports: bool = False
-    """Whether each data-parallel rank has a port of its own, the replica's plus the rank."""
+    """True if each data-parallel rank has a port of its own, the replica's plus the rank."""
 
 
 class Stage(Enum):
@@ -116,13 +116,13 @@ class Pick:
     def __init__(self, parts: PickerParts) -> None:
         self.stage = Stage.HEAD
         self.is_refused = False
-        """Whether nothing more is to be said."""
+        """True after a refusal: nothing more is answered."""
         self._parts = parts
         self._buffer = BodyBuffer(parts.admission)
         self._body: list[bytes] = []
         self._size = 0
         self._head = _Head({}, "", None, False)
-        self._caller = NOBODY
+        self._caller = ANONYMOUS
         self._reservation: DecidedReservation | None = None
         self._status: int | None = None
         self._is_response_duplex = False
@@ -133,7 +133,7 @@ class Pick:
         return self.stage is Stage.HEAD or self.stage is Stage.BODY
 
     async def take(self, message: Any) -> list[Any]:
-        """Take what the gateway says; return what to answer."""
+        """Handle a message of the gateway; return the answer."""
         if message.HasField("protocol_config"):
             self._is_response_duplex = message.protocol_config.response_body_mode == _FULL_DUPLEX
         try:
@@ -163,7 +163,7 @@ class Pick:
         """The stream is over, whatever had come."""
         self._let_go_of_body()
         if self._reservation is not None:
-            # The gateway's own reason is not told: its client has left, or the replica.
+            # The gateway's own reason is unknown: its client has left, or the replica.
             self._reservation.end(Outcome.CLIENT_LEFT, self._status)
         self.stage = Stage.OVER
 
@@ -231,7 +231,7 @@ class Pick:
         is_in_body = has_body and not self._head.is_duplex
         answer = ProcessingResponse()
         part = answer.request_body if is_in_body else answer.request_headers
-        self._say_where(answer, part.response, len(sent) if sent != body else None)
+        self._set_destination(answer, part.response, len(sent) if sent != body else None)
         if is_in_body and sent != body:
             part.response.body_mutation.body = sent
         if not has_body or is_in_body:
@@ -255,7 +255,7 @@ class Pick:
         )
         return await parts.desk.reserve(question)
 
-    def _say_where(self, answer: Any, common: Any, length: int | None) -> None:
+    def _set_destination(self, answer: Any, common: Any, length: int | None) -> None:
         reservation, parts = self._reservation, self._parts
         assert reservation is not None
         decision = reservation.decision
@@ -265,18 +265,18 @@ class Pick:
             for ranked in itertools.islice(decision.ranking, 1, 1 + parts.fallbacks)
         ]
         where = ",".join(endpoints)
-        told: list[Header] = [(ENDPOINT.encode(), where.encode())]
-        told += [
+        headers: list[Header] = [(ENDPOINT.encode(), where.encode())]
+        headers += [
             (name, value)
             for name, value in reservation.attempt.request_headers
             if value is not None
         ]
         if length is not None:
-            told.append((b"content-length", b"%d" % length))
+            headers.append((b"content-length", b"%d" % length))
         if parts.rank_ports:
-            told += _rank_address(endpoints[0], reservation.attempt)
-        _set_headers(common.header_mutation, told)
-        names = {name for name, _ in told}
+            headers += _rank_address(endpoints[0], reservation.attempt)
+        _set_headers(common.header_mutation, headers)
+        names = {name for name, _ in headers}
         common.header_mutation.remove_headers.extend(
             name.decode() for name in (*parts.dropped, *SIDECAR_HEADERS) if name not in names
         )
@@ -372,7 +372,8 @@ def _eligible(message: Any) -> IsEligible | None:
 
 
 def _served(message: Any) -> str:
-    """Which endpoint gave the response, as far as the gateway says; after retries, the last."""
+    """The endpoint that gave the response, as far as the gateway reports it; after retries, the
+    last."""
     metadata, attributes = message.metadata_context.filter_metadata, message.attributes
     if _LB in metadata and SERVED in metadata[_LB].fields:
         return str(metadata[_LB].fields[SERVED].string_value)

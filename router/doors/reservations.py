@@ -1,5 +1,5 @@
-"""Keeps what is booked for a gateway that sends a request itself. It ends when the gateway says so,
-when its replica is removed, or when the gateway has been silent for too long."""
+"""Keeps what is booked for a gateway that sends a request itself. It ends when the gateway reports
+its end, when its replica is removed, or when the gateway has been silent for too long."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outcome(Enum):
     FAILED = "failed"
     """The replica gave no response, or not all of it."""
     EXPIRED = "expired"
-    """Its gateway has said nothing of it for too long."""
+    """Its gateway has not reported for too long."""
     REPLICA_GONE = "replica_gone"
     """Its replica was removed."""
     ABANDONED = "abandoned"
@@ -98,7 +98,7 @@ class Claim:
 
 
 class ReservationObserver(Protocol):
-    """Told of what becomes of one; see `ProxyObserver`."""
+    """Receives what becomes of one; see `ProxyObserver`."""
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         """The replica failed; return whether it is out of rotation."""
@@ -171,7 +171,7 @@ class Reservation:
         return (self._clock() if at is None else at) - self._started_at
 
     def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
-        """Have *call* told of its end."""
+        """Have *call* called at its end."""
         self._on_over = call
 
     def prefill_complete(self, at: float | None = None) -> None:
@@ -219,14 +219,14 @@ class Reservation:
         if status is None and outcome is Outcome.COMPLETED:
             status = 200
         try:
-            self._tell_end(outcome, status, failure, self._seconds(at))
+            self._report_end(outcome, status, failure, self._seconds(at))
         finally:
             self.claim.give_back(self.observer.response_tokens())
             self._place.give_back()
             if self._on_over is not None:
                 self._on_over(self, outcome)
 
-    def _tell_end(
+    def _report_end(
         self, outcome: Outcome, status: int | None, failure: Failure | None, seconds: float
     ) -> None:
         if outcome is Outcome.COMPLETED and not self.has_begun:
@@ -287,9 +287,9 @@ class ReservationStatistics:
     """Requests that gateways send themselves, booked and not ended; bounded by
     `doors.max_reservations`."""
     ends: Annotated[Mapping[str, int], counter("kvroute_reservation_ends", "end")]
-    """Reservations that have ended: `completed`, `client_left`, `failed` as their gateway said;
-    `expired`, since it said nothing for `doors.reservation_idle_s`; `replica_gone`, `abandoned`
-    without its word."""
+    """Reservations that have ended: `completed`, `client_left`, `failed` as their gateway reported;
+    `expired`, without a report for `doors.reservation_idle_s`; `replica_gone`, `abandoned` without
+    its report."""
 
 
 class Reservations:
@@ -297,7 +297,7 @@ class Reservations:
 
     Args:
         limit: How many there may be.
-        idle_s: After so many seconds in which nothing is said of one, it ends by itself.
+        idle_s: After so many seconds without a report one ends by itself.
         clock: A monotonic clock, in seconds.
     """
 
@@ -307,12 +307,12 @@ class Reservations:
         self._limit = limit
         self.core: CoreReservations = import_module("router._core").Reservations(limit)
         """Has a place for each of them, and knows those that the compiled core has made, most of
-        which are not told of."""
+        which are not reported."""
         self._adopt: Callable[[Iterable[tuple[Any, ...]]], object] | None = None
         self._idle_s = idle_s
         self.clock = clock
         self._held: dict[str, Reservation] = {}
-        """By id; without those of the core that it has not told of."""
+        """By id; without those that the core has not reported."""
         self._gone: set[str] = set()
         """Replicas that were removed a moment ago: the core may just have chosen one of them."""
         self._ends: Counter[str] = Counter()
@@ -322,7 +322,7 @@ class Reservations:
         """From now on the core may keep reservations to itself.
 
         Args:
-            adopt: Adds those that the core tells of.
+            adopt: Adds those that the core reports.
         """
         self._adopt = adopt
         self._look_later()
@@ -361,10 +361,10 @@ class Reservations:
         self._look_later()
 
     def get(self, reservation_id: str, holder: str) -> Reservation:
-        """One that something is said of now.
+        """Return one that is reported of now.
 
         Raises:
-            UnknownReservation: There is none, or *holder* did not make it.
+            UnknownReservation: The id is unknown, or *holder* did not make it.
         """
         if reservation_id not in self._held and self._adopt is not None:
             self._adopt(self.core.tell(reservation_id))
@@ -375,13 +375,13 @@ class Reservations:
         return found
 
     def show_some(self) -> None:
-        """Have the log of requests show some of those that the core has not told of: the ones that
+        """Have the log of requests show some of those that the core has not reported: the ones that
         were silent for longest."""
         if self._adopt is not None and len(self._held) < _AT_ONCE:
             self._adopt(self.core.tell_silent(self.clock(), _AT_ONCE - len(self._held)))
 
     def touch(self, reservation: Reservation) -> None:
-        """Something was said of one that has not ended."""
+        """One that has not ended was reported of."""
         reservation.touched_at = self.clock()
 
     def replica_gone(self, replica_id: str) -> None:
@@ -433,7 +433,7 @@ class Reservations:
     def _adopt_silent(
         self, adopt: Callable[[Iterable[tuple[Any, ...]]], object], last: float
     ) -> bool:
-        """Have the core tell of those that end by themselves; return whether there may be more."""
+        """Have the core report those that end by themselves; return whether there may be more."""
         while self._gone:
             adopt(self.core.tell_at(self._gone.pop()))
         silent = self.core.tell_silent(last, _AT_ONCE)

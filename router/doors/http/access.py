@@ -1,10 +1,10 @@
-"""Who may ask what: keys, and where no key is set, the peer; the name a browser used, and the page
-it was on.
+"""Authorises requests by key, and where no key is set, by the peer, the host name and the page of a
+browser.
 
     endpoints    with their key set    without
     clients'     who has a key         everyone, under a name of this router
     operator's   who has a key         this machine only, under a name of this router
-    peers'       who has a key         nobody
+    peers'       who has a key         no one
 
 A page that a browser shows can send requests to any address that browser reaches. Two checks stop
 it: `Host` must name this router (a page whose own name was rebound to this address sends its own),
@@ -56,7 +56,7 @@ KEY_HEADERS = (b"authorization", b"x-api-key")
 _ANY_HOST = "*"
 _MAX_SEEN_HOSTS = 64
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")
-"""What a reverse proxy adds: then the peer is the proxy, and says nothing of who asks."""
+"""Headers that a reverse proxy adds: then the peer is the proxy, not the client."""
 _OWN_PAGE = (b"same-origin", b"none")
 _READING = ("GET", "HEAD", "OPTIONS")
 
@@ -78,7 +78,7 @@ class Key:
     """The highest class of its requests."""
     share: float = 1.0
     usage: KeyUsage | None = field(default=None, repr=False, compare=False)
-    """What its holder uses, if that is limited."""
+    """Its holder's usage, if that is limited."""
     owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
     """Names the responses made with it, where there are several keys."""
 
@@ -152,7 +152,7 @@ class Guard:
         server: The keys, and the names that the router goes by.
         count_wrong_key: Called with the endpoint of each.
         usages: Of the keys that have limits, by name.
-        peer_key: Of the other routers; None: there are none.
+        peer_key: The other routers' key; None: there are no others.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class Guard:
         }
         seen = server.clients_see_hits
         self.clients_see_hits = not server.client_keys if seen is None else seen
-        """Whether clients are told how much of a prompt is cached."""
+        """True if clients see how much of a prompt is cached."""
         self._wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
         self._named = frozenset(name.lower() for name in server.host_names)
         self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
         self._seen: set[bytes] = set()
         self.on_host: Callable[[bytes], object] = lambda _host: None
-        """Told of a `Host` by which the router may be called, when it is seen first."""
+        """Called with a `Host` by which the router may be called, when it is seen first."""
 
     def needs_key(self, role: Role) -> bool:
         """Return whether the endpoints of *role* want a key."""
@@ -234,14 +234,15 @@ class Guard:
 
     def _key(self, role: Role, headers: Headers) -> Key:
         given = _given_key(headers)
-        # All of them, whichever fits: the time must not tell which one does.
+        # All of them, whichever fits: the time must not leak which one does.
         fitting = [key for key in self._keys[role] if hmac.compare_digest(given, key.secret)]
         if not fitting:
             raise Unauthorized(was_given=bool(given))
         return fitting[0]
 
     def known_hosts(self, port: int) -> Iterator[bytes]:
-        """Yield what a `Host` of this router's may say, as far as that is known unasked.
+        """Yield the values of `Host` that stand for this router, as far as they are known by
+        configuration.
 
         Args:
             port: Where it listens.
@@ -341,7 +342,7 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
-    """The salt of a client's key, and where it belongs; None where there is none to add.
+    """The salt of a client's key, and where it belongs; None where none is to be added.
 
     Args:
         key: The client's, where one is needed.
@@ -352,5 +353,5 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
 
 
 def of_key(key: Key | None) -> tuple[Any, ...]:
-    """Return what a key says of the place of its requests in a line: holder, class and share."""
+    """Return what places a key's requests in a line: holder, class and share."""
     return () if key is None else (key.name, key.priority, key.share)

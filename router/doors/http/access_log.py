@@ -40,7 +40,7 @@ async def logged(
 
 
 def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
-    """Let the request's line say which of the router's own errors ended it."""
+    """Log with the request's line which of the router's own errors ended it."""
     line = scope.get(_LINE)
     if line is not None:
         line.error = code

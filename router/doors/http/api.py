@@ -198,7 +198,7 @@ _ROUTABLE = takes(
 _EXPLAIN = {
     "name": "explain",
     "in": "query",
-    "description": "Whether to say all that is known: the ranking with what each group of each "
+    "description": "Whether to show all that is known: the ranking with what each group of each "
     "replica holds, who cannot take the request, and the prompts. Without it, the choice only.",
     "schema": {"type": "boolean", "default": False},
 }

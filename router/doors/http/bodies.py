@@ -38,7 +38,7 @@ class ClientLeft(Exception):
 
 
 def announced_bytes(headers: dict[bytes, bytes]) -> int:
-    """The length of a request's body by its head; 0 if that does not tell."""
+    """The length of a request's body by its head; 0 if unknown."""
     # `int` refuses thousands of digits, also where all but the last are zeros.
     digits = headers.get(b"content-length", b"").lstrip(b"0")
     return int(digits) if digits.isdigit() else 0

@@ -37,7 +37,7 @@ _HASHES_AT_ONCE = 65_536
 """Looked up before others have their turn on the event loop: some milliseconds."""
 _MOST_HASH_DIGITS = 1024
 _Hashes = Annotated[list[int | str], msgspec.Meta(min_length=1, max_length=_MOST_HASHES)]
-"""As the engine announces them: numbers, or digests in hexadecimal digits."""
+"""Hashes as the engine publishes them: numbers, or digests in hexadecimal digits."""
 _BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _MAX_CHANGE_BYTES = 65_536
@@ -105,7 +105,7 @@ class DynamoHashQuery(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """Who publishes where; of a replica that is not known yet, with its `url`."""
+    """A publisher's endpoint; of a replica that is not known yet, with its `url`."""
 
     instance_id: str | int
     endpoint: _Text | None = None
@@ -212,7 +212,7 @@ class _Dialects:
     async def look_up(
         self, request: Request, model_name: str, asked: MooncakeQuery | DynamoQuery
     ) -> dict[str, list[Holding]]:
-        """Who has how much of a prompt."""
+        """Return how much of a prompt each replica has."""
         key: Key | None = request.state.key
         model, adapter = self._resolve(key, model_name)
         salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
@@ -230,7 +230,8 @@ class _Dialects:
         asked: MooncakeHashQuery | DynamoHashQuery,
         instance_id: str | None = None,
     ) -> dict[str, list[Holding]]:
-        """Who has how much of a prompt that is known by its hashes alone: all replicas, or one."""
+        """Return how much all replicas, or one, have of a prompt that is known by its hashes
+        alone."""
         key: Key | None = request.state.key
         model, _ = self._resolve(key, asked.model)
         if tenant_salt(key, "/route") is not None:
@@ -287,7 +288,7 @@ def _read_hash(given: int | str, name: str, index: int) -> BlockHash:
 
 def _check_namespace(asked: Registration) -> None:
     """Refuse a namespace of a replica's own: what serves a model here can take any of its prompts,
-    so that nothing would be told apart by it."""
+    so that it would separate nothing."""
     for name in ("additionalsalt", "additional_salt"):
         if getattr(asked, name):
             rule = "must be empty: give the replicas of another namespace a model name of their own"
@@ -344,7 +345,7 @@ class Holding(NamedTuple):
     all_tiers: int
     groups: Sequence[Mapping[str, Any]]
     exactness: Mapping[str, Any] = {}
-    """Says of an answer that may not be exact whether it is, and why not."""
+    """In an answer that may not be exact: whether it is, and why not."""
 
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:

@@ -47,8 +47,8 @@ def add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         return await refuse(request, Overloaded("is out of memory"))
 
     async def fail(request: Request, _error: Exception) -> Response:
-        # It is logged by whoever runs the application.
-        why = "the router failed to serve this request; its log says why"
+        # The ASGI server logs it.
+        why = "the router failed to serve this request; the reason is in its log"
         return await refuse(request, RequestError(why))
 
     app.add_exception_handler(Exception, fail)

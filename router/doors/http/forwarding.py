@@ -28,9 +28,9 @@ class Forwarding:
     def __init__(self, server: ServerConfig, guard: Guard, owns_priority: bool) -> None:
         """
         Args:
-            server: Timeouts, and whose `x-forwarded-*` go on.
-            guard: Says whether clients need a key, which replicas must not see.
-            owns_priority: Whether the order of requests at engines is the router's to decide.
+            server: Timeouts, and the proxies whose `x-forwarded-*` are forwarded.
+            guard: Knows whether clients need a key, which replicas must not see.
+            owns_priority: True if the router decides the order of requests at engines.
         """
         self.trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
@@ -68,7 +68,8 @@ class Forwarding:
         )
 
     def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:
-        """Who asks; what a client says of that itself goes on only from a trusted proxy."""
+        """The client's address; a client's own `x-forwarded-*` are forwarded only from a trusted
+        proxy."""
         peer = exchange.client
         last_hop = peer.encode("ascii", "replace")
         if not self._trusts_proxies or peer not in self.trusted_proxies:

@@ -159,8 +159,8 @@ class Gateway:
         )
 
     def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
-        """Whose request it is: whose key it came with, where there are several, or what its header
-        says, where requests are told apart by that.
+        """The tenant of a request: the holder of its key, where there are several, or the value of
+        its header, where that separates tenants.
 
         Args:
             key: The client's, where one is needed.
@@ -184,9 +184,9 @@ class Begun:
     usage: KeyUsage | None = None
     """The usage of its key; it has entered."""
     has_spent: bool = False
-    """Whether its prompt's tokens are counted there."""
+    """True if its prompt's tokens are counted there."""
     context: TraceContext | None = None
-    """What its client says of its trace."""
+    """The client's trace context."""
     placed: PlacedTrace | None = None
     """Its trace, where the router has its own spans."""
     key: Key | None = None
@@ -326,7 +326,9 @@ class Passage:
                 self._refuse(self._gateway.router.observers.out_of_memory())
                 return
             logger.exception("a request could not be served")
-            self._refuse(RequestError("the router failed to serve this request; its log says why"))
+            self._refuse(
+                RequestError("the router failed to serve this request; the reason is in its log")
+            )
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -448,8 +450,8 @@ class Passage:
             self._exchange, decision, self._request_id, trace_headers
         )
         if self._usage is not None:
-            told = request.response_headers + self._usage.headers()
-            request = replace(request, response_headers=told)
+            response_headers = request.response_headers + self._usage.headers()
+            request = replace(request, response_headers=response_headers)
         of_key = None if self._key is None else self._key.priority
         number_of = gateway.engine_order.numbers(self._headers, of_key, observer.waited_s)
         attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)

@@ -68,12 +68,12 @@ NOT_ROUTED = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Whose key an endpoint wants."""
+    """The key that an endpoint requires."""
 
     name: Role
     guard: Guard
     may_change: bool = True
-    """Whether the operator's endpoints change something, unless they are read."""
+    """True if the operator's endpoints change something, unless they are read."""
 
     async def check(self, request: Request) -> None:
         """Check the request as `Guard.check` does, and whether a foreign page wants to change
@@ -147,7 +147,7 @@ def sends(
 
     Args:
         kind: A type of `views`, or the configuration.
-        description: What it says, in one line.
+        description: Its content, in one line.
         content_types: The encodings it may have.
     """
     media: dict[str, Any] = {"schema": _reference(kind)}
@@ -160,7 +160,7 @@ def sends_text(description: str, content_type: str) -> dict[str, Any]:
     """A response that is text.
 
     Args:
-        description: What it says, in one line.
+        description: Its content, in one line.
         content_type: Its type; parameters are left out.
     """
     return {

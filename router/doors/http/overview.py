@@ -37,7 +37,7 @@ MAX_UNKNOWN_TOPICS = 20
 
 
 class Headline(View, frozen=True, kw_only=True):
-    """Says in one line whether anything is wrong."""
+    """Summarises in one line whether anything is wrong."""
 
     level: Level
     text: str
@@ -108,7 +108,7 @@ class ReplicaSummary(View, frozen=True, kw_only=True):
     sources_configured: bool
     sources: list[SourceSummary]
     approximate: tuple[ApproximateView, ...] = ()
-    """Caches whose hits are estimates, since no events tell what they hold."""
+    """Caches whose hits are estimates, for want of events."""
     groups: list[GroupSummary]
     problems: list[ReplicaProblem]
     """The worst first."""
@@ -127,21 +127,21 @@ class Overview(View, frozen=True, kw_only=True):
     under_way: int
     """Requests admitted and not ended."""
     hint_tokens: int = 0
-    """Prompt tokens of hits that end where a replica was told to keep a boundary, since the
+    """Prompt tokens of hits that end where a replica was asked to keep a boundary, since the
     start."""
     headline: Headline
     shortages: list[str] = msgspec.field(default_factory=list)
-    """What the system refuses the router, or did within the last minute."""
+    """Resources that the system refuses the router, or did within the last minute."""
     minute: LastMinute
     models: list[str]
     """The first hundred."""
     tokenizers: dict[str, str]
-    """What tokenises the prompts of each configured model: `fastokens`, `tokenizers` with the
-    reason why it is not fastokens, or `replica`. The first hundred."""
+    """The tokeniser of each configured model's prompts: `fastokens`, `tokenizers` with the reason
+    why it is not fastokens, or `replica`. The first hundred."""
     tiers: list[str]
     """That any replica has, the fastest first."""
     stores: list[StoreSummary] = msgspec.field(default_factory=list)
-    """What replicas share, by model and name. The first hundred."""
+    """Stores that replicas share, by model and name. The first hundred."""
     listeners: list[ListenerStatistics] = msgspec.field(default_factory=list)
     """Where publishers connect to (`events.listen`)."""
     kinds: dict[str, str]

@@ -26,7 +26,7 @@ class ApiParts:
     render_metrics: Callable[[bool], Awaitable[bytes]]
     """All metrics as text; with True in OpenMetrics' format, which has exemplars."""
     has_exemplars: bool
-    """Whether there are any."""
+    """True if there are any."""
 
     def fleet(self) -> Fleet:
         """All replicas and their caches, now."""

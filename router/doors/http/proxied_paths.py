@@ -16,7 +16,7 @@ class RoutedBy(Enum):
     """Names what decides where a request goes."""
 
     CACHE = "cache"
-    """What replicas have cached of its prompt."""
+    """Placed by what replicas have cached of its prompt."""
     LOAD = "load"
     """Load, among the replicas of the model that its body names."""
     ANY = "any"
@@ -103,7 +103,7 @@ class ProxiedPaths:
             self._add(path, ProxiedPath(RoutedBy.LOAD))
         for path, endpoint in PROMPT_PATHS.items():
             self._add(path, ProxiedPath(RoutedBy.CACHE, endpoint=endpoint))
-        # Of two prefixes the longer one says more.
+        # The longest prefix wins.
         self._prefixes.sort(key=lambda entry: len(entry[0]), reverse=True)
 
     def find(self, path: str) -> ProxiedPath | None:

@@ -50,7 +50,7 @@ class RouteQuestions:
         self.metrics = metrics
         self.session_header = session_header.encode()
         self.role: Role = "client" if gateway.guard.clients_see_hits else "operator"
-        """Who may ask: the answer says what is cached."""
+        """The role that may ask: the answer reveals what is cached."""
 
     def opens(
         self, method: str, path: str, query: bytes

@@ -37,11 +37,11 @@ class Fleet:
     listeners: Sequence[ListenerStatistics] = ()
     """Where publishers connect to."""
     tokenizers: Mapping[str, str] = field(default_factory=dict)
-    """What tokenises, by model."""
+    """The tokeniser, by model."""
     shortages: Sequence[str] = ()
-    """What the system refuses the router, in sentences."""
+    """Resources that the system refuses the router, in sentences."""
     hint_tokens: int = 0
-    """Prompt tokens of hits that end where a replica was told to keep a boundary."""
+    """Prompt tokens of hits that end where a replica was asked to keep a boundary."""
 
 
 class BlockCount(View, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class CacheView(View, frozen=True, kw_only=True):
     prefix_replay_tokens: int | None
     """A hit that is no longer is worth nothing."""
     assumptions: Sequence[str]
-    """What is not known but assumed, in sentences."""
+    """Facts that are assumed rather than known, in sentences."""
 
 
 class ApproximateView(View, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class ApproximateView(View, frozen=True, kw_only=True):
     tokens: int
     """That the cache may hold."""
     capacity_tokens: int
-    """As far as reuse was seen to last."""
+    """The size up to which reuse was seen to last."""
     trust: float
     """The share of the tokens promised lately that was cached."""
 

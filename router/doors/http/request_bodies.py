@@ -18,7 +18,7 @@ _ONE_OR_MORE = [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]
 
 # msgspec allows one kind of list in a union, so what the lists hold is written out.
 TokenIds: TypeAlias = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": _ONE_OR_MORE})]
-"""Of one prompt or several."""
+"""The token ids of one prompt or several."""
 TextOrTokenIds: TypeAlias = Annotated[
     str | list[Any],
     msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, _TEXTS, *_ONE_OR_MORE]}),
@@ -119,7 +119,7 @@ class GenerateRequest(PromptRequest, frozen=True, kw_only=True):
     token_ids: Annotated[list[Any], msgspec.Meta(extra_json_schema=_TOKEN_IDS)]
     sampling_params: dict[str, Any]
     features: dict[str, Any] | None = None
-    """What `/render` made of media among them; what is cached is known up to the first one."""
+    """The media among them, from `/render`; what is cached is known up to the first one."""
 
 
 class TokenizeRequest(ProxiedRequest, frozen=True, kw_only=True):
@@ -157,13 +157,13 @@ class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
     session_id: str | None = None
     """Turns of one session have the same."""
     selection_id: ReservationId | None = None
-    """What to call the reservation, or the selection that will be reserved later."""
+    """A name for the reservation, or for the selection that will be reserved later."""
     replicas: Names | None = None
     """Only these may be chosen: ids, URLs, or `host:port`."""
     avoid: Names | None = None
     """These may not, as after one of them has failed."""
     allowed_worker_ids: Numbers | None = None
-    """As `replicas`, by `worker_id`."""
+    """The `replicas` allowed, by `worker_id`."""
     dp_rank: Rank | None = None
     """The data-parallel rank it is for, where the gateway chooses it."""
 
@@ -184,7 +184,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCount = 0
     """More of them since the last report."""
     usage: EngineUsage | None = None
-    """As in the engine's response, or its last event."""
+    """The usage of the engine's response, or of its last event."""
     cached_tokens: TokenCount | None = None
     """The same in short, where only this is known."""
 

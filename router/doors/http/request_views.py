@@ -92,11 +92,11 @@ class HourView(View, frozen=True, kw_only=True):
 
     requests_per_s: list[float | None]
     reused_share: list[float | None]
-    """Of the prompt tokens, what engines reported as cached."""
+    """The share of prompt tokens that engines reported as cached."""
     first_byte_s: list[float | None]
     """The time to first byte that nine of ten responses kept."""
     mispredicted_share: list[float | None]
-    """Of the predictions that could be compared."""
+    """The share of the predictions that could be compared."""
     gpu_blocks: list[float | None]
     """Held at the end of the step, over all groups."""
     removed_blocks: list[int]

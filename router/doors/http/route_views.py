@@ -28,8 +28,8 @@ class HitView(View, frozen=True, kw_only=True):
     cached_tokens: int
     """With what lower tiers would bring back."""
     by_tier: dict[str, int] = msgspec.field(default_factory=dict)
-    """What each lower tier, by its name in events, or shared store adds to the GPU's; `PEER` is
-    another replica's memory."""
+    """Tokens that each lower tier, by its name in events, or shared store adds to the GPU's; `PEER`
+    is another replica's memory."""
     pull_from: str | None = None
     """The replica from whose memory that is pulled."""
     suspect: bool
@@ -43,7 +43,7 @@ class PromptView(View, frozen=True, kw_only=True):
     """One prompt of the request."""
 
     tokens: int
-    """As far as its token ids are known."""
+    """Its length, as far as its token ids are known."""
     coverage: Literal["whole", "prefix", "unknown"]
     """How much of the prompt those tokens are."""
     reason: str | None
@@ -101,10 +101,10 @@ class RouteView(View, frozen=True, kw_only=True):
 
 
 def route_view(decision: Decision, explains: bool = False) -> RouteView:
-    """Where a request would go. Some replica must be able to serve it.
+    """Show where a request would go. Some replica must be able to serve it.
 
     Args:
-        explains: Whether to say who else would serve it, and how much of it is cached where.
+        explains: True to show the other candidates, and how much each has cached.
     """
     best = decision.ranking[0]
     view = RouteView(
@@ -191,7 +191,7 @@ class OverlapView(View, frozen=True, kw_only=True):
 
 
 class PrefillView(View, frozen=True, kw_only=True):
-    """Who computes the prompt for the chosen replica."""
+    """The replica that computes the prompt for the chosen one."""
 
     replica: str
     worker_id: int
@@ -229,16 +229,17 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of a block."""
     overlap: OverlapView
     isl_tokens: int
-    """Of the prompt, as far as its token ids are known."""
+    """The prompt's length, as far as its token ids are known."""
     effective_prefill_tokens: int
     """Prompt tokens to be computed, wherever."""
     prefill: PrefillView | None = None
-    """Who computes them, where that is another replica: it is in `headers`, for llm-d's sidecar."""
+    """The replica that computes them, where that is another one: it is in `headers`, for llm-d's
+    sidecar."""
     expected_tokens: int
     """Prompt tokens that will be cached when the engine admits the request: the prediction that is
     compared with its report."""
     groups: list[Sequence[GroupHit]] = msgspec.field(default_factory=list)
-    """By prompt: the longest prefix that each KV cache group by itself would allow; told where
+    """By prompt: the longest prefix that each KV cache group by itself would allow; present where
     nothing is booked."""
     hit: HitView
     reason: str
@@ -309,7 +310,8 @@ def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]
 
 
 def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:
-    """Return what the engine is told; not the replica's key, which the gateway has or has not."""
+    """Return the headers for the engine; without the replica's key, which is the gateway's to
+    add."""
     names = {name for name, _ in replica.headers}
     return {
         name.decode(): value.decode("latin-1")

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from router.doors.adopted import RESERVE_PATH
-from router.doors.asks import NOBODY, Caller, Question
+from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import new_id
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import ClientLeft, decode_body, read_body
@@ -82,7 +82,7 @@ def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
     """Add the endpoints.
 
     Args:
-        access: Who may ask: the answers say what is cached.
+        access: Who may ask: the answers reveal what is cached.
     """
     doors = _Doors(parts)
     _add_selecting(app, doors, access)
@@ -136,7 +136,7 @@ def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
         RESERVE_PATH,
         **described(
             "gateways",
-            "The same, and it is booked until the gateway says that it is over",
+            "The same, and it is booked until the gateway reports its end",
             {200: sends(SelectionView, "The choice, and the id of its reservation.")},
             access=access,
             errors=_RESERVED,
@@ -310,13 +310,13 @@ def _caller(request: Request) -> Caller:
 
 
 def caller_of(key: Key | None, path: str) -> Caller:
-    """Who asks, and what that lets them do.
+    """The caller, and its rights.
 
     Args:
         key: The one that was given, where one is needed.
     """
     if key is None:
-        return NOBODY
+        return ANONYMOUS
     salt = tenant_salt(key, path)
     return Caller(key.name, salt, key.usage, key.owner, key.priority, key.share)
 
@@ -378,8 +378,8 @@ def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
 
 
 def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict[str, Any]:
-    """Return what is to be set in the body, where the router's key salts it or the replica is told
-    something in it."""
+    """Return the fields to set in the body, where the router's key salts it or the replica gets
+    hints in it."""
     fields: dict[str, Any] = {}
     if sent is not None:
         before = msgspec.json.decode(decision.body, type=dict[str, msgspec.Raw])
@@ -391,7 +391,7 @@ def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict
 
 
 def report_usage(reservation: Reservation, report: OutputReport) -> None:
-    """Take what the engine reported, by what a gateway says of it."""
+    """Record the engine's usage from a gateway's report."""
     usage = report.usage
     if usage is None and report.cached_tokens is not None:
         usage = EngineUsage(

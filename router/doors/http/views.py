@@ -35,7 +35,7 @@ class ErrorDetails(View, frozen=True, kw_only=True):
     message: str
     """Place, value and rule; never anything of a prompt."""
     type: str
-    """As in OpenAI's API."""
+    """OpenAI's type of the error."""
     code: str
     """The same for every error of one kind."""
 
@@ -75,7 +75,7 @@ class ModelEntry(View, frozen=True, kw_only=True):
     parent: str | None
     """The model that an adapter is for."""
     max_model_len: int | msgspec.UnsetType | None = msgspec.UNSET
-    """The longest prompt and response together, where the engines say; of several the least."""
+    """The longest prompt and response together, where engines report it; of several the least."""
 
 
 class ModelList(View, frozen=True, kw_only=True):
@@ -89,7 +89,8 @@ class ModelList(View, frozen=True, kw_only=True):
 def model_list(
     names: Mapping[str, str | None], serving_of: Callable[[str], Sequence[Replica]]
 ) -> dict[str, Any]:
-    """The models that clients may ask for: a `ModelList` whose entries keep all that engines say.
+    """The models that clients may ask for: a `ModelList` whose entries keep all that engines
+    report.
 
     Args:
         names: Every known model and adapter, with the model that an adapter is for.
@@ -104,16 +105,16 @@ def model_list(
 
 
 def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> dict[str, Any]:
-    """One model: a `ModelEntry`, and all else that the first replica says of it.
+    """One model: a `ModelEntry`, and all else that the first replica reports.
 
     Args:
         parent: The model that an adapter is for.
         serving: The healthy replicas that serve it.
     """
     entry = ModelEntry(id=name, created=int(time.time()), root=parent or name, parent=parent)
-    said = [_entry_of(name, replica) for replica in serving]
-    lengths = [length for one in said if type(length := one.get("max_model_len")) is int]
-    found = {**msgspec.to_builtins(entry), **(said[0] if said else {})}
+    entries = [_entry_of(name, replica) for replica in serving]
+    lengths = [length for one in entries if type(length := one.get("max_model_len")) is int]
+    found = {**msgspec.to_builtins(entry), **(entries[0] if entries else {})}
     found |= {"id": name, "parent": parent}
     if lengths:
         # A client must not send more than the replica that its request may go to takes.
@@ -122,7 +123,7 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
 
 
 def _entry_of(name: str, replica: Replica) -> dict[str, Any]:
-    """Return what a replica says of a model; where it has another name for it, how much that
+    """Return a replica's entry for a model; where it has another name for it, only how much that
     takes."""
     found = replica.model_entries.get(name)
     if found is not None:
