@@ -12,12 +12,12 @@ The files; each imports only what is listed above it:
     probes.py            the same where it is done all the time, at less cost
     limits.py            what the holder of a key may use
     gate.py              how much one replica may be given
-    line.py              who waits for one model, and who is next
+    line.py              the requests that wait for one model, and which is next
     room.py              the lines of all models, and their turns
     entrance.py          a request's key and headers -> its place in a line
     engine_order.py      the same order, as numbers for engines
     load.py              what this router has in flight, by replica
-    engine_load.py       what an engine's own metrics say about its load
+    engine_load.py       an engine's load, by its own metrics
     load_topic.py        what an engine publishes of its load
     types.py             plain values
     health.py            outcomes of checks and requests in, healthy or not out

@@ -36,7 +36,7 @@ from router.fleet.client_errors import (
 )
 
 _NOT_BY_ITSELF = ("accept", "accept-encoding", "content-type", "user-agent")
-"""Headers that are sent where the caller says so."""
+"""Headers that are sent only where the caller sets them."""
 _MAX_REACHED = 16_384
 TARGET = re.compile(rb"/[!-\"$-~]*")
 """Path and query of a request."""
@@ -55,7 +55,7 @@ class UpstreamResponse:
 
     response: aiohttp.ClientResponse
     first: bytes | None
-    """What has come of its body; empty at its end."""
+    """The first part of its body; empty at its end."""
     origin: Origin
     idle_s: float
     """The longest silence."""
@@ -65,7 +65,7 @@ class UpstreamResponse:
         self.headers: list[Header] = [
             (name.lower(), value) for name, value in self.response.raw_headers
         ]
-        """As they came, names in lower case."""
+        """The headers as they came, names in lower case."""
 
     async def read_chunk(self) -> bytes | None:
         """The next piece of the body; None at its end.
@@ -100,7 +100,7 @@ class UpstreamClient:
 
     Args:
         ssl_context: For https origins; by default the system's certificate authorities are trusted.
-        on_shortage: Told what the system refused, as in `OutOfResources`.
+        on_shortage: Called with what the system refused, as in `OutOfResources`.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class UpstreamClient:
             self._reached.add(origin.key)
 
     def no_connection(self, error: OSError | MemoryError, origin: Origin) -> ConnectFailed:
-        """Return what it means that there was none, and tell of a shortage."""
+        """Return the error for a failed connection; report a shortage."""
         if resource := self._shortage(error, origin):
             return self._out_of(resource, origin)
         why = _why(error) if isinstance(error, OSError) else "there is no memory"
@@ -274,10 +274,10 @@ class UpstreamClient:
         if not isinstance(cause, OSError):
             return None
         if cause.errno == errno.EADDRNOTAVAIL:
-            # Of an origin never reached yet it rather says that its kind of address is not in use.
+            # Of an origin never reached yet it rather means that its kind of address is not in use.
             return "ports" if origin.key in self._reached else None
         if cause.errno is None or isinstance(cause, socket.gaierror):
-            # Looking a name up opens files as well, and does not say that it could not.
+            # Looking a name up opens files as well, and does not report that it could not.
             return "open_files" if _has_no_free_file() else None
         return _SHORTAGES.get(cause.errno)
 

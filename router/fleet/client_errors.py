@@ -3,7 +3,7 @@
     UpstreamError
     ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure
     │   ├── ConnectTimeout      ... or not within connect_s
-    │   └── OutOfResources      ... or this process gets no socket; says nothing about the server
+    │   └── OutOfResources      ... or this process gets no socket; no fault of the server
     ├── ClosedBeforeResponse    the server closed the connection before its response
     │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
     ├── FirstByteTimeout        no byte of a body, nor the end of the response, in time
@@ -32,7 +32,7 @@ class OutOfResources(ConnectFailed):
 
     Args:
         message: Names the server and the rule.
-        resource: What there is none of: `open_files`, `ports`, `buffers` or `memory`.
+        resource: The one that ran out: `open_files`, `ports`, `buffers` or `memory`.
     """
 
     def __init__(self, message: str, resource: str) -> None:

@@ -1,7 +1,6 @@
-"""Reads what an engine's own metrics say about its load: the few gauges that matter, from
-Prometheus text.
+"""Reads an engine's load from its own metrics: the few gauges that matter, from Prometheus text.
 
-Names by engine: vLLM's `vllm:*` (older versions say `gpu_cache_usage_perc` for
+Names by engine: vLLM's `vllm:*` (older versions have `gpu_cache_usage_perc` for
 `kv_cache_usage_perc`), SGLang's `sglang:*`.
 """
 
@@ -60,7 +59,7 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of a replica's KV blocks that running requests hold, by the engine's own gauge; missing
     where it reports none. Of several ranks, that of the fullest one."""
     ranks: tuple[EngineRankLoad, ...] = ()
-    """Each rank, in order; empty where there is one, or none is told apart."""
+    """Each rank, in order; empty where there is one, or ranks are not distinguished."""
     cache_blocks: int | None = None
     """KV blocks on the GPU, of the smallest rank; None if it is not reported."""
     cache_tokens: int | None = None
@@ -68,7 +67,7 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     reported."""
 
     def of_rank(self, dp_rank: int) -> EngineRankLoad | None:
-        """The load of one rank; None where the engine does not tell its ranks apart."""
+        """The load of one rank; None where the engine does not distinguish its ranks."""
         return next((rank for rank in self.ranks if rank.dp_rank == dp_rank), None)
 
 

@@ -17,8 +17,8 @@ from router.fleet.entrance import PriorityClasses
 from router.fleet.line import LONGEST_TOKENS, place_of
 
 _CLASS_BITS = 58
-"""Of 63: there are at most 16 classes, and at 1e8 tokens a second places fit. At more, all that
-wait are equal, and go as they come."""
+"""Bits below the class, of 63: there are at most 16 classes, and at 1e8 tokens a second places fit.
+At more, all that wait are equal, and go as they come."""
 
 
 class OrderFacts(NamedTuple):

@@ -129,7 +129,7 @@ class Entrance:
             headers: The request's, names in lower case.
             priority: The highest class of that key.
         Raises:
-            BadRequest: A header does not say what it should.
+            BadRequest: A header has no valid value.
         """
         return Waiter(
             model=model,
@@ -141,7 +141,7 @@ class Entrance:
         )
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> str:
-        """Whose request it is, as its headers say; empty where they do not."""
+        """The tenant that the headers name; empty without one."""
         header = _first(headers, self._tenant_headers)
         return "" if header is None else headers[header][:_MAX_TENANT_BYTES].decode("latin-1")
 

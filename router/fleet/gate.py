@@ -4,7 +4,7 @@ in.
 Four things close a gate, each by itself:
 
     limits      as much is under way there as may be: what can wait, waits
-    back-off    it has answered 429 or 503 and said for how long: nothing is sent until then; of one
+    back-off    it has answered 429 or 503 with `retry-after`: nothing is sent until then; of one
                 tenant alone, where its 429 was an answer to that one
     breaker     too many of its last requests failed, though its checks pass
     slow start  it has just joined: its limits, and its speed for the policy, grow from a tenth
@@ -31,8 +31,8 @@ TENANT_BACKING_OFF = "asked to be left alone by this client for a while"
 BREAKER_OPEN = "failing too many requests"
 BEING_PROBED = "being probed after it failed too many requests"
 PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BREAKER_OPEN, BEING_PROBED))
-"""Obstacles for which it makes sense to wait. A tenant refused alone is told when to come back."""
-MAX_TENANTS_TOLD_OFF = 1024
+"""Obstacles for which it makes sense to wait. A tenant refused alone gets a `retry-after`."""
+MAX_TENANTS_BACKING_OFF = 1024
 """At one replica; the one who may come back soonest is forgotten first."""
 SLOWEST = 0.1
 """At the beginning of a slow start."""
@@ -74,7 +74,7 @@ class Breaker(Enum):
 
 
 class ReplicaGate:
-    """The gate of one replica. It is told what happens there.
+    """The gate of one replica. It is informed of what happens there.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -91,7 +91,7 @@ class ReplicaGate:
         "_started_at",
         "on_changed",
         "opened",
-        "told_off",
+        "times_busy",
     )
 
     def __init__(self, options: GateOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,13 +103,13 @@ class ReplicaGate:
         self._open_until: float | None = None
         self._probe_until = 0.0
         self._back_off_until: dict[str, float] = {}
-        """By tenant; an empty name stands for everybody."""
+        """By tenant; an empty name stands for all."""
         self._started_at: float | None = None
         self.on_changed: Callable[[], None] | None = None
         """Called when its facts have changed."""
         self.opened = 0
         """Times that the breaker opened, from `CLOSED` or again."""
-        self.told_off = 0
+        self.times_busy = 0
         """Times that the replica asked to be left alone."""
 
     # --- what happens there -----------------------------------------------------------------------
@@ -118,13 +118,13 @@ class ReplicaGate:
         """A request is sent there."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._probe_until = self._clock() + max(self._open_s, self._options.breaker_open_s)
-            self._tell()
+            self._notify()
 
     def answered(self) -> None:
         """A request has a response."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._open_until, self._open_s = None, 0.0
-            self._tell()
+            self._notify()
         if self._outcomes:
             self._outcomes = self._outcomes << 1 & self._window
 
@@ -141,28 +141,28 @@ class ReplicaGate:
         """It answered that it cannot take requests for so long.
 
         Args:
-            tenant: Whose requests these are; empty: everybody's.
+            tenant: The tenant refused; empty: all.
         """
-        self.told_off += 1
+        self.times_busy += 1
         until = self._clock() + min(retry_after_s, self._options.max_back_off_s)
         self._forget_past()
-        told_off = self._back_off_until
-        told_off[tenant] = max(told_off.get(tenant, 0.0), until)
-        if len(told_off) > MAX_TENANTS_TOLD_OFF:
-            del told_off[min(told_off, key=lambda name: told_off[name])]
-        self._tell()
+        until_by_tenant = self._back_off_until
+        until_by_tenant[tenant] = max(until_by_tenant.get(tenant, 0.0), until)
+        if len(until_by_tenant) > MAX_TENANTS_BACKING_OFF:
+            del until_by_tenant[min(until_by_tenant, key=lambda name: until_by_tenant[name])]
+        self._notify()
 
     def start_slowly(self) -> None:
         """It has just joined others that can take its share meanwhile."""
         if self._options.slow_start_s:
             self._started_at = self._clock()
-            self._tell()
+            self._notify()
 
-    # --- what it says -----------------------------------------------------------------------------
+    # --- its state --------------------------------------------------------------------------------
 
     @property
     def facts(self) -> GateFacts:
-        """For whoever judges it elsewhere."""
+        """The state, for judgements elsewhere."""
         options, until = self._options, self._back_off_until
         return GateFacts(
             options.in_flight,
@@ -177,7 +177,7 @@ class ReplicaGate:
 
     @property
     def is_watching(self) -> bool:
-        """Return whether it may say no, or slow down."""
+        """Return whether it may refuse, or slow down."""
         options = self._options
         return (
             options.in_flight is not None
@@ -266,8 +266,8 @@ class ReplicaGate:
         self._probe_until = 0.0
         self._outcomes = 0
         self.opened += 1
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.on_changed is not None:
             self.on_changed()

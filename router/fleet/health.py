@@ -10,7 +10,7 @@ from router.fleet.types import Health
 MAX_ERROR_CHARS = 300
 _RECENT_REQUESTS = 32
 _FEW_FAILED = 3
-"""Of these, at a replica that serves what others fail."""
+"""The least failures at a replica that serves what others fail."""
 
 
 class HealthRecord:

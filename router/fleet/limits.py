@@ -1,9 +1,9 @@
-"""Counts what the holder of a key uses, and limits it: requests and tokens in a minute, requests at
-a time, models.
+"""Counts and limits the usage of a key's holder: requests and tokens in a minute, requests at a
+time, models.
 
 A minute is any 60 s, not one of the clock's, so that no one gets twice as much around its turn.
-What other routers have counted for the same key is added: each tells its own counts, from time to
-time, and no request waits for that.
+What other routers have counted for the same key is added: each publishes its own counts from time
+to time, and no request waits for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.errors import KeyLimitReached, ModelNotAllowed
 
 _WINDOW_S = 60
 _STEPS_PER_S = 2
-"""What was counted in one step of the window leaves it together."""
+"""Steps of the window: the counts of one step leave it together."""
 
 
 class KeyCounts(NamedTuple):
@@ -109,7 +109,7 @@ class KeyUsage:
         self._requests, self._tokens = MinuteCount(), MinuteCount()
         self._in_flight = 0
         self.elsewhere = _NOTHING
-        """What other routers have counted for this key."""
+        """The counts of other routers for this key."""
         self.total_requests = self.total_tokens = 0
         self.refusals = dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
 

@@ -1,4 +1,4 @@
-"""Who waits for the replicas of one model, and who is next. Pure: times are passed in.
+"""Orders the requests that wait for the replicas of one model. Pure: times are passed in.
 
 Three orders, one inside the other:
 
@@ -32,10 +32,10 @@ from typing import NamedTuple
 from router.errors import RequestError
 
 LONGEST_TOKENS = 4096
-"""What costs more goes with those that cost so much, as they come."""
+"""Requests that cost more are served with those of this cost, as they come."""
 _RATE_MEMORY_S = 10.0
 _MIN_STARTS = 5
-"""Of fewer, no rate is made: one request that runs for a minute says little."""
+"""Fewer make no rate: one request that runs for a minute shows little."""
 _LAST_RESPONSES = 32
 """Over how many of them the usual length is taken."""
 _FEW = 16
@@ -50,7 +50,7 @@ class Waiter:
     model: str = ""
     """Its base model."""
     tenant: str
-    """Whose it is; never in a metric or a log."""
+    """Never in a metric or a log."""
     weight: float = 1.0
     """The tenant's share, relative to those of others."""
     priority: int = 0
@@ -58,11 +58,11 @@ class Waiter:
     lane: str = ""
     """Requests of one lane can be served by the same replicas."""
     tokens: int
-    """What it costs: prompt tokens to compute, and from its arrival on the usual response."""
+    """Its cost: prompt tokens to compute, and from its arrival on the usual response."""
     deadline: float = math.inf
     """When it must have started."""
     can_start: Callable[[], bool] = lambda: True
-    """Whether a replica has room for it now."""
+    """Returns whether a replica has room for it now."""
     start: Callable[[], object] = lambda: None
     """Called when it is its turn."""
     refuse: Callable[[RequestError], object] = lambda _error: None
@@ -73,7 +73,7 @@ class Waiter:
     """The part of its cost that is a guess."""
     is_waiting: bool = False
     is_charged: bool = False
-    """Whether its tenant has paid for it."""
+    """True once its tenant has paid for it."""
     line: Line | None = None
     """Where it entered: its model's may be another by the time it ends."""
 
@@ -97,11 +97,11 @@ class LineLimits(NamedTuple):
     waiting: int = 1024
     """Requests."""
     tokens: int = 1 << 40
-    """What they cost together. One request may always wait."""
+    """Their cost together. One request may always wait."""
     classes: int = 1
     ageing_tokens_per_s: float = 1000.0
     quantum_tokens: float = 1024.0
-    """What a tenant of weight 1 may start in each of its turns."""
+    """The cost that a tenant of weight 1 may start in each of its turns."""
     response_tokens: float = 0.0
     """The usual response, before any was seen."""
 
@@ -242,7 +242,7 @@ class _Class:
         self._forget_if_idle(tenant)
 
     def take(self, is_ready: Callable[[Waiter], bool]) -> Waiter | None:
-        """Who is next, charged to its tenant."""
+        """Return the next request, charged to its tenant."""
         heads = [
             (tenant, head) for tenant in self._ring if (head := tenant.first(is_ready)) is not None
         ]
@@ -274,7 +274,7 @@ class _Class:
         return heads[chosen]
 
     def heaviest(self) -> _Tenant:
-        """Who has most waiting for its weight."""
+        """Return the tenant with most waiting for its weight."""
         return max(self._ring, key=lambda tenant: tenant.tokens / tenant.weight)
 
     @property

@@ -89,7 +89,7 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self.books = Books()
-        """What decisions read; the core's."""
+        """The core's books, which decisions read."""
 
     def started(
         self,

@@ -20,7 +20,7 @@ from kvevents.sockets import SocketConnection, SocketLimits
 from router.fleet.engine_load import MAX_REQUESTS, EngineLoad, EngineRankLoad
 
 STALE_AFTER_S = 3.0
-"""A rank that said nothing for so long is not known; it says something every second."""
+"""After so long without a message a rank's load is unknown; it publishes every second."""
 RETRY_S = 1.0
 MAX_MESSAGE_BYTES = 64 * 1024
 _QUEUE_MESSAGES = 16
@@ -65,7 +65,7 @@ def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
     """The load of a replica.
 
     Args:
-        stats: What each of its ranks said last.
+        stats: The latest of each rank.
     """
     sized = [stat for stat in stats.values() if stat.max_tokens]
     ranks = [EngineRankLoad(rank, stats[rank].running, stats[rank].waiting) for rank in stats]
@@ -124,14 +124,14 @@ class LoadFollower:
         )
         self._followed: tuple[LoadTopic, ...] = ()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
-        self._said: dict[int, tuple[float, LoadStat]] = {}
+        self._latest: dict[int, tuple[float, LoadStat]] = {}
 
     @property
     def is_live(self) -> bool:
-        """Return whether every rank has said something lately."""
+        """Return whether every rank has published lately."""
         since = self._clock() - STALE_AFTER_S
-        heard = [at for at, _ in self._said.values() if at >= since]
-        return bool(self._followed) and len(heard) == len(self._followed)
+        recent = [at for at, _ in self._latest.values() if at >= since]
+        return bool(self._followed) and len(recent) == len(self._followed)
 
     def follow(
         self, topics: tuple[LoadTopic, ...], take: Callable[[EngineLoad], None] | None = None
@@ -140,8 +140,8 @@ class LoadFollower:
 
         Args:
             topics: One for each rank.
-            take: Called with the load of the whole replica whenever a rank has said something,
-                while all of them are known. Only the tasks hold it: who is called holds us.
+            take: Called with the load of the whole replica whenever a rank has published, while all
+                of them are known. Only the tasks hold it: who is called holds us.
         """
         if topics == self._followed:
             return
@@ -157,7 +157,7 @@ class LoadFollower:
         """Follow nothing; await the end of the tasks that are returned."""
         tasks, self._tasks = self._tasks, ()
         self._followed = ()
-        self._said.clear()
+        self._latest.clear()
         for task in tasks:
             task.cancel()
         return tasks
@@ -169,7 +169,7 @@ class LoadFollower:
                 await connection.open()
                 while not connection.is_down:
                     if self._read(topic.dp_rank, connection) and take is not None:
-                        take(whole_load({rank: stat for rank, (_, stat) in self._said.items()}))
+                        take(whole_load({rank: stat for rank, (_, stat) in self._latest.items()}))
                     await connection.wait(_LONGEST_WAIT_S)
             except KVEventsError:
                 pass  # it may come later; until then its metrics are asked
@@ -184,5 +184,5 @@ class LoadFollower:
             newest = read_load(frames) or newest
         if newest is None:
             return False
-        self._said[dp_rank] = self._clock(), newest
+        self._latest[dp_rank] = self._clock(), newest
         return self.is_live

@@ -1,5 +1,5 @@
 """How often replicas are asked about themselves: seldom while no request comes, as Envoy's
-`no_traffic_interval` has it. What they said last is enough until one does."""
+`no_traffic_interval` has it. Their last answers are enough until one does."""
 
 from __future__ import annotations
 

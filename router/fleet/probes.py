@@ -1,9 +1,9 @@
 """Asks replicas about themselves: small GETs over plain HTTP, for as long as the router runs.
 
 aiohttp takes 175 microseconds of CPU time for one over a kept connection, and some 450 over a new
-one; this takes 18 and 55. With 64 replicas that is most of what a router costs that nobody asks,
-and with 1,024 a third of a core. Where a probe needs more than a connection to one address, the
-router's usual client makes it. Could that be had within twice these figures, this file would go.
+one; this takes 18 and 55. With 64 replicas that is most of an idle router's cost, and with 1,024 a
+third of a core. Where a probe needs more than a connection to one address, the router's usual
+client makes it. Could that be had within twice these figures, this file would go.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProbeFetch:
     """`Fetch` of a watcher. Belongs to one event loop.
 
     Args:
-        client: Makes the others' connections, and knows what it means where there is none.
+        client: Makes the others' connections, and explains failed ones.
     """
 
     def __init__(self, client: UpstreamClient) -> None:
@@ -149,7 +149,7 @@ class _Connection(asyncio.Protocol):
         """Status and body of the response.
 
         Raises:
-            UpstreamError: There is none.
+            UpstreamError: No response.
         """
         self._no_longer_kept()
         if self._transport.is_closing():
@@ -191,7 +191,7 @@ class _Connection(asyncio.Protocol):
     @override
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.close()  # nobody has asked
+            self.close()  # unsolicited
             return
         if self._body is None:
             data = self._take_head(self._unread + data)

@@ -75,7 +75,8 @@ class ReplicaRegistry:
     """All replicas. Belongs to one event loop.
 
     Args:
-        load: Read for views, and to tell this router's requests from others in the engines' load.
+        load: Read for views, and to separate this router's requests from others' in the engines'
+            load.
         clock: A monotonic clock, in seconds.
         gates: When replicas are given no requests; None: whenever they are healthy.
     """
@@ -101,7 +102,7 @@ class ReplicaRegistry:
         self._ending: set[asyncio.Task[None]] = set()
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self.generation = 0
-        """Rises with every change of what `serving` says."""
+        """Rises with every change of `serving`'s result."""
         self._closed = False
         self._load_topics = LoadTopics()
         self.decisions: Callable[[], int] = lambda: 0
@@ -295,9 +296,9 @@ class ReplicaRegistry:
         """It answered that it can take no request now.
 
         Args:
-            replica_id: Who; may have been removed since.
-            retry_after_s: For how long, as it says.
-            tenant: Whose requests it cannot take; empty: everybody's.
+            replica_id: It may have been removed since.
+            retry_after_s: From its `retry-after`.
+            tenant: Whose requests it cannot take; empty: all.
         """
         replica = self._replicas.get(replica_id)
         if replica is not None:
@@ -310,17 +311,17 @@ class ReplicaRegistry:
         if replica is not None and replica.record.mark_suspect():
             self._watchers[replica_id].check_soon()
 
-    def others_told(self, replica_ids: Iterable[str], within_s: float) -> None:
-        """Other routers have told what they have in flight at these replicas, and the load knows.
+    def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None:
+        """Other routers have published their load at these replicas, and the load tracker has it.
 
         Args:
             replica_ids: Unknown ones are left out.
-            within_s: How late they tell of a request.
+            within_s: The delay of their reports.
         """
         for replica_id in replica_ids:
             watcher = self._watchers.get(replica_id)
             if watcher is not None:
-                watcher.others_told(within_s)
+                watcher.others_reported(within_s)
 
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""

@@ -51,18 +51,18 @@ class Replica:
         """Its event sources, if they are configured."""
         self.sources = ()
         self.model_entries: dict[str, dict[str, Any]] = {}
-        """What it says of each model in `GET /v1/models`, by name."""
+        """Its entries in `GET /v1/models`, by name."""
         self.server_info = ServerInfo()
-        """What it says of itself."""
+        """Its `GET /server_info`."""
         self.notes: tuple[str, ...] = ()
-        """What went wrong in the last discovery, and what was assumed."""
+        """Errors and assumptions of the last discovery."""
         self.engine_load: EngineLoad | None = None
         self.engine_load_at = now
         self.foreign_requests = 0
         """Requests there when its load was read that were not this router's, nor known to be
         another's soon after."""
         self.foreign_requests_by_rank: dict[int, int] = {}
-        """The same, for each rank that the engine tells apart."""
+        """The same, for each rank that the engine distinguishes."""
         self.health_since = now
         """When it last became healthy or unhealthy."""
         self.checked_at: float | None = None
@@ -71,7 +71,7 @@ class Replica:
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
         self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
-        record.on_changed = self.gate.on_changed = self._tell
+        record.on_changed = self.gate.on_changed = self._notify
 
     def look_at_gate(self) -> None:
         """Something has happened there, or its gate is watching. With most replicas, nothing has to
@@ -86,7 +86,7 @@ class Replica:
     @draining.setter
     def draining(self, draining: bool) -> None:
         self._draining = draining
-        self._tell()
+        self._notify()
 
     def reconfigure(self, config: ReplicaConfig) -> None:
         """Take over other options: its key, role, speed and limit. Its address, models and event
@@ -95,7 +95,7 @@ class Replica:
         self.headers = _authorization(config)
         self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
-        self._tell()
+        self._notify()
 
     @property
     def sources(self) -> tuple[EventSource, ...]:
@@ -108,7 +108,7 @@ class Replica:
         self.cache = SourceId(self.id, sources[0].dp_rank if sources else 0)
         """Its only cache, or the first of several."""
         self.has_ranks = len(sources) > 1
-        self._tell()
+        self._notify()
 
     @property
     def takes_requests(self) -> bool:
@@ -130,12 +130,12 @@ class Replica:
 
     @property
     def cache_blocks(self) -> int | None:
-        """On the GPU of each rank, as its metrics say; None: they do not."""
+        """Blocks on the GPU of each rank, by its metrics; None: unknown."""
         return None if self.engine_load is None else self.engine_load.cache_blocks
 
     @property
     def cache_tokens(self) -> int | None:
-        """That fit on the GPU of each rank, as its metrics say; None: they do not."""
+        """Tokens that fit on the GPU of each rank, by its metrics; None: unknown."""
         return None if self.engine_load is None else self.engine_load.cache_tokens
 
     @property
@@ -153,7 +153,7 @@ class Replica:
 
     @property
     def priority_order(self) -> PriorityOrder | None:
-        """Which number goes first in its engine; None: it is told none."""
+        """The priority number that goes first in its engine; None: it gets none."""
         order = self.config.priority_order
         return self.server_info.priority_order if order == "ask" else order
 
@@ -182,10 +182,10 @@ class Replica:
         self.foreign_requests, self.foreign_requests_by_rank = _foreign(
             load, own_requests, own_by_rank
         )
-        self._tell()
+        self._notify()
 
     def claim(self, own_requests: int, own_by_rank: Mapping[int, int]) -> None:
-        """Other routers have told of requests which the engine's metrics may have counted: these
+        """Other routers have reported requests which the engine's metrics may have counted: these
         are foreign no longer. Those that are over by now never become foreign again.
 
         Args:
@@ -201,9 +201,9 @@ class Replica:
             rank: min(count, by_rank[rank]) for rank, count in self.foreign_requests_by_rank.items()
         }
         if before != (self.foreign_requests, self.foreign_requests_by_rank):
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self.listeners:
             listener(self)
 
@@ -282,7 +282,7 @@ class Replica:
             failed_scrapes=self.failed_scrapes,
             breaker=self.gate.breaker.value,
             times_opened=self.gate.opened,
-            times_told_off=self.gate.told_off,
+            times_told_off=self.gate.times_busy,
             backs_off_s=self.gate.backs_off_s,
             slow_start=self.gate.speed,
         )

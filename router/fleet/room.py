@@ -1,5 +1,5 @@
-"""The lines of all models, and the turns of those who wait: who may start, and when one is
-told that there is no room."""
+"""Keeps the lines of all models and the turns of their requests: which may start, and when one is
+refused for want of room."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Waiting:
     requests: Annotated[int, gauge("kvroute_queue_requests")]
     """Requests that wait for room at a replica."""
     tokens: Annotated[int, gauge("kvroute_queue_tokens")]
-    """What the requests that wait for room cost: prompt tokens to compute, and the usual length of
-    a response."""
+    """Cost of the requests that wait for room: prompt tokens to compute, and the usual length of a
+    response."""
 
 
 class RoomListener(NamedTuple):

@@ -126,8 +126,8 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
 
 
 class ServerInfo(NamedTuple):
-    """Holds what `GET /server_info` says: SGLang's of what it publishes, each empty if it publishes
-    nothing or does not say; kvroute's engine of what it takes; both of their order."""
+    """Holds the answer to `GET /server_info`: what SGLang publishes, each empty if it publishes
+    nothing or does not report it; what kvroute's engine takes; the order of both."""
 
     sources: tuple[EventSource, ...] = ()
     """By rank."""
@@ -201,8 +201,8 @@ def parse_models(body: bytes) -> ServedModels:
 
 
 def parse_model_entries(body: bytes) -> dict[str, dict[str, Any]]:
-    """All that a response to `GET /v1/models` says of each model, by name; without what it says of
-    itself only. The response must have been read by `parse_models` before."""
+    """Return the entries of a response to `GET /v1/models`, by name, without the response's own
+    fields. The response must have been read by `parse_models` before."""
     listed = msgspec.json.decode(body)
     return {entry["id"]: entry for entry in listed["data"]}
 

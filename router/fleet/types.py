@@ -42,7 +42,7 @@ class EventSource(msgspec.Struct, frozen=True):
     replay_endpoint: str | None = None
     """Its ROUTER address."""
     topic: str = ""
-    """What it publishes under, exactly; an empty one takes every topic."""
+    """Its exact topic; an empty one takes every topic."""
     snapshot_endpoint: str | None = None
     """Where it makes snapshots, if there is an address for these alone."""
     server_key: str | None = None
@@ -71,15 +71,15 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[EventSource, ...]
     sources_configured: bool
     notes: tuple[str, ...]
-    """What went wrong in the last discovery, and what was assumed."""
+    """Errors and assumptions of the last discovery."""
     speed: float
     max_concurrent_requests: int | None
     role: Role = "both"
     """`prefill` gets no requests of its own, and computes prompts for others."""
     load: ReplicaLoad
-    """What this router has in flight there."""
+    """This router's requests in flight there."""
     others: ReplicaLoad = msgspec.field(default_factory=ReplicaLoad)
-    """What is known of other routers."""
+    """Other routers' requests there, as far as known."""
     engine_load: EngineLoad | None
     engine_load_age_s: float | None
     foreign_requests: int
@@ -112,7 +112,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
             "(`overload.max_back_off_s`).",
         ),
     ] = 0.0
-    """For how long it is still given nothing, since it said that it is busy."""
+    """Seconds for which it still gets no requests after a busy answer."""
     """For how long it gets nothing because of that."""
     slow_start: Annotated[float, gauge("kvroute_replica_slow_start")] = 1.0
     """The share of a replica's speed and limits that count since it joined: 0.1 to 1."""

@@ -105,7 +105,7 @@ class Watcher:
     Args:
         replica: To be watched; its counts and times are written here.
         listener: Receives every check and discovery.
-        load: Tells this router's requests from others in the engine's load.
+        load: Separates this router's requests from others' in the engine's load.
         config: How often, and how patiently.
         clock: A monotonic clock, in seconds.
         load_topics: Makes the sockets of those that publish their load.
@@ -149,7 +149,7 @@ class Watcher:
         self._check_now.set()
 
     def look_soon(self) -> None:
-        """Ask it within half an interval, since what it said last is old: not all at one moment."""
+        """Ask it within half an interval, since its last answer is old: not all at one moment."""
         if self._soon is not None:
             self._soon.cancel()
         within_s = self._config.interval_s / 2 * self._random.random()
@@ -160,12 +160,12 @@ class Watcher:
         self._check_now.set()
         self._look_now.set()
 
-    def others_told(self, within_s: float) -> None:
-        """Other routers have told what they have in flight.
+    def others_reported(self, within_s: float) -> None:
+        """Other routers have published their load.
 
         Args:
-            within_s: How late they tell of a request: what the engine counted longer ago is not
-                among these.
+            within_s: The delay of their reports: what the engine counted longer ago is not among
+                them.
         """
         replica, load = self._replica, self._replica.engine_load
         if load is None or not replica.foreign_requests:
@@ -216,8 +216,8 @@ class Watcher:
             await self._pause(self._check_now, began, interval_s)
 
     async def _check(self) -> str | None:
-        """Why the check failed; None if it passed. Raises `OutOfResources` where the router
-        has no connection for it, which says nothing about the replica."""
+        """Return why the check failed; None if it passed. Raises `OutOfResources` where the router
+        has no connection for it, which is no fault of the replica."""
         try:
             status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
         except OutOfResources:
@@ -290,7 +290,7 @@ class Watcher:
         return ServedModels(configured, adapters)
 
     async def _server_info(self) -> ServerInfo | Exception:
-        """Return what it says of itself; vLLM says nothing (404), which is no fault."""
+        """Return its `GET /server_info`; vLLM answers 404, which is no fault."""
         try:
             body = await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES)
             return parse_server_info(body, self._replica.origin.host)

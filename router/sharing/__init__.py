@@ -7,8 +7,8 @@ Another board than Valkey needs one class, of `board.Board`.
 
 The files; each imports only what is listed above it:
 
-    slots.py      what a slot says, and its bytes
-    board.py      the interface of a board, and what keeps a router and its board in step
+    slots.py      the content of a slot, and its bytes
+    board.py      the interface of a board, and what synchronises a router with it
     valkey.py     the board: Valkey or Redis
-    exchange.py   what becomes of what other routers tell
+    exchange.py   what becomes of what other routers publish
 """

@@ -22,8 +22,8 @@ INTERVAL_S = 0.02
 SPACING_S = 0.002
 """Between two that are asked for."""
 MOST_SHARE = 0.05
-"""The most of a processor's time that publishing may take, and receiving as well: where there is
-much to say, it is said less often."""
+"""The most of a processor's time that publishing may take, and receiving as well: where much is to
+be published, it is published less often."""
 MOST_PAUSE_S = 0.25
 """But no less often than this, however much that is."""
 MOST_DELAY_S = 2 * MOST_PAUSE_S
@@ -38,7 +38,7 @@ class BoardStatistics:
         bool,
         flag("kvroute_board_up", "1 while other routers can be reached over this board: `valkey`."),
     ]
-    """Whether other routers can be reached, and reach this process."""
+    """1 if other routers can be reached, and reach this process."""
     writers: Annotated[int, gauge("kvroute_board_writers")]
     """Other routers whose state arrives over this board."""
     oldest_s: Annotated[float, gauge("kvroute_board_oldest_seconds")]
@@ -60,10 +60,10 @@ class Board(Protocol):
     """For metrics: `valkey`."""
 
     def publish(self, slot: bytes) -> None:
-        """Say this from now on, in place of what was said before."""
+        """Publish this from now on, in place of what was published before."""
 
     def refresh(self) -> None:
-        """Say that it still holds, where it is time to."""
+        """Publish it again, where it is time to."""
 
     def read(self) -> Mapping[str, bytes]:
         """The fresh slots of the others, by writer. One that has not changed is the same object."""
@@ -137,7 +137,7 @@ class BoardExchange:
         self._soon = None
         if self.clock() >= self._publish_after:
             self._publish()
-        else:  # it was said meanwhile, but perhaps not all of it
+        else:  # it was published meanwhile, but perhaps not all of it
             self.soon()
 
     def _publish(self) -> None:

@@ -2,10 +2,10 @@
 
 Their requests count as load. What is being computed for them counts as if it had been sent there
 from here; what several sent there before they knew of each other counts once, since the engine
-computes it once. What an engine counted before they told of it is not foreign any more. A
-replica that one of them finds unhealthy is checked at once, and believed to be if that check fails:
-a router that is cut off must not take the fleet from the others. A moment with their requests is
-not quiet, so predictions made in it prove nothing.
+computes it once. What an engine counted before they published it is not foreign any more. A replica
+that one of them finds unhealthy is checked at once, and believed to be if that check fails: a
+router that is cut off must not take the fleet from the others. A moment with their requests is not
+quiet, so predictions made in it prove nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sharing:
     """One process's side of the board. Belongs to one event loop."""
 
     load: LoadTracker
-    """What is in flight at each replica."""
+    """The requests in flight at each replica."""
     mirror: Mirror
     recent: RecentPrefixes
     """Which prefixes were just sent where."""
@@ -57,7 +57,7 @@ class Sharing:
     models: ModelSet
     """Their indexes read the keys of prefixes."""
     keys: KeyLimits
-    """What the holders of limited keys use."""
+    """The usage of limited keys."""
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
@@ -128,7 +128,7 @@ class Sharing:
     # --- receiving --------------------------------------------------------------------------------
 
     def take(self, slots: Mapping[str, Slot]) -> None:
-        """Take over what all others tell, in place of what they told before.
+        """Take over what all others publish, in place of what they published before.
 
         Args:
             slots: By writer; one that is missing is gone.
@@ -137,7 +137,7 @@ class Sharing:
         twice = _queued_twice([*self.mirror.prefilling(), *received])
         loads = _summed(slots, twice)
         self.load.take_others(loads)
-        self.registry.others_told([at for at in loads if isinstance(at, str)], MOST_DELAY_S)
+        self.registry.others_reported([at for at in loads if isinstance(at, str)], MOST_DELAY_S)
         self.keys.take_elsewhere(
             {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
             for slot in slots.values()

@@ -59,7 +59,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a process says at one moment."""
+    """All that a process publishes at one moment."""
 
     loads: Annotated[tuple[SharedLoad, ...], msgspec.Meta(max_length=65_536)] = ()
     prefixes: Annotated[tuple[SharedPrefix, ...], msgspec.Meta(max_length=8192)] = ()
@@ -90,7 +90,7 @@ def decode_slot(data: bytes) -> Slot:
     """The slot behind *data*.
 
     Raises:
-        SlotError: It is none of this version; the message quotes nothing of it.
+        SlotError: It is not one of this version; the message quotes nothing of it.
     """
     if len(data) > MAX_BYTES:
         raise SlotError(f"a slot of {len(data)} bytes: it must have at most {MAX_BYTES}")

@@ -42,7 +42,7 @@ from router.sharing.slots import MAX_BYTES
 logger = logging.getLogger(__name__)
 
 SPACING_S = 0.02
-"""Between two things said."""
+"""The least time between two messages."""
 BEAT_S = 0.4
 EXPIRY_S = 2.0
 MAX_WRITERS = 1024
@@ -66,7 +66,7 @@ _AWAY = (RedisError, OSError, asyncio.TimeoutError)
 
 
 class Credentials(NamedTuple):
-    """Who the router is to the server. Paths are those of PEM files."""
+    """The router's identity to the server. Paths are those of PEM files."""
 
     username: str | None
     password: str | None
@@ -106,7 +106,7 @@ class _Word(NamedTuple):
 
 
 class ClockDoubt:
-    """Tells a clock that is off from a pause of this process, after which old words come as well:
+    """Separates a clock that is off from a pause of this process. Old messages come after either;
     only with a wrong clock do they come for seconds.
 
     Args:
@@ -176,7 +176,7 @@ class ValkeyBoard(Board):
         self._number = 0
         self._slot = b""
         self._is_new = asyncio.Event()
-        self._heard: dict[bytes, _Word] = {}
+        self._received: dict[bytes, _Word] = {}
         """By name."""
         self._doubt = ClockDoubt(clock)
         self._is_publishing = self._is_subscribed = False
@@ -198,7 +198,7 @@ class ValkeyBoard(Board):
     @override
     def read(self) -> Mapping[str, bytes]:
         oldest = self._clock() - KNOWN_S
-        self._heard = {name: word for name, word in self._heard.items() if word.at >= oldest}
+        self._received = {name: word for name, word in self._received.items() if word.at >= oldest}
         return {name.hex(): word.slot for name, word in self._fresh()}
 
     @override
@@ -220,7 +220,7 @@ class ValkeyBoard(Board):
 
     def _fresh(self) -> list[tuple[bytes, _Word]]:
         oldest = self._clock() - EXPIRY_S
-        return [(name, word) for name, word in self._heard.items() if word.at >= oldest]
+        return [(name, word) for name, word in self._received.items() if word.at >= oldest]
 
     @override
     async def run(self, on_news: Callable[[], None]) -> None:
@@ -314,7 +314,7 @@ class ValkeyBoard(Board):
                 quiet_since = self._clock()
 
     def _take(self, message: object) -> None:
-        """Keep what was said, if it is whole, new, and of one who has the secret."""
+        """Keep a message that is whole, new, and from a router with the secret."""
         if not isinstance(message, bytes) or len(message) > MAX_BYTES + 64:
             return
         seal, content = message[:_SEAL_BYTES], message[_SEAL_BYTES:]
@@ -325,22 +325,22 @@ class ValkeyBoard(Board):
         name, slot = content[:_NAME_BYTES], content[_HEAD_BYTES:]
         if name == self._name:
             return
-        number, said_at = _STAMP.unpack(content[_NAME_BYTES:_HEAD_BYTES])
-        known = self._heard.get(name)
-        if known is None and len(self._heard) >= MAX_WRITERS:
+        number, sent_at = _STAMP.unpack(content[_NAME_BYTES:_HEAD_BYTES])
+        known = self._received.get(name)
+        if known is None and len(self._received) >= MAX_WRITERS:
             return
         if known is not None and number <= known.number:
             # The last one comes twice, from the channel and from its key, where both are read.
             self._failures += number < known.number
             return
-        age_s = self._wall_clock() - said_at
+        age_s = self._wall_clock() - sent_at
         if not abs(age_s) <= MOST_OFF_S:
             self._failures += 1
             self._doubt.note(age_s)
             return
         # The same object while it is the same, so that it is not decoded again.
         kept = known.slot if known is not None and known.slot == slot else slot
-        self._heard[name] = _Word(number, self._clock(), kept)
+        self._received[name] = _Word(number, self._clock(), kept)
 
     def _note_away(self, was_up: bool, error: BaseException) -> None:
         self._failures += 1

@@ -10,7 +10,7 @@ The files; each imports only what is listed above it:
     dns.py             A, AAAA and SRV records
     kubernetes_api.py  a collection of objects, kept true by a list and watches
     kubernetes.py      pods, endpoints of a service, an InferencePool
-    keeper.py          adds, drains and removes replicas as the providers say
+    keeper.py          adds, drains and removes replicas as the providers report
 """
 
 from router.fleet.discovery.keeper import (

@@ -24,8 +24,8 @@ MAX_RECORDS = 4096
 class DnsProvider:
     """Resolves a name again whenever its records expire.
 
-    An answer without any record is taken for a failure: a resolver that has just lost its data says
-    the same, and health checks tell which replicas are really gone.
+    An answer without any record is taken for a failure: a resolver that has just lost its data
+    answers the same, and health checks show which replicas are really gone.
     """
 
     def __init__(self, config: DnsDiscovery) -> None:

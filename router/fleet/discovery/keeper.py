@@ -43,22 +43,22 @@ class ProviderStatistics:
     reports: Annotated[int, counter("kvroute_discovery_reports")]
     """Lists of replicas that a provider reported."""
     failures: Annotated[int, counter("kvroute_discovery_failures")]
-    """Times a provider could not say what its replicas are."""
+    """Times a provider could not list its replicas."""
     error: Annotated[
         str | None,
         flag(
             "kvroute_discovery_failing",
-            "1 while a provider cannot say what all of its replicas are.",
+            "1 while a provider cannot list all of its replicas.",
         ),
     ]
     """Why it cannot; None if it can."""
     is_known: bool
-    """Whether it has reported a list yet."""
+    """True once it has reported a list."""
 
 
 @dataclass(slots=True)
 class _Provided:
-    """Holds what one provider said."""
+    """Holds one provider's report."""
 
     replicas: Mapping[str, ReplicaConfig] = field(default_factory=dict)
     reports: int = 0
@@ -152,7 +152,7 @@ class ReplicaKeeper:
         self._reconcile()
 
     def fail(self, provider: str, why: str) -> None:
-        """Note that a provider cannot say what its replicas are; its last list stays."""
+        """Note that a provider cannot list its replicas; its last list stays."""
         provided = self._provided.setdefault(provider, _Provided())
         provided.failures += 1
         if provided.error != why:
@@ -206,7 +206,7 @@ class ReplicaKeeper:
     # --- steps ------------------------------------------------------------------------------------
 
     def _reconcile(self) -> None:
-        """Make the registry what the providers say."""
+        """Make the registry what the providers report."""
         self._note_dismissed()
         wanted: dict[str, ReplicaConfig] = {}
         for provided in self._provided.values():

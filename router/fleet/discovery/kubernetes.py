@@ -29,7 +29,7 @@ from router.fleet.discovery.provider import ProviderListener
 
 ANNOTATION = "kvroute.io/replica"
 ROLE_LABEL = "llm-d.ai/role"
-"""By which llm-d tells apart what its pods compute."""
+"""llm-d's label for the role of its pods."""
 _ROLES: Mapping[str, Role | None] = {
     "both": "both",
     "decode": "decode",
@@ -145,7 +145,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 class _PodOptions(ReplicaOptions, frozen=True):
-    """Holds what a pod's annotation may say."""
+    """Holds the options of a pod's annotation."""
 
     port: TcpPort | None = None
     scheme: Scheme | None = None
@@ -169,14 +169,14 @@ class _PodOptions(ReplicaOptions, frozen=True):
 
 
 class _PodPlace(NamedTuple):
-    """Where a replica is said to be."""
+    """The place of a replica by the API."""
 
     name: str
     address: str
     ports: tuple[int, ...]
     annotation: str | None = None
     role: str | None = None
-    """As its label has it."""
+    """The value of its label."""
 
 
 class KubernetesProvider:
@@ -193,7 +193,7 @@ class KubernetesProvider:
         self._config = config
         self._environ = environ
         self._made: dict[_PodPlace, tuple[ReplicaConfig, ...] | str] = {}
-        """What the last report was made of: most places stay when one changes."""
+        """The parts of the last report: most places stay when one changes."""
 
     async def follow(self, listener: ProviderListener) -> None:
         """See `ReplicaProvider`."""
@@ -264,7 +264,7 @@ class KubernetesProvider:
             nonlocal followed, pods
             pool = pools.objects.get(name)
             if pool is None:
-                why = pools.unreadable.get(name, "there is none of this name")
+                why = pools.unreadable.get(name, "no pool of this name")
                 listener.on_failure(f"InferencePool {name}: {why}")
             elif not pool.label_selector:
                 listener.on_failure(f"InferencePool {name}: its selector has no labels")
@@ -337,7 +337,7 @@ class KubernetesProvider:
         listener.on_replicas(replicas, broken)
 
     def _make(self, place: _PodPlace) -> tuple[ReplicaConfig, ...] | str:
-        """The replicas at a place, or why there is none."""
+        """The replicas at a place, or the reason why it has none."""
         if place.role is not None and place.role not in _ROLES:
             rule = f"must be one of {', '.join(_ROLES)}"
             return f"pod {place.name}: label {ROLE_LABEL}: {place.role!r}; {rule}"
@@ -353,8 +353,8 @@ class KubernetesProvider:
 
     def _replicas_at(self, place: _PodPlace) -> Iterator[ReplicaConfig]:
         """The replica at a place; of several ports one for each."""
-        said = msgspec.json.decode(place.annotation) if place.annotation else {}
-        options = _PodOptions.model_validate(said)
+        fields = msgspec.json.decode(place.annotation) if place.annotation else {}
+        options = _PodOptions.model_validate(fields)
         own = {name: getattr(options, name) for name in options.model_fields_set}
         ports = (own.pop("port"),) if options.port is not None else place.ports
         scheme = own.pop("scheme", None) or self._config.scheme

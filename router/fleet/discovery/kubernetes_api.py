@@ -2,7 +2,7 @@
 
 Plain HTTP to the API server with the service account's token, as the API's documentation describes
 lists and watches (kubernetes.io, "Kubernetes API Concepts"): a list gives a resource version, a
-watch continues from it, bookmarks move it on, and 410 says that it is too old, so that all is
+watch continues from it, bookmarks move it on, and 410 means that it is too old, so that all is
 listed again.
 """
 
@@ -26,7 +26,7 @@ from router.fleet.discovery.provider import FIRST_RETRY_S, MAX_RETRY_S
 PAGE_OBJECTS = 500
 MAX_PAGE_BYTES = 64 * 1024 * 1024
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""Of one event of a watch. An object has at most 1.5 MiB in etcd."""
+"""The longest event of a watch. An object has at most 1.5 MiB in etcd."""
 MAX_OBJECTS = 16_384
 WATCH_S = 240
 """How long the server keeps a watch open; then it is asked for again."""

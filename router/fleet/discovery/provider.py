@@ -23,7 +23,7 @@ class ProviderListener(Protocol):
         """
 
     def on_failure(self, why: str) -> None:
-        """It cannot say what its replicas are now; the last list stays."""
+        """It cannot list its replicas now; the last list stays."""
 
 
 class ReplicaProvider(Protocol):

@@ -13,7 +13,7 @@ from router.fleet.gate import (
     BACKING_OFF,
     BEING_PROBED,
     BREAKER_OPEN,
-    MAX_TENANTS_TOLD_OFF,
+    MAX_TENANTS_BACKING_OFF,
     TENANT_BACKING_OFF,
     Breaker,
     GateOptions,
@@ -123,20 +123,20 @@ def test_a_replica_is_left_alone_for_as_long_as_it_says_within_a_bound() -> None
     gate = Gate(max_back_off_s=10)
     gate.busy(3)
     gate.busy(1)
-    assert (gate.shut(), gate.opens_in_s(), gate.told_off) == (BACKING_OFF, 3, 2)
+    assert (gate.shut(), gate.opens_in_s(), gate.times_busy) == (BACKING_OFF, 3, 2)
     gate.now += 3
     assert gate.shut() is None
     gate.busy(3600)
     assert gate.backs_off_s == 10
 
 
-def test_who_is_told_off_alone_is_alone() -> None:
+def test_a_tenant_that_is_refused_alone_backs_off_alone() -> None:
     """One tenant's rate limit at a replica is no word about the others."""
     gate = Gate(max_back_off_s=10)
     gate.busy(3, "noisy")
     assert (gate.shut("noisy"), gate.opens_in_s("noisy")) == (TENANT_BACKING_OFF, 3)
     assert (gate.shut("quiet"), gate.shut(), gate.opens_in_s("quiet")) == (None, None, 0)
-    assert (gate.backs_off_s, gate.told_off, gate.is_watching) == (0, 1, True)
+    assert (gate.backs_off_s, gate.times_busy, gate.is_watching) == (0, 1, True)
     gate.busy(5)
     assert gate.shut("noisy") == gate.shut("quiet") == BACKING_OFF
     gate.now += 5
@@ -147,7 +147,7 @@ def test_so_many_tenants_are_remembered_and_no_more() -> None:
     """A gateway's header may name any number of them."""
     gate = Gate(max_back_off_s=10)
     gate.busy(1)
-    for number in range(MAX_TENANTS_TOLD_OFF):
+    for number in range(MAX_TENANTS_BACKING_OFF):
         gate.busy(2, f"tenant-{number}")
     assert not gate.backs_off_s, "it was the first to end"
     assert gate.shut("tenant-0") == TENANT_BACKING_OFF
