@@ -13,9 +13,9 @@ The files; each imports only what is listed above it:
     replica.py        one replica
     discovery.py      where more of them come from
     tls.py            certificates
-    certificates.py   who we are, and whom we trust, from these files; kept fresh
+    certificates.py   our identity and trusted authorities, from these files; kept fresh
     state.py          what outlives a restart
-    board.py          where routers tell each other of their load
+    board.py          where routers publish their load to each other
     keys.py           who may come in, and what comes with a key
     overload.py       what waits when replicas have no room
     doors.py          what gateways that send requests themselves may hold

@@ -22,10 +22,10 @@ class ApproximateConfig(Section, frozen=True):
     Change it when an event stream that is not whole should be replaced by an estimate sooner or
     later. Until then its hits are `suspect`; once it is whole again they are exact at once."""
     cache_tokens: Annotated[int, Field(ge=1024, le=1_000_000_000), PLAIN] = 262_144
-    """Size of a replica's cache, where its metrics do not say it.
+    """Size of a replica's cache, where its metrics do not report it.
 
     Change it when the caches of replicas without events are of another size, and their metrics do
-    not say which. vLLM's (`vllm:cache_config_info`) and SGLang's (`sglang:max_total_num_tokens`)
+    not report it. vLLM's (`vllm:cache_config_info`) and SGLang's (`sglang:max_total_num_tokens`)
     do."""
     max_keys: Annotated[int, Field(ge=1024, le=1_000_000_000), PLAIN] = 1_048_576
     """Bound on what is remembered of all such caches: keys, one for 64 tokens.

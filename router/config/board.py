@@ -1,4 +1,4 @@
-"""Where routers on several machines tell each other of their load."""
+"""Where routers on several machines publish their load to each other."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class BoardConfig(Section, frozen=True):
     password: Secret | None = None
     """Change it when the server asks for one."""
     secret: Secret | None = None
-    """Required with a `url`, the same at all routers: what they say is sealed with it, and it makes
-    their keys of prefixes the same."""
+    """Required with a `url`, the same at all routers: their messages are sealed with it, and it
+    makes their keys of prefixes the same."""
     prefix: Prefix = "kvroute"
     """The prefix of keys and channel; routers with another one do not receive these.
 

@@ -42,7 +42,7 @@ class DnsDiscovery(Section, frozen=True):
     """A name whose records are the replicas, asked for again when they expire."""
 
     name: DnsName
-    """Whose records are the replicas: `vllm.models.svc.cluster.local`."""
+    """The name whose records are the replicas: `vllm.models.svc.cluster.local`."""
     record: Literal["address", "srv"] = "address"
     """Change it when SRV records name each replica with its port; of their priorities only the
     lowest number is used."""
@@ -64,7 +64,7 @@ class DnsDiscovery(Section, frozen=True):
     Change it when it is longer, and changes should be noticed sooner; also the longest wait after a
     failure."""
     replica: ReplicaOptions = ReplicaOptions()
-    """What is true of every one of them."""
+    """Options of every one of them."""
 
     @property
     def title(self) -> str:
@@ -83,7 +83,8 @@ class DnsDiscovery(Section, frozen=True):
 
 
 class KubernetesDiscovery(Section, frozen=True):
-    """Pods, watched through the API server. One of *selector*, *service* and *pool* says which."""
+    """Pods, watched through the API server. One of *selector*, *service* and *pool* selects
+    them."""
 
     selector: LabelSelector | None = None
     """Change it when pods are chosen by labels: `app=vllm`. Exactly one of these three is
@@ -93,7 +94,7 @@ class KubernetesDiscovery(Section, frozen=True):
     pool: KubernetesName | None = None
     """An InferencePool of the Gateway API: its selector, and its ports where *port* is null.
 
-    Change it when an InferencePool of the Gateway API says which pods, and at which ports."""
+    Change it when an InferencePool of the Gateway API selects the pods and their ports."""
     namespace: KubernetesName | None = None
     """Null: the router's own.
 
@@ -109,12 +110,12 @@ class KubernetesDiscovery(Section, frozen=True):
 
     Change it when the engines serve below a base path."""
     id_prefix: IdPrefix = ""
-    """Before the pod's name, to tell namespaces or clusters apart.
+    """Before the pod's name, to distinguish namespaces or clusters.
 
     Change it when two namespaces or clusters have pods of the same name: a replica's id is its
     pod's name."""
     api_server: Url | None = None
-    """Null: as the pod's environment says.
+    """Null: from the pod's environment.
 
     Change it when the router runs outside the cluster."""
     token_file: PlacedPath | None = None
@@ -126,9 +127,9 @@ class KubernetesDiscovery(Section, frozen=True):
 
     Change it when the certificate of the server's authority is not where pods find theirs."""
     replica: ReplicaOptions = ReplicaOptions()
-    """What is true of every one of them. A pod's label `llm-d.ai/role` overrides its `role`, and
-    its annotation `kvroute.io/replica` overrides all: the same options as a JSON object, and
-    `port`, `scheme` and `path`."""
+    """Options of every one of them. A pod's label `llm-d.ai/role` overrides its `role`, and its
+    annotation `kvroute.io/replica` overrides all: the same options as a JSON object, and `port`,
+    `scheme` and `path`."""
 
     @property
     def title(self) -> str:

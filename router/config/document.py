@@ -59,8 +59,8 @@ def parse_document(text: str) -> object:
     """The document in *text*; None if it is empty.
 
     Raises:
-        ConfigError: *text* is not YAML, or a mapping has a key twice. The message says where, and
-            quotes only the key.
+        ConfigError: *text* is not YAML, or a mapping has a key twice. The message names the place,
+            and quotes only the key.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(

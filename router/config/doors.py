@@ -20,8 +20,8 @@ class ExtProcConfig(Section, frozen=True):
     Needs the extra `gateway`."""
 
     listen: ListenAddress | None = None
-    """Change it when a gateway asks here where requests go: `0.0.0.0:9002`. Whoever reaches that
-    port can ask; with client keys, for what a key is for."""
+    """Change it when a gateway asks here where requests go: `0.0.0.0:9002`. Any client that reaches
+    that port can ask; with client keys, for what its key is for."""
     fallbacks: Annotated[int, Field(ge=0, le=8), PLAIN] = 0
     """Change it when the gateway takes a list of endpoints and tries the next by itself; a cluster
     of Envoy's kind `ORIGINAL_DST` takes one only."""
@@ -35,7 +35,7 @@ class ExtProcConfig(Section, frozen=True):
     max_streams: Count = 16_384
     """Change it when gateways have more requests under way at a time; more are refused with 503."""
     tls: ListenerTlsConfig = ListenerTlsConfig()
-    """As [`server.tls`](#servertls); a new certificate needs a restart."""
+    """Like [`server.tls`](#servertls); a new certificate needs a restart."""
 
 
 class DoorsConfig(Section, frozen=True):
@@ -44,7 +44,7 @@ class DoorsConfig(Section, frozen=True):
     max_reservations: Count = 16_384
     """Change it when gateways have more requests under way at a time; more are refused with 503."""
     reservation_idle_s: Seconds = 600.0
-    """A reservation of which its gateway has said nothing for so long ends by itself.
+    """A reservation without a report of its gateway for so long ends by itself.
 
     Change it when responses take longer and the gateway reports no progress, or when gateways are
     often killed and what they had booked should be free sooner."""

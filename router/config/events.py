@@ -45,8 +45,8 @@ class EventsConfig(Section, frozen=True):
     `tcp://*:5557`.
 
     Change it when engines are configured so, as llm-d's and KServe's are; the sources of such a
-    replica have `endpoint: listen`. Whoever reaches the address can publish as any of them: let
-    only engines through."""
+    replica have `endpoint: listen`. Any client that reaches the address can publish as any of them:
+    let only engines through."""
     listen_ranks: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
     """Addresses from there on, one for each data-parallel rank.
 

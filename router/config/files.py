@@ -10,7 +10,7 @@ followed, so a mounted ConfigMap that changes is noticed as well."""
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """When, how large and which file; None if there is none."""
+    """Time, size and identity of a file; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -18,7 +18,7 @@ class OperatorKeyConfig(Section, frozen=True):
     name: KeyName
     """The name of the holder; it may appear in logs."""
     key: Secret
-    """What the holder sends as `Authorization: Bearer` or `x-api-key`."""
+    """Sent by the holder as `Authorization: Bearer` or `x-api-key`."""
 
 
 class ClientKeyConfig(OperatorKeyConfig, frozen=True):

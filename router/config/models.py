@@ -23,9 +23,10 @@ class GroupConfig(Section, frozen=True):
     """One KV cache group of a model."""
 
     kind: Name
-    """As in events: `full_attention`, `sliding_window`, `mamba` and the others that vLLM names."""
+    """Its name in events: `full_attention`, `sliding_window`, `mamba` and the others that vLLM
+    names."""
     block_size: Tokens
-    """Tokens in a block of this group, as its events say."""
+    """Tokens in a block of this group, as in its events."""
     sliding_window: Window | None = None
     """Change it when the kind is a sliding window: then it is required."""
     attention_chunk_size: Window | None = None
@@ -40,16 +41,16 @@ class GroupConfig(Section, frozen=True):
 
 
 class LowerTierConfig(Section, frozen=True):
-    """How much one lower tier keeps together, where its events do not tell soon enough."""
+    """How much one lower tier keeps together, where its events show it too late."""
 
     medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
     """The tier's name in events, in any case."""
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096), PLAIN] | None = None
-    """Blocks of each group, as vLLM's option of this name says.
+    """Blocks of each group, as in vLLM's option of this name.
 
     Change it when vLLM's option of this name is set, or its `block_size`."""
     block_size: Tokens | None = None
-    """Tokens, as vLLM's option of this name says, or LMCache's `chunk_size`.
+    """Tokens, as in vLLM's option of this name, or LMCache's `chunk_size`.
 
     Change it when chunks have one size for all groups: LMCache's `chunk_size`. Exactly one of the
     two is required."""
@@ -82,7 +83,7 @@ class LayoutConfig(Section, frozen=True):
     """The groups, by index, that hold layers of an EAGLE or MTP drafter; true: all.
 
     Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
-    says so. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
+    shows it. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
     eagle_sees_last_token: bool = True
     """Change it when `eagle` is set and the engines are vLLM before 0.32."""
     prefix_replay_tokens: Annotated[int, Field(ge=0, le=2**20), PLAIN] = 0
@@ -91,7 +92,7 @@ class LayoutConfig(Section, frozen=True):
     Change it when the engines rebuild a sliding window after a hit instead of caching it, as vLLM
     does for DeepSeek V4.1: the window's tokens. A hit that is no longer is worth nothing"""
     authoritative: bool = False
-    """The groups are facts, whatever the events say.
+    """The groups override what events report.
 
     Change it when events carry wrong kinds or windows; `groups` must then be complete."""
     assume_unseen: bool = LayoutHints().assume_unseen
@@ -218,13 +219,14 @@ class ModelConfig(Section, frozen=True):
     Change it when replicas do not list their adapters in `GET /v1/models`."""
     layout: LayoutConfig = LayoutConfig()
     retention_hints: Literal["auto", "always", "never"] = "auto"
-    """Whether replicas are told what to keep of windows and states ([steering](steering.md)).
+    """Selects the replicas that get hints on which windows and states to keep
+    ([steering](steering.md)).
 
     Change it to `always` for vLLM with the plug-in but with its own publisher of events, which
-    cannot say that it takes hints; to `never` where engines should keep what they keep by
+    cannot announce that it takes hints; to `never` where engines should keep what they keep by
     themselves."""
     stores: Items[StoreConfig] = ()
-    """What replicas share; an event belongs to the first store that it fits.
+    """Stores that replicas share; an event belongs to the first that it fits.
 
     Change it when several replicas share a file system or a bucket."""
 

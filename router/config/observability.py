@@ -18,21 +18,21 @@ class TracingConfig(Section, frozen=True):
 
     Change it when you want traces."""
     endpoint: Url | None = None
-    """Base URL of the collector, as `http://collector:4318`; null: as `OTEL_EXPORTER_OTLP_ENDPOINT`
-    says.
+    """Base URL of the collector, as `http://collector:4318`; null: from
+    `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
     Change it when `OTEL_EXPORTER_OTLP_ENDPOINT` is not set, and the collector is not at
     `http://localhost:4318`; without `/v1/traces`."""
     sampled_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] | None = None
     """The share of the requests without a trace yet; those that have one are recorded where their
-    sender was. Null: as `OTEL_TRACES_SAMPLER` says, else all.
+    sender was. Null: by `OTEL_TRACES_SAMPLER`, else all.
 
     Change it when fewer requests should be recorded than all. Requests whose client sent a
-    `traceparent` are recorded if the client's was. Null: as `OTEL_TRACES_SAMPLER` says."""
+    `traceparent` are recorded if the client's was. Null: by `OTEL_TRACES_SAMPLER`."""
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """Holds what the router says about itself."""
+    """Configures logs, metrics and traces."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Change it when you want less: `warning` hides changes of state of event streams, which are
@@ -47,7 +47,7 @@ class ObservabilityConfig(Section, frozen=True):
     """Change it when operators may record what a replica caches, with the prompts it is sent as
     token ids: `kvroute capture` with `--url`; on the command line `--allow-capture`."""
     metrics_need_key: bool = False
-    """Whether /metrics asks for the operator's key.
+    """True: /metrics requires the operator's key.
 
     Change it when only some may scrape: `/metrics` then requires `operator_api_key`, which must be
     set."""

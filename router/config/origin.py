@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 Header: TypeAlias = tuple[bytes, bytes]
 """Name and value, as on the wire."""
 Allows: TypeAlias = Callable[[str], bool]
-"""Whether an address may be connected to."""
+"""Returns whether an address may be connected to."""
 KEPT_S = 4.0
 """How long an unused connection is kept. Less than common servers do (uvicorn, and with it vLLM:
 5 s), so that the router closes first and a request rarely meets a connection being closed."""
@@ -60,7 +60,7 @@ class Origin:
     base_path: str = ""
     """Without a slash at its end."""
     allows: Allows | None = field(default=None, repr=False, compare=False)
-    """Whether an address of the host may be connected to, asked whenever a connection is made: a
+    """Returns whether an address of the host may be connected to; called for each connection, as a
     name may lead elsewhere by then. None: every address."""
     key: str = field(init=False, repr=False, compare=False)
     """By this connections are pooled: two origins that differ only in their base path share

@@ -38,7 +38,7 @@ class OverloadConfig(Section, frozen=True):
 
     Change it when clients wait for longer, or give up sooner."""
     timeout_header: HeaderName | None = "x-request-timeout"
-    """Change it when a gateway says it in another header: the seconds after which its client wants
+    """Change it when a gateway sends it in another header: the seconds after which its client wants
     no response any more. It can only shorten `max_wait_s`."""
     ttft_is_deadline: bool = False
     """Change it when a first token after its objective (`x-llm-d-slo-ttft-ms`) is of no use: a
@@ -57,13 +57,13 @@ class OverloadConfig(Section, frozen=True):
     """Names a request's priority, where clients are trusted with that; it cannot be above that of
     the key. Then `x-llm-d-inference-objective` does, too.
 
-    Change it when clients, or a gateway before the router, may say what is urgent. With a key that
-    has a `priority`, not above that."""
+    Change it when clients, or a gateway before the router, may mark urgent requests. With a key
+    that has a `priority`, not above that."""
     tenant_header: HeaderName | None = None
-    """Names whose request it is, where all come through a gateway that says so; else it is the
+    """Names a request's tenant, where all come through a gateway that sets it; else it is the
     holder of the key. Then `x-llm-d-inference-fairness-id` does, too.
 
-    Change it when all requests come with the key of a gateway that says whose they are."""
+    Change it when all requests come with the key of a gateway that names their tenants."""
     breaker_failures: Annotated[int, Field(ge=1, le=100), PLAIN] | None = None
     """Change it when replicas pass their checks and fail requests all the same: one that failed so
     many of the last twice as many gets none for a while."""
@@ -96,7 +96,7 @@ class OverloadConfig(Section, frozen=True):
         return self.max_in_flight is not None or self.max_prefill_tokens is not None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Classes that appear twice, a default that is none of them, and times that defeat each
+        """Classes that appear twice, a default that is not among them, and times that defeat each
         other."""
         for index, name in enumerate(self.priorities):
             first = self.priorities.index(name)

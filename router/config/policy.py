@@ -28,7 +28,7 @@ class PolicyConfig(Section, frozen=True):
     header, `session_id`, `prompt_cache_key`, `conversation`, `previous_response_id` or `user` of
     the body is used."""
     recent_ttl_s: Seconds = 5.0
-    """How long a prefix that was sent somewhere counts as cached there before any event says so.
+    """How long a prefix that was sent somewhere counts as cached there before any event shows it.
 
     Change it when prefill takes longer than this, and bursts of equal prompts spread over replicas;
     only with `prefix`."""

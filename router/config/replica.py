@@ -1,4 +1,4 @@
-"""One replica: where it is, and what can be said of it besides."""
+"""One replica: its address and its options."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PeerTierConfig(Section, frozen=True):
 PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
 """Which of two numbers an engine serves first."""
 Role: TypeAlias = Literal["both", "prefill", "decode"]
-"""What a replica computes, where prompts and responses may be computed apart."""
+"""A replica's part, where prompts and responses may be computed apart."""
 
 
 class ReplicaAddress(Section, frozen=True):
@@ -95,11 +95,10 @@ class ReplicaAddress(Section, frozen=True):
 
 
 class ReplicaOptions(Section, frozen=True):
-    """Holds what can be said of a replica besides where it is. What is not said, it is asked
-    for."""
+    """Holds a replica's options besides its address. The replica is asked for those left out."""
 
     models: Items[Name] | None = None
-    """What it serves; null asks its GET /v1/models.
+    """Models that it serves; null asks its GET /v1/models.
 
     Change it when its `GET /v1/models` is wrong or missing; it is still asked for adapters."""
     kv_events: Items[EventSourceConfig] | None = None
@@ -113,11 +112,11 @@ class ReplicaOptions(Section, frozen=True):
 
     Change it when the engine requires one; it replaces the client's."""
     role: Role = "both"
-    """What it computes of a request: `prefill` gets none of its own, and computes prompts for
+    """Its part of a request: `prefill` gets no requests of its own, and computes prompts for
     others; `decode` has its longer prompts computed elsewhere.
 
     Change it when engines are set up to compute prompts for each other ([prefill and decode
-    replicas](gateways.md#prefill-and-decode-replicas)); llm-d's pods say it in their label."""
+    replicas](gateways.md#prefill-and-decode-replicas)); llm-d's pods have it in their label."""
     speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
     """Relative to the other replicas.
 
@@ -126,17 +125,17 @@ class ReplicaOptions(Section, frozen=True):
     """Its `p2p` tier, below a tier in memory.
 
     Change it when the engine has one (vLLM 0.33, `kvroute engine`): where another replica's memory
-    holds more of a prompt, requests then say to pull it from there."""
+    holds more of a prompt, requests then name it as the source to pull from."""
     max_concurrent_requests: Count | None = None
     """Change it when it must never have more requests from this router at a time; when all replicas
     are full, clients get 503."""
     priority_order: Literal["ask"] | PriorityOrder | None = None
-    """Whether the router tells it in which order to serve what waits there, and which number goes
-    first; null: it does not.
+    """Which priority number its engine serves first; the router then orders what waits there. Null:
+    it does not.
 
     Change it when the engine orders by priority ([the order in
     engines](operations.md#the-order-in-engines)): `lower_first` for vLLM, `higher_first` for
-    SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine say it."""
+    SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine report it."""
 
     @property
     def listened_ranks(self) -> Iterator[tuple[int, int]]:

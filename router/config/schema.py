@@ -41,8 +41,7 @@ from router.policies.types import Weights
 
 
 class Overrides(NamedTuple):
-    """Holds what the command line says besides the file; None and an empty list leave the
-    file's."""
+    """Holds the command line's options; None and an empty list leave the file's."""
 
     host: str | None = None
     port: int | None = None
@@ -111,7 +110,7 @@ class RouterConfig(Section, frozen=True):
 
         Args:
             environ: Where `${NAME}` is looked up, as `os.environ`.
-            overrides: What the command line says besides.
+            overrides: From the command line.
         Raises:
             ConfigError: The file cannot be read, or has problems; the message lists all of them.
         """
@@ -131,7 +130,7 @@ class RouterConfig(Section, frozen=True):
             text: The YAML document; an empty one means the defaults.
             environ: Where `${NAME}` is looked up, as `os.environ`.
             base_directory: Where relative paths start; None leaves them as they are.
-            overrides: What the command line says besides; checked together with the text.
+            overrides: From the command line; checked together with the text.
         Raises:
             ConfigError: With every problem in the text.
         """
@@ -171,8 +170,8 @@ class RouterConfig(Section, frozen=True):
 
     @property
     def owns_priority(self) -> bool:
-        """Return whether the order of requests at engines is the router's to decide: where it tells
-        clients apart, or orders them itself."""
+        """Return whether the router decides the order of requests at engines: where it
+        distinguishes clients, or orders them itself."""
         overload = self.overload
         ordered = overload.is_queueing or overload.priority_header is not None
         return ordered or bool(self.server.client_api_keys) or self._orders_engines
@@ -210,7 +209,7 @@ class RouterConfig(Section, frozen=True):
             yield ("doors", "ext_proc", "rank_ports"), rule
 
     def _options(self) -> Iterator[tuple[Location, ReplicaOptions]]:
-        """All that is said of replicas, with its place."""
+        """All options of replicas, with their places."""
         for index, replica in enumerate(self.replicas):
             yield ("replicas", index), replica
         for index, dns in enumerate(self.discovery.dns):

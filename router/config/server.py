@@ -134,12 +134,12 @@ class ServerConfig(Section, frozen=True):
     Change it when refusals of wrong keys should be held back for longer, or not at all; the first
     five from an address are not."""
     clients_see_hits: bool | None = None
-    """Whether clients are told how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null:
-    where they need no key.
+    """True: clients see how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null: where
+    they need no key.
 
     Change it when clients with keys should get `x-kv-hit-tokens`, and `/route` with their key: it
-    [tells them](security.md#what-caches-tell) what others have asked. `null` means where no client
-    key is set."""
+    [reveals](security.md#what-caches-tell) what others have asked. `null` means where no client key
+    is set."""
     host_names: Items[HostName] = ()
     """Change it when the router is asked without a key under a name that is not `localhost`, the
     machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
@@ -149,10 +149,10 @@ class ServerConfig(Section, frozen=True):
     Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
     anywhere."""
     trusted_proxies: Items[Network] = ()
-    """Whose `x-forwarded-*` is passed on, with their own address added.
+    """Proxies whose `x-forwarded-*` is passed on, with their own address added.
 
-    Change it when a proxy in front tells the client's address: its `x-forwarded-for` and `-proto`
-    go on, from others the router sets its own."""
+    Change it when a proxy in front adds the client's address: its `x-forwarded-for` and `-proto` go
+    on, from others the router sets its own."""
     insecure: bool = False
     """Listen on other addresses than loopback although there is no client key.
 

@@ -34,7 +34,7 @@ MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 """Hosts that a server can bind to but no client can connect to."""
 POLLED = ("http://", "https://")
-"""What the address of a source begins with that is asked for its events."""
+"""Prefixes of the address of a source that is polled for its events."""
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
 _PROXIED_PATH = re.compile(
     r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
@@ -151,7 +151,7 @@ def _check_public_key(text: str) -> str:
 
 
 def _refuse_reference_for_key(data: object) -> object:
-    """As `_refuse_reference`; one public key in a few hundred looks as if it held one."""
+    """Refuse a reference, except in a public key: one in a few hundred looks as if it held one."""
     is_key = isinstance(data, str) and len(data) == PUBLIC_KEY_CHARS
     return data if is_key else _refuse_reference(data)
 
@@ -218,7 +218,7 @@ def reachable(endpoint: str, host: str) -> str:
     """The address to connect to, for one that a server binds to.
 
     Args:
-        endpoint: `tcp://*:5557`, say.
+        endpoint: Such as `tcp://*:5557`.
         host: Replaces the wildcard, if there is one.
     """
     scheme, separator, rest = endpoint.partition("://")

@@ -21,7 +21,7 @@ class VersionConfig(Section, frozen=True):
     """Change it when versions should get different shares of the requests; with `0` a version gets
     only those that choose it."""
     label: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
-    """What the header says to choose it; null: the model's name.
+    """The value of the header that chooses it; null: the model's name.
 
     Change it when clients choose it by another word than the model's name."""
 
@@ -35,7 +35,7 @@ class VersionedModelConfig(Section, frozen=True):
     """A name that clients use, and the models that it stands for."""
 
     name: Name
-    """What clients ask for. No model, alias or adapter may have it."""
+    """The model name in requests. No model, alias or adapter may have it."""
     header: HeaderName = "x-model-version"
     """With this header a client chooses a version, by its label.
 
@@ -45,7 +45,7 @@ class VersionedModelConfig(Section, frozen=True):
     """The models that it stands for."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Versions that nothing tells apart, and weights of which none counts."""
+        """Versions with one label, and weights that are all zero."""
         for key, values in (
             ("model", [version.model for version in self.versions]),
             ("label", [version.chosen_by for version in self.versions]),

@@ -21,9 +21,9 @@ class PlugIn:
         self._policy = policy
         self._orders = policy if isinstance(policy, OrdersStandings) else None
         self.needs_outlook = self._orders is None or self._orders.needs_outlook
-        """Whether it may look at what each cache is doing."""
+        """True if it may look at what each cache is doing."""
         self.chooses_ranks = self._orders is not None and self._orders.needs_outlook
-        """Whether it chooses among the ranks of a replica. Where it does not look at what each
+        """True if it chooses among the ranks of a replica. Where it does not look at what each
         cache is doing, or ranks candidates, they are chosen by the wait there."""
 
     def rank(self, request: RouteRequest, standings: Standings) -> Sequence[Ranked]:

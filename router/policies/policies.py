@@ -31,7 +31,7 @@ class BuiltInPolicy:
         self.name = name
         self.weights = settings.weights
         self.needs_outlook = name == LEAST_DELAY
-        """Whether it reads what caches are doing."""
+        """True if it reads what caches are doing."""
         self._random = settings.random.random
         self._core = CorePolicy(name, settings.weights)
 

@@ -29,7 +29,7 @@ def reasons_of(name: str, core: CorePolicy, request: RouteRequest, mean_congesti
     """Those of a built-in policy.
 
     Args:
-        core: Says what the parts of a cost are.
+        core: Knows the parts of a cost.
         mean_congestion: That the order was found with.
     """
     if name == "least_delay":

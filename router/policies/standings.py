@@ -42,16 +42,16 @@ class Standings:
     not change them."""
 
     states: list[State]
-    """What does not depend on the prompt."""
+    """The values that do not depend on the prompt."""
     gpu_cached_tokens: list[int]
-    """As in `Candidate`, like the next four."""
+    """From `Candidate`, like the next four."""
     cached_tokens: list[int]
     """At least as many."""
     junction_tokens: list[int]
     recent_tokens: list[int]
     progress_tokens: list[float]
     outlooks: list[Outlook]
-    """What each cache is doing."""
+    """The activity of each cache."""
     lower_of: Callable[[int], Lower]
     """Returns what candidate i has below its GPU."""
 
@@ -105,8 +105,8 @@ class Order(NamedTuple):
     costs: Sequence[float]
     """By candidate; finite."""
     tie: Callable[[int], Any]
-    """What decides between candidates of equal cost, by their numbers: the least value first. The
-    values can be compared with each other."""
+    """Decides between candidates of equal cost, by their numbers: the least value first. The values
+    can be compared with each other."""
     why: Why
 
     def cost(self, number: int) -> float:
@@ -133,7 +133,7 @@ class OrdersStandings(Protocol):
     this method besides `Policy.rank`."""
 
     needs_outlook: bool
-    """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0. If so, it also
+    """True if it reads outlooks and progress. If not, they may all be `IDLE` and 0. If so, it also
     chooses among the data-parallel ranks of a replica: it gets them as standings of their own, all
     with the same `replica_id`."""
 

@@ -75,8 +75,8 @@ class Weights:
 
     waiting_request: Cost = 256.0
     """One request in the engine's own waiting queue. An engine that queues is full, so the new
-    request waits until others end; how long is unknown, and a few hundred tokens say "anywhere else
-    first, unless the hit is large".
+    request waits until others end; how long is unknown, and a few hundred tokens mean "anywhere
+    else first, unless the hit is large".
 
     Change it when replicas with a queue should be avoided more (raise); per request in the engine's
     own queue."""
@@ -108,7 +108,7 @@ class Weights:
         """The mean cost of the tokens of a hit below the GPU, where no loads were measured.
 
         Args:
-            by_tier: Tokens of each tier or store; empty where they are not told apart.
+            by_tier: Tokens of each tier or store; empty where they are not separated.
         """
         tokens = sum(count for _, count in by_tier)
         if not tokens:
@@ -124,14 +124,14 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     """Length of the prompt; 0 if it could not be tokenised."""
     session: str | None = None
-    """What the client says its conversation is; None if it says nothing."""
+    """The client's name for its conversation; None without one."""
     prefill_tokens_per_s: float = 10_000.0
     """The speed of a replica whose `speed` is 1, as it was learned."""
     keys: Sequence[int] = ()
     """The keys of its prefixes of `KEY_TOKENS` tokens, twice as many, and so on: equal keys, equal
     prefixes. Empty for a batch."""
     is_for_prefill: bool = False
-    """Whether only its prompt is computed there, for a replica that was chosen before."""
+    """True if only its prompt is computed there, for a replica that was chosen before."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.
@@ -170,10 +170,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
     by_tier: tuple[tuple[str, int], ...] = ()
-    """What each lower tier or shared store would bring back; empty where that is not told apart."""
+    """Tokens that each lower tier or shared store would bring back; empty where they are not
+    separated."""
     load_price: float | None = None
     """The load price of one of those tokens, in tokens to compute, as it was measured there; None:
-    as the weights say."""
+    by the weights."""
     pull_from: str | None = None
     """The replica from whose memory what `by_tier` names `PEER` is pulled."""
     junction_tokens: int = 0
@@ -194,7 +195,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     arrivals_per_s: float = 0.0
     """Requests that were sent there lately."""
     refill: float = 1.0
-    """What bringing back a token that it evicts costs, in tokens to compute: less than 1 where a
+    """The cost of bringing back a token that it evicts, in tokens to compute: less than 1 where a
     tier below or a shared store holds it."""
     suspect: bool = False
     """Events of it were lost, so its hits are doubtful."""

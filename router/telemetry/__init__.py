@@ -13,15 +13,15 @@ The files; each imports only what is listed above it:
     request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
     history.py            the last hour of the router and of each replica
-    shortages.py          what the system refuses the router: files, ports, buffers, memory
+    shortages.py          resources that the system refuses: files, ports, buffers, memory
     labels.py             words for kinds, shares, durations and tiers
     self_repair.py        which sources are predicted wrongly, and what is done about it
     problems.py           what is wrong with a replica, in sentences
-    readiness.py          is the router ready, and whom does it wait for?
+    readiness.py          is the router ready, and what does it wait for?
     settled.py            a request that the data plane decided by itself
     prefills.py           a prompt in the caches that will hold it
     request_observer.py   one proxied request: load, health, metrics, log, prediction
-    trace_context.py      W3C Trace Context: what a client says of its trace, what a replica is told
+    trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end
     parts.py              what a router is made of
     collector.py          metrics read at a scrape, from the parts' statistics

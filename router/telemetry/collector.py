@@ -333,7 +333,7 @@ def _pressure(
 def _steering_metrics(models: _Labelled[SteeringStatistics]) -> Iterator[Metric]:
     yield _counter(
         "kvroute_boundaries",
-        "Ends of prefixes that replicas were told to keep, by why they are worth it: prompts were "
+        "Ends of prefixes that replicas were asked to keep, by why they are worth it: prompts were "
         "seen to part there (`branch_point`), a message ends there or the client names it "
         "(`message_end`), earlier prompts that end alike parted there (`guess`), the session goes "
         "on (`response_end`).",
@@ -351,8 +351,9 @@ def _steering_metrics(models: _Labelled[SteeringStatistics]) -> Iterator[Metric]
     )
     yield _counter(
         "kvroute_boundary_prompts",
-        "Prompts that begin with what a replica was told to keep, by what they find where they are "
-        "sent: all of it (`kept`), of these a hit that ends just there (`hit`), or less (`lost`).",
+        "Prompts that begin with what a replica was asked to keep, by what they find where they "
+        "are sent: all of it (`kept`), of these a hit that ends just there (`hit`), or less "
+        "(`lost`).",
         ("model", "found"),
         (
             ((*model, outcome), getattr(found, outcome))
@@ -498,7 +499,7 @@ def _snapshot_metrics(parts: RouterParts) -> Iterator[Metric]:
         ("saved", "Snapshots of the index that were written.", kept.saved if kept else 0),
         (
             "failed",
-            "Snapshots that could not be written; the log says why.",
+            "Snapshots that could not be written; the log has the reason.",
             kept.failures if kept else 0,
         ),
         ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
@@ -514,7 +515,7 @@ def _snapshot_metrics(parts: RouterParts) -> Iterator[Metric]:
         ),
         (
             "refused",
-            "Answers of other routers that were of no use; the log says why.",
+            "Answers of other routers that were of no use; the log has the reason.",
             peers.refused if peers else 0,
         ),
     ):

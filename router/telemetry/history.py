@@ -24,7 +24,7 @@ MAX_REPLICAS = 1024
 """Followed at a time; of more, those that come later have no history."""
 QUANTILE = 0.9
 VALUES = ("requests_per_s", "reused_share", "first_byte_s", "mispredicted_share", "gpu_blocks")
-"""What is known of a step. NaN where there was nothing to measure."""
+"""The values of a step. NaN where there was nothing to measure."""
 _COUNTS = 5
 _REQUESTS, _PROMPT, _CACHED, _COMPARED, _WRONG = range(_COUNTS)
 # The buckets of the time to first byte follow.
@@ -98,7 +98,7 @@ class History:
 
     metrics: RouterMetrics
     caches: Callable[[], Mapping[str, BlockCounts]]
-    """What the caches of every replica hold now; those that are gone are forgotten."""
+    """Returns the blocks of every replica's caches now; replicas that are gone are forgotten."""
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 

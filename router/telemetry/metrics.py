@@ -74,7 +74,7 @@ class HistogramSeries:
         """Count *value* into its bucket.
 
         Args:
-            trace_id: Of the recorded trace that shows why; None where there is none.
+            trace_id: The recorded trace that shows why; None without one.
         """
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1

@@ -90,7 +90,7 @@ class OtelTracing:
         Args:
             environ: As `os.environ`, which OpenTelemetry's SDK itself reads as well.
         Raises:
-            ConfigError: A variable says what is not supported.
+            ConfigError: A variable has a value that is not supported.
         """
         _check_protocol(environ)
         self._batch = _number(environ, OTEL_BSP_MAX_EXPORT_BATCH_SIZE, 512)
@@ -389,11 +389,11 @@ def _unix(trace: RequestTrace, moment: int) -> int:
 
 
 def _resource() -> Resource:
-    """Who speaks. What the environment says comes first."""
-    said = Resource.create().attributes
-    is_named = not str(said.get("service.name", _UNNAMED)).startswith(_UNNAMED)
+    """The router's resource. The environment's attributes come first."""
+    attributes = Resource.create().attributes
+    is_named = not str(attributes.get("service.name", _UNNAMED)).startswith(_UNNAMED)
     own = {"service.version": version("kvroute"), "service.instance.id": str(uuid4())}
-    own = {name: value for name, value in own.items() if name not in said}
+    own = {name: value for name, value in own.items() if name not in attributes}
     return Resource.create(own if is_named else {**own, "service.name": "kvroute"})
 
 
@@ -436,7 +436,7 @@ def make_tracing(
     """Make what `OtelTracing` makes; None where the standard's variables turn it off.
 
     Raises:
-        ConfigError: A variable says what is not supported.
+        ConfigError: A variable has a value that is not supported.
     """
     is_off = environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true"
     if is_off or environ.get(_TRACES_EXPORTER, "").strip() == "none":

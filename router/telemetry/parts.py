@@ -39,7 +39,7 @@ class RouterParts:
     part is None, the configuration does not ask for it."""
 
     config: RouterConfig
-    """As it was last taken over."""
+    """The configuration last taken over."""
 
     # Requests.
     admission: Admission

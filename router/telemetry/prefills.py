@@ -11,12 +11,12 @@ from router.routing.planner import RoutePlanner, uncached_tokens
 
 class Prefill:
     """A prompt that another replica computes than the one its request is sent to: booked there
-    until the response begins, since nobody says when it is done.
+    until the response begins, since its end is not reported.
 
     Args:
         planner: Follows it in the cache there.
         load: Counts it there.
-        prefiller: Who computes it.
+        prefiller: The replica that computes it.
     """
 
     __slots__ = ("_approximate", "_in_flight", "prefiller")

@@ -15,7 +15,7 @@ from router.telemetry.labels import duration
 from router.telemetry.self_repair import TrustStatistics
 
 MAX_NOTES = 4
-"""Of what went wrong in the last discovery."""
+"""The most notes of the last discovery."""
 _RANKS_NAMED = 8
 
 
@@ -48,19 +48,19 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     dp_rank: int
     state: str | None
-    """As in `SourceState`; None before it is followed."""
+    """A `SourceState`; None before it is followed."""
     stream_problem: str | None = None
-    """As in `SubscriberStatistics.problem`."""
+    """From `SubscriberStatistics.problem`."""
     unplaced: int
     """Blocks that no prompt can find."""
     incomplete: bool
-    """Whether the replica holds blocks that the index does not know, or the reverse."""
+    """True if the replica holds blocks that the index does not know, or the reverse."""
     unreadable: int
     """Events that break the format, left out of their batches."""
     mispredicted: str | None = None
-    """What its hits are mispredicted by, where a rebuild did not help or has to wait."""
+    """The error of its predicted hits, where a rebuild did not help or has to wait."""
     key_problem: str | None = None
-    """What is wrong with the key of its block hashes: then no prompt finds anything there."""
+    """The fault of its block hashes' key: then no prompt finds anything there."""
 
 
 def summarize_source(

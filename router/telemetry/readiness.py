@@ -27,7 +27,7 @@ class Readiness:
     """Answers `/readyz`."""
 
     admission: Admission
-    """Says whether some replica can serve at all."""
+    """Knows whether some replica can serve at all."""
     registry: ReplicaRegistry
     feed: Feed
     """How far their streams have caught up."""
@@ -37,7 +37,7 @@ class Readiness:
     """The longest wait for one of them, from its first check and again from the moment it is
     healthy; 0 waits for none."""
     unknown: Callable[[], Sequence[str]] = list
-    """Who has not said yet which replicas there are; waited for as long."""
+    """Returns the providers that have not listed their replicas yet; waited for as long."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 minute.
 
 Bounded, and the only thing it keeps of a prompt is its length: readers of the log see where
-requests went, not what they said.
+requests went, not their text.
 """
 
 from __future__ import annotations
@@ -85,18 +85,18 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     cached_tokens: int = 0
     """Predicted to be cached there in any tier."""
     by_tier: tuple[tuple[str, int], ...] = ()
-    """Of these, what each lower tier or shared store adds."""
+    """The part of these that each lower tier or shared store adds."""
     pull_from: str | None = None
     """The replica from whose memory that is pulled."""
     expected_tokens: int | None = None
     """Predicted to be cached there when the engine admits it; None where that is not known."""
     suspect: bool = False
     approximate: bool = False
-    """Whether the prediction is an estimate, without events."""
+    """True if the prediction is an estimate, without events."""
     why: str | Callable[[], str] = ""
     """The reason, as `Ranked.why` has it."""
     actual_tokens: int | None = None
-    """What the engine reported as cached; None where it reported nothing comparable."""
+    """Tokens that the engine reported as cached; None where it reported nothing comparable."""
     first_byte_s: float | None = None
     seconds: float | None = None
 

@@ -56,7 +56,7 @@ class Trust(str, Enum):
 
 
 class Finding(Enum):
-    """Names what the last comparisons say."""
+    """Names the result of the last comparisons."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -106,12 +106,12 @@ class Comparison(NamedTuple):
 
 
 class CacheFacts(NamedTuple):
-    """Holds what the index says of a source, as far as it tells causes apart."""
+    """Holds the index's facts on a source that separate causes."""
 
     block_size: int | None = None
     """Tokens in a hit's smallest step; None where it is not known."""
     has_unplaced: bool = False
-    """Whether it holds blocks that no prompt can find."""
+    """True if it holds blocks that no prompt can find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class SourceTrust:
             facts: Of the source, for the likely cause; asked for only where there is one.
         """
         if not comparison.predicted and not comparison.actual:
-            return False  # a new prompt says nothing
+            return False  # a new prompt proves nothing
         self._last.append(comparison)
         finding = self._finding()
         if finding is None:
@@ -237,14 +237,14 @@ class SelfRepair:
 
     rebuild: Callable[[SourceId], None]
     is_judged: Callable[[str, SourceId], bool]
-    """Whether predictions of a source of a model must be right now: its stream is live, and it
-    tokenises as the router does."""
+    """Returns whether predictions of a source of a model must be right now: its stream is live, and
+    it tokenises as the router does."""
     facts_of: Callable[[str, SourceId], CacheFacts]
-    """What the index says of a source of a model."""
+    """Returns the index's facts on a source of a model."""
     times: RepairTimes
     """How long is long."""
     is_on: bool = True
-    """Whether sources are rebuilt; what is wrong is found and shown in any case."""
+    """True: sources are rebuilt; faults are found and shown in any case."""
 
     def __post_init__(self) -> None:
         self.quiet = QuietMoments(self.times.quiet_s)

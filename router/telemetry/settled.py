@@ -20,7 +20,7 @@ class AskedInCore(NamedTuple):
     """Its place among the paths that are prepared."""
     stream: bool
     is_comparable: bool
-    """Whether the engine's report counts what was predicted."""
+    """True if the engine's report counts what was predicted."""
     has_salt: bool
     has_adapter: bool
     tokenization_s: float | None
@@ -41,7 +41,7 @@ class Settled(NamedTuple):
     """The share that counted of a hit that is an estimate; None: it is by events."""
     asked: AskedInCore
     was_alone: bool
-    """Whether it had the replica to itself, among those that the data plane decided."""
+    """True if it had the replica to itself, among those that the data plane decided."""
     began_at: float
     """Seconds, by the monotonic clock."""
     routing_s: float
@@ -59,11 +59,11 @@ class Settled(NamedTuple):
     first_usage: bytes
     trace_id: str | None = None
     is_traced: bool = False
-    """Whether that trace is recorded."""
+    """True if that trace is recorded."""
     reason: str = ""
     """Why it went there, where that is known in full."""
     by_tier: tuple[tuple[str, int], ...] = ()
-    """What lower tiers had of the prompt, likewise."""
+    """Tokens of the prompt in lower tiers, likewise."""
 
     @classmethod
     def of_core(cls, record: Sequence[Any]) -> Settled:
@@ -106,7 +106,7 @@ class Settled(NamedTuple):
 
 
 def in_words(settled: Settled) -> str:
-    """Why it is where it is, as far as the data plane says: the hit there."""
+    """Why it is where it is, as far as the data plane reports it: the hit there."""
     if settled.reason:
         return settled.reason
     prompt_tokens, gpu_cached, cached, _ = settled.tokens

@@ -1,7 +1,8 @@
-"""Notes what the system refuses this process: file descriptors, ports, buffers, memory.
+"""Counts and logs the resources that the system refuses this process: file descriptors, ports,
+buffers, memory.
 
-Such a failure is the router's own and says nothing about a replica. It is counted, logged once a
-minute, and shown as a problem of the router.
+Such a failure is the router's own, not a replica's. It is counted, logged once a minute, and shown
+as a problem of the router.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Shortages:
     def note_failure_of_loop(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
-        """Handle what an event loop has nobody to raise to: memory that it did not get for
+        """Handle what an event loop has no caller to raise to: memory that it did not get for
         itself, such as for what it reads from a socket, is a shortage like any other."""
         if isinstance(context.get("exception"), MemoryError):
             self.note("memory")

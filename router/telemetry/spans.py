@@ -26,7 +26,7 @@ from router.telemetry.settled import Settled
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 
 _MAX_ATTEMPTS = 64
-"""Noted of one request; the proxy's own bound is lower unless it is told otherwise."""
+"""The most recorded of one request; the proxy's own bound is lower by default."""
 
 
 class Step(NamedTuple):
@@ -55,7 +55,7 @@ class TracedAttempt:
     def __init__(self, attempt: Attempt, span_id: str, began: int) -> None:
         """
         Args:
-            span_id: What the replica was told as its parent.
+            span_id: The replica's parent span.
             began: When.
         """
         self.attempt = attempt
@@ -103,8 +103,8 @@ class RequestTrace:
         """
         Args:
             trace_id: 32 hexadecimal digits.
-            context: What the client said of it.
-            is_sampled: Whether it is recorded; if not, only its ids are passed on.
+            context: The client's.
+            is_sampled: True if it is recorded; if not, only its ids are passed on.
             sink: Takes it at its end, if it is recorded.
         """
         self.trace_id = trace_id
@@ -128,7 +128,7 @@ class RequestTrace:
 
     @property
     def state(self) -> tuple[Header, ...]:
-        """Return what tracing systems have said of it, to pass on."""
+        """Return its `tracestate`, to pass on."""
         state = b"" if self.context is None else self.context.state
         return ((TRACESTATE, state),) if state else ()
 
@@ -137,7 +137,7 @@ class RequestTrace:
         return f"00-{self.trace_id}-{span_id}-0{self.is_sampled:d}".encode()
 
     def headers(self) -> tuple[Header, ...]:
-        """To send to a replica, where the attempt does not say better."""
+        """The headers for a replica, unless the attempt has its own."""
         return (TRACEPARENT, self.parent(self.span_id)), *self.state
 
     def decided(self, tokenization_s: float | None, routing_s: float) -> None:
@@ -163,7 +163,7 @@ class RequestTrace:
         self.steps.append(Step(name, now - int(seconds * 1e9), now))
 
     def plan(self, attempts: Iterable[Attempt]) -> Iterator[Attempt]:
-        """The same attempts; each tells its replica which span it belongs to."""
+        """The same attempts, each with the headers of its own span."""
         for attempt in attempts:
             self._next_id = _new_id(16)
             parent = (TRACEPARENT, self.parent(self._next_id))
@@ -199,7 +199,7 @@ class RequestTrace:
 
 
 class PlacedTrace:
-    """The trace of a request that the compiled data plane serves, which tells of attempts when they
+    """The trace of a request that the compiled data plane serves, which reports attempts when they
     are over."""
 
     __slots__ = ("_span_id", "_tokenised", "trace")
@@ -335,7 +335,7 @@ class Tracer:
     """Begins the trace of each request, or goes on with its client's."""
 
     is_sampled: Callable[[str, TraceContext | None], bool]
-    """Whether a request is recorded, by its trace's id and what its client says."""
+    """Returns whether a request is recorded, by its trace's id and its client's context."""
     sink: Callable[[RequestTrace], object]
     """Takes those that are, at their end; it must not wait."""
 
@@ -345,7 +345,7 @@ class Tracer:
         """A request has arrived.
 
         Args:
-            context: What its client says of its trace.
+            context: The client's.
             route: The same of a fixed set, where it is of one.
         """
         trace_id = _new_id(32) if context is None else context.trace_id

@@ -1,5 +1,5 @@
 """Describes what is counted of requests that the compiled data plane decided, served and summed up:
-of those that end in quick succession only some are told of one by one."""
+of those that end in quick succession only some are reported one by one."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class RequestSum(NamedTuple):
     requests: int
     prompt_tokens: int
     promised_tokens: int
-    """Of these, predicted to be cached."""
+    """Those predicted to be cached."""
     routing_s: Distribution
     first_byte_s: Distribution
     seconds: Distribution
     reported: Comparisons
     silent: Comparisons
-    """Of responses that count the prompt's tokens and no cached ones; vLLM leaves a zero out."""
+    """Responses that count the prompt's tokens and no cached ones; vLLM leaves a zero out."""
 
     @classmethod
     def of_core(cls, record: Sequence[Any]) -> RequestSum:
-        """Name the parts of what the core tells."""
+        """Name the parts of the core's record."""
         *counts, routing, first_byte, seconds, reported, silent = record
         times = (Distribution(*each) for each in (routing, first_byte, seconds))
         return cls._make([*counts, *times, _comparisons(reported), _comparisons(silent)])

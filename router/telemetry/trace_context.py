@@ -16,7 +16,7 @@ from router.config.origin import Header
 TRACEPARENT = b"traceparent"
 TRACESTATE = b"tracestate"
 MAX_STATE_BYTES = 512
-"""What the standard asks everyone to pass on (3.3.1.5)."""
+"""The length that the standard asks everyone to pass on (3.3.1.5)."""
 MAX_STATE_MEMBERS = 32
 
 # 3.2.2: lower-case hexadecimal; an id of zeros is invalid, and so is version ff. Versions after 00
@@ -35,18 +35,18 @@ _SAMPLED = 1
 
 
 class TraceContext(NamedTuple):
-    """To which trace a request belongs, as its sender says."""
+    """The trace that a request belongs to, by its sender."""
 
     trace_id: str
     """32 hexadecimal digits."""
     parent_id: str
     """The sender's span, 16 hexadecimal digits."""
     is_sampled: bool
-    """Whether the sender may have recorded its span."""
+    """True if the sender may have recorded its span."""
     parent: bytes
     """The header as it came."""
     state: bytes = b""
-    """What tracing systems have added; empty where they have not, or too much."""
+    """The additions of tracing systems; empty where they have not, or too much."""
 
     def headers(self) -> tuple[Header, ...]:
         """To pass on, unchanged: the router adds no span of its own."""
@@ -56,7 +56,7 @@ class TraceContext(NamedTuple):
 
 
 def read_context(headers: Iterable[Header]) -> TraceContext | None:
-    """Read what a request says of its trace; None where it says nothing, or nothing valid."""
+    """Read a request's trace context; None where it has none that is valid."""
     parents, states = [], []
     for name, value in headers:
         if name == TRACEPARENT:
