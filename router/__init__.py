@@ -12,9 +12,9 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     plane/           the compiled data plane, which has the sockets, seen from Python
     feed/            carries every source's stream into the index of its model; snapshots
     routing/         request body -> decision; writes no metrics
-    sharing/         what routers tell each other
+    sharing/         what routers publish to each other
     telemetry/       metrics, the request log, traces, what is wrong
-    doors/           who may ask what, and in which words
+    doors/           the APIs, and who may use them
     settings.py      the options of each part, made from the configuration
     follower.py      what follows when replicas change
     service.py       all parts wired: what is made, in which order, who closes it

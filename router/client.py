@@ -72,9 +72,9 @@ class Selection:
     body_fields: Mapping[str, Any]
     """To be set in its body."""
     answer: Mapping[str, Any] = field(repr=False)
-    """All that the router said."""
+    """The router's whole answer."""
     usage: Mapping[str, Any] | None = None
-    """What the engine reports: set it, and it is compared with the prediction."""
+    """The engine's report: set it, and it is compared with the prediction."""
     status: int | None = None
     """The status of the replica's response: set it where it is not 200."""
     failure: str | None = None

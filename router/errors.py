@@ -153,7 +153,7 @@ class PromptTooLong(BadRequest):
 
 
 class Unauthorized(RequestError):
-    """The API key is missing or wrong; the message does not say which."""
+    """The API key is missing or wrong; the message does not reveal which."""
 
     status = 401
     type = "authentication_error"
@@ -161,7 +161,7 @@ class Unauthorized(RequestError):
 
     def __init__(self, was_given: bool = False) -> None:
         self.was_given = was_given
-        """Whether there was a key, a wrong one."""
+        """True if there was a key, a wrong one."""
         super().__init__(
             "authorization: the API key is missing or wrong; "
             "send it as 'Authorization: Bearer <key>'"
@@ -260,7 +260,7 @@ class UnknownReservation(_NotFound):
     code = "reservation_not_found"
 
     def __init__(self, what: str = "reservation") -> None:
-        super().__init__(f"{what}: there is none of that id; it ended, or its time was over")
+        super().__init__(f"{what}: unknown id; it ended, or its time was over")
 
 
 class UnknownPath(_NotFound):
@@ -318,7 +318,7 @@ class NotRecordable(_Conflict):
 
 
 class NoSnapshot(_Conflict):
-    """Another router asks for a snapshot, and there is none of use."""
+    """Another router asks for a snapshot, and no usable one exists."""
 
     code = "no_snapshot"
 
@@ -407,7 +407,7 @@ class EnginesBusy(_NotNow):
     """A replica has refused the request since there are too many, and no other can take it now.
 
     Args:
-        retry_after_s: As the replica said, for the `Retry-After` header.
+        retry_after_s: The replica's, for the `Retry-After` header.
     """
 
     status = 429
@@ -423,7 +423,7 @@ class EnginesBusy(_NotNow):
 
 
 class QueueFull(_NotNow):
-    """As many requests wait for the model as may. The tenant with most waiting is refused first.
+    """The model's queue is full. The tenant with most waiting is refused first.
 
     Args:
         waiting: How many requests wait for it.
@@ -479,7 +479,8 @@ def _shown(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the system had no memory for what was tried: Python says so in three ways."""
+    """Return whether the system had no memory for what was tried: Python raises it in three
+    forms."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

@@ -88,7 +88,7 @@ class ReplicaFollower(ReplicaListener):
         self._follow(replica, before, replica.sources)
 
     def on_reconfigured(self, replica: Replica) -> None:
-        """Nothing follows: whoever decides looks at its options."""
+        """Nothing follows: decisions read the current options."""
 
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""

@@ -28,8 +28,8 @@ class _TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever a replica or a pod is called: no one else may begin one, or tell the
-        operator's terminal what to do."""
+        """One line, whatever a replica or a pod is called: no one else may begin one, or control
+        the operator's terminal."""
         if not record.message.isprintable():
             record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message)
         return super().formatMessage(record)
@@ -67,7 +67,7 @@ def set_up_logging(config: RouterConfig) -> None:
     """Log to stderr.
 
     Args:
-        config: Says how much, and in which form.
+        config: The level and the form.
     """
     handler = logging.StreamHandler()
     is_json = config.observability.log_format == "json"
@@ -82,8 +82,8 @@ def set_up_logging(config: RouterConfig) -> None:
 
 
 def announce(text: str, config: RouterConfig) -> None:
-    """Say something on stderr, at any log level. A full disk behind it must not keep the router
-    from starting."""
+    """Write a line to stderr, at any log level. A full disk behind it must not keep the router from
+    starting."""
     if config.observability.log_format == "json":
         record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
         text = _JsonFormatter().format(record)

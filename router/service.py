@@ -98,7 +98,7 @@ class RouterService(RouterParts):
         key_limits, entrance                            what clients may use, and where they wait
         tokenizer_check   *  do replicas tokenise as the router does?
         feed              *  the event streams, into the indexes of `models`
-        models            *  of each model the index, the tokenizer, what engines are told
+        models            *  of each model the index, the tokenizer, the retention hints
         snapshots, peers, sender                        what outlives a restart
         keeper            *  the providers of replicas
         readiness, repair                               what is waited for, and what is rebuilt

@@ -115,7 +115,7 @@ def make_tracing_of(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing
     """Make what sends traces; None where nothing does.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed, or a variable of it says what it must not.
+        ConfigError: OpenTelemetry is not installed, or a variable of it has an unsupported value.
     """
     if not config.observability.tracing.enabled:
         return None

@@ -29,7 +29,7 @@ from router.doors.http.replica_views import ReplicaList
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=30)
 """A router sends a line every second, however quiet its engine is."""
 _PATIENCE_S = 2.0
-"""After this long without a batch, progress says so."""
+"""After this long without a batch, progress shows it."""
 
 
 def add_to(commands: Any) -> None:

@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
         description="Makes a pair of CURVE keys for encrypted event streams: one for the engines "
-        "that publish, one for each router. docs/security.md says where they go.",
+        "that publish, one for each router. docs/security.md has their places.",
     )
     parser.add_argument("name", type=_name, help="of the files")
     parser.add_argument("--directory", type=Path, default=Path(), help="default: the present one")

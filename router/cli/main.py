@@ -3,8 +3,8 @@
 A command is a module with an `add_to(commands)` that adds its parser and sets `run`: a function
 from the parsed arguments to the exit code. The router's are in the first table below. Other
 distributions name theirs by an entry point of the group `kvroute.commands`; the second table has
-those of `engine/`, so that one that is missing says where to get it. A command must not wait for
-the imports of another one, nor break with it; `kvroute --help` waits for none of them.
+those of `engine/`, so that a missing one leads to an error that names its package. A command must
+not wait for the imports of another one, nor break with it; `kvroute --help` waits for none of them.
 """
 
 from __future__ import annotations

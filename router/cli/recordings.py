@@ -61,7 +61,7 @@ class Header(msgspec.Struct):
     prefix_replay_tokens: int = 0
 
     def hints(self, learn_layout: bool) -> LayoutHints:
-        """The layout of the header; or, if it is to be learned, only what no event says of it.
+        """The layout of the header; or, if it is to be learned, only what no event shows of it.
 
         Raises:
             RecordingError: The groups contradict themselves.

@@ -109,7 +109,7 @@ def _show(route: RouteView) -> None:
 
 
 def _listed(values: list[_Listed] | msgspec.UnsetType) -> list[_Listed]:
-    """Print what is said of an explained route."""
+    """Print an explained route."""
     return [] if isinstance(values, msgspec.UnsetType) else values
 
 

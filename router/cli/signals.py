@@ -16,7 +16,7 @@ class EndedBySignal(Exception):
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
         self.exit_code = 128 + received
-        """As a shell reports a process killed by the signal."""
+        """The shell's code for a process killed by the signal."""
 
 
 def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:

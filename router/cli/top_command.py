@@ -278,7 +278,7 @@ def _room(replicas: Sequence[ReplicaSummary], height: int) -> tuple[int, int]:
     room, shown = height - _HEADS, 0
     for replica in replicas:
         if shown and room - _lines(replica) < _REQUESTS_AT_LEAST:
-            return shown, room - 1  # one line says how many more there are
+            return shown, room - 1  # one line shows how many more there are
         room -= _lines(replica)
         shown += 1
     return shown, room
@@ -288,7 +288,7 @@ def _room(replicas: Sequence[ReplicaSummary], height: int) -> tuple[int, int]:
 
 
 def _headline(glance: Glance) -> Text:
-    """The one line that says whether anything is wrong."""
+    """The one line on whether anything is wrong."""
     if glance.silence is not None:
         seen = _time_of_day(glance.overview.now)
         text = f"showing the state of {seen}; {glance.silence}"

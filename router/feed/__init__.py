@@ -1,6 +1,6 @@
 """Is the index up to date with every event stream, and what does a router that starts know already?
 
-In come batches of events, told apart by source; out go changes of the index, and a state of each
+In come batches of events, each of a source; out go changes of the index, and a state of each
 stream. A snapshot of the index, from another router or from disk, is only a beginning: a source is
 saved with the place of its stream, as of one moment, and only while nothing of it is missing. The
 router that starts asks the engine for the batch that was applied last and for what came since: if
@@ -13,7 +13,7 @@ The files; each imports only what is listed above it:
     taps.py               who records what happens at a cache; keeps nothing without a listener
     polled.py             events that are asked for over HTTP, as connections
     source_feed.py        applies the batches of one stream to the index of its model
-    feed.py               all streams: follows them, and says which of them are whole
+    feed.py               all streams: follows them, and knows which of them are whole
     snapshot_records.py   a snapshot as bytes, and back into an index
     snapshot_file.py      on disk
     snapshot_transfer.py  between processes: bounded, and sealed

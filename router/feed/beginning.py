@@ -19,7 +19,7 @@ class Beginning:
     """Where a snapshot may be had, the best one first; None from one that has none."""
     feed: Feed
     needs_own_keys: bool
-    """Whether an index must keep its own keys, since others share them."""
+    """True if an index must keep its own keys, since others share them."""
 
     def __post_init__(self) -> None:
         self._found: IndexSnapshot | None = None

@@ -48,9 +48,9 @@ class Reach(NamedTuple):
     """How a source is reached, besides its addresses."""
 
     allows: Callable[[str], bool] | None = None
-    """Whether an address may be connected to; None: every address."""
+    """Returns whether an address may be connected to; None: every address."""
     names: Sequence[str] = ()
-    """What the topic of a publisher that connects to us may call its pod."""
+    """Names of pods in the topics of publishers that connect to us."""
     headers: Sequence[Header] = ()
     """Sent along where it is asked."""
 
@@ -74,7 +74,7 @@ class Feed:
             keys: Our own, for sources that are encrypted.
             server_key: The public key of the sources that are added without one; None: those are
                 plain text.
-            client: Asks sources that have to be asked; None: there are none.
+            client: Polls sources that have to be polled; None: there are no such sources.
         """
         self._keys = keys
         self._server_key = server_key
@@ -89,7 +89,7 @@ class Feed:
         self._pollers = Pollers(client, self._options.socket.message_bytes)
         self._sources: dict[SourceId, SourceFeed] = {}
         self._saved: dict[SourceId, SavedSource] = {}
-        """What the indexes hold from before the start, until it is followed."""
+        """Sources that the indexes hold from before the start, until each is followed."""
         self.resumed = 0
         """Sources that went on from there."""
         self.suspects: set[SourceId] = set()
@@ -124,7 +124,7 @@ class Feed:
 
     @staticmethod
     def _note_unknown(unknown: UnknownTopic) -> None:
-        _log.warning("event streams: nobody takes topic %s: %s", unknown.topic, unknown.reason)
+        _log.warning("event streams: no replica takes topic %s: %s", unknown.topic, unknown.reason)
 
     def add(
         self,
@@ -139,7 +139,7 @@ class Feed:
         Args:
             published: Where one of the replica's ranks publishes. Without a replay endpoint, events
                 that are lost stay lost and leave the source suspect, unless it makes snapshots.
-            hints: What the configuration says of its cache.
+            hints: The configuration of its cache.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -211,9 +211,9 @@ class Feed:
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> SourceFeed:
         index = self._index_of(model)
-        told = self.suspects, lambda: self.on_change()
+        suspects = self.suspects, lambda: self.on_change()
         return SourceFeed(
-            source, model, index, self._complain, self._tidy, self.taps, *told, stream
+            source, model, index, self._complain, self._tidy, self.taps, *suspects, stream
         )
 
     def _options_of(

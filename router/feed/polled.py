@@ -32,7 +32,7 @@ from router.fleet.client_errors import UpstreamError
 _TIMES = Timeouts(connect_s=5.0, first_byte_s=15.0, idle_s=15.0)
 """An older server holds a request for 2 s where it has no event."""
 _PAUSE_S = 0.02, 0.2
-"""Between two requests: after events, and at most while there are none."""
+"""The pause between two requests: after events, and the longest without any."""
 _RETRY_S = 0.1, 10.0
 _GONE_AFTER_S = 60.0
 """Without a response for so long, the connection counts as lost."""
@@ -42,7 +42,7 @@ _MAX_STRANGERS = 64
 
 
 class PollFailed(KVEventsError):
-    """A server that does not say which events there are."""
+    """A server that does not list its events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,10 @@ class Poller:
         self._taken = WakeUp()
         self._failing_since = math.inf
         self._is_reported = False
-        """The last response had a problem, which was told."""
+        """True if the last response had a problem, which was reported."""
         self.on_problem: Callable[[KVEventsError], object] = lambda _: None
-        """Told of the first problem after a response without, and of what belongs to no source."""
+        """Called with the first problem after a response without, and with what belongs to no
+        source."""
 
     @property
     def is_wanted(self) -> bool:
@@ -173,7 +174,7 @@ class Poller:
         """The body of the next response.
 
         Raises:
-            PollFailed: There is none, or it is none with events.
+            PollFailed: No response, or one without events.
         """
         what = f"{self._method.decode()} {self.endpoint}"
         try:
@@ -269,7 +270,7 @@ class PolledConnection:
         """Wait for the first response, however long.
 
         Raises:
-            NoConnection: There is none, for long.
+            NoConnection: No response for too long.
         """
         self._poller.join(self._rank, self)
         while not self._is_answered:
@@ -284,7 +285,7 @@ class PolledConnection:
         self._poller.leave(self._rank, self)
 
     def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
-        """The next event as a batch, None if there is none.
+        """The next event as a batch, None if none has come.
 
         Raises:
             MalformedBatch: An event that cannot be read, and is missing from now on.
@@ -353,7 +354,7 @@ class Pollers:
             EndpointError: Nothing can be asked, or the rank is followed already.
         """
         if self._client is None:
-            raise EndpointError(f"{endpoint}: nobody asks here for events")
+            raise EndpointError(f"{endpoint}: events are not polled here")
         poller = self._pollers.get(endpoint)
         if poller is None:
             poller = Poller(self._client, endpoint, headers, allows, self._max_bytes)

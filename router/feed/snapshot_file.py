@@ -69,11 +69,11 @@ def _write(pieces: list[bytes], directory: Path) -> int:
 
 
 def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
-    """The snapshot in a directory; None, with the reason in the log, where there is none of use.
+    """The snapshot in a directory; None, with the reason in the log, where it has no usable one.
     May take a while.
 
     Args:
-        max_age_s: As of `read`.
+        max_age_s: See `read`.
     """
     path = directory / FILE_NAME
     try:

@@ -88,7 +88,7 @@ def read(
         head = msgspec.msgpack.decode(next(records, b""), type=SavedHead)
         found = [msgspec.msgpack.decode(record, type=SnapshotSource) for record in records]
     except msgspec.MsgspecError as error:
-        raise DumpError(f"snapshot: a record is none of version {VERSION}") from error
+        raise DumpError(f"snapshot: a record is not of version {VERSION}") from error
     age_s = now - head.saved_at
     if not -ahead_s <= age_s <= max_age_s:
         raise SnapshotError(f"it is {age_s:.0f} s old; state.max_age_s is {max_age_s:g}")
@@ -102,13 +102,13 @@ def read(
 def restore(
     snapshot: IndexSnapshot, model: str, index: PrefixIndex, needs_own_keys: bool = False
 ) -> list[SavedSource]:
-    """Fill the new index of a model; return the sources that it now holds. The log says if the
+    """Fill the new index of a model; return the sources that it now holds. The log shows if the
     snapshot's part is of no use. May take a while.
 
     Args:
         snapshot: Its part for the model is taken out.
         index: Empty; it stays so where another implementation wrote the records.
-        needs_own_keys: Whether the index must keep its own keys, since others share them.
+        needs_own_keys: True if the index must keep its own keys, since others share them.
     """
     sources = snapshot.sources.pop(model, [])
     if not sources:

@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AppliedEvents:
-    """Counts what a source's batches did to the index so far, in blocks unless it says
-    otherwise."""
+    """Counts what a source's batches did to the index so far, in blocks unless stated otherwise."""
 
     stored: Annotated[int, counter("kvroute_blocks_stored")] = 0
     """Blocks stored, copies included."""
@@ -58,7 +57,7 @@ class SourceFeedStatistics(AppliedEvents):
     """One source: the state of its stream, and what its events did."""
 
     model: str
-    """Whose index it feeds."""
+    """The model whose index it feeds."""
     state: SourceState
     """How far the hits of this source can be trusted."""
     stream: SubscriberStatistics
@@ -70,8 +69,7 @@ class SavedSource(msgspec.Struct, frozen=True):
     model: str
     source: SourceId
     stream: str
-    """Its addresses, and what the configuration says of its cache: with others the blocks are of
-    no use."""
+    """Its addresses, and the configuration of its cache: with others the blocks are of no use."""
     position: StreamPosition
     has_had_lower_tiers: bool
 
@@ -175,7 +173,7 @@ class SourceFeed:
         return effect
 
     def _note(self, result: ApplyResult) -> Effect:
-        """Count what a batch did, and say what that means."""
+        """Count what a batch did, and return its effect."""
         self._applied.add(result)
         if result.layout_changed:
             self._look_at_key()
@@ -192,7 +190,7 @@ class SourceFeed:
         )
 
     def _look_at_key(self) -> None:
-        """Say so if nothing of this source will ever be found."""
+        """Warn if nothing of this source will ever be found."""
         found = self.index.statistics().get(self.source)
         if found is not None and found.key_problem is not None:
             source = self.source

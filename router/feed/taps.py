@@ -113,7 +113,7 @@ class Tap:
 
 
 class Taps:
-    """Who listens to which cache."""
+    """The listeners to each cache."""
 
     def __init__(self) -> None:
         self._taps: dict[SourceId, list[Tap]] = {}

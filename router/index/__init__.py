@@ -4,16 +4,16 @@ In come batches of events (`PrefixIndex.apply`) and prompts (`PrefixIndex.match`
 source. Both are compiled (`router/core/index`, `router/core/mirror`); `tests/oracle` has them in
 Python that can be read, and defines what they answer: a change of a rule begins there.
 
-Events say what a cache holds; they do not say who used it last. The router knows: it sent the
-requests. So the mirror keeps, for every cache, the requests in the order of their end with what
-each was the last to use, which is the order in which an engine evicts (least recently used first).
+Events report what a cache holds, but not who used it last. The router knows: it sent the requests.
+So the mirror keeps, for every cache, the requests in the order of their end with what each was the
+last to use, which is the order in which an engine evicts (least recently used first).
 
 The files; each imports only what is listed above it:
 
     compiled.py        whether the compiled core is there, and the right one
     base.py            the values that go into an index and come out of it
     hash_finder.py     which hash function an engine uses
-    layout_learner.py  what events say about the cache layout
+    layout_learner.py  the cache layout, learned from events
     prompt.py          a prompt under every key and hash that some source may know it by
     core_values.py     layouts, tiers and hits as the core takes and gives them
     sources.py         what is known of one source outside the core

@@ -1,7 +1,7 @@
 """Estimates what caches hold whose events are not there, as far as requests and responses show it.
 
 What was sent to a cache was stored there, an engine evicts what was used longest ago, and responses
-say how much of their prompts was cached. From that follows an estimate, over the keys that the
+report how much of their prompts was cached. From that follows an estimate, over the keys that the
 mirror has of prefixes, one for every `STEP` tokens. It is bounded by the capacity that the engine
 reports, or by less: as far as reuse was seen to last.
 

@@ -31,7 +31,7 @@ class SourceId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierHint:
-    """Holds what the configuration says of a lower tier: how much it keeps together.
+    """Holds the configuration of a lower tier: how much it keeps together.
 
     Without it that is learned. A tier with larger blocks than the GPU's names their size: the
     largest is its unit, a smaller one the end of a prompt that does not fill it (LMCache's
@@ -44,7 +44,7 @@ class TierHint:
     """Tokens in a unit, in every group."""
 
     def unit_tokens(self, block_size: int) -> int:
-        """Tokens in a unit of a group; 0 where nothing is said."""
+        """Tokens in a unit of a group; 0 where that is not configured."""
         return self.unit_size or (self.unit_blocks or 0) * block_size
 
 
@@ -63,7 +63,7 @@ class StoreHint:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHints:
-    """Holds what the configuration says of a model's cache."""
+    """Holds the configuration of a model's cache."""
 
     groups: tuple[KVCacheGroup, ...] = ()
     """By group index; used where the wire is silent."""
@@ -73,11 +73,11 @@ class LayoutHints:
     """Granularity of hits, in tokens; None: the least common multiple of the block sizes."""
     eagle: bool | tuple[int, ...] = False
     """The groups, by index, in which the engine drops the last matched block (EAGLE or MTP
-    drafting), True for all; no engine says so on the wire."""
+    drafting), True for all; no engine sends this."""
     eagle_sees_last_token: bool = True
     """See `KVCacheLayout`; False for vLLM before 0.32."""
     prefix_replay_tokens: int = 0
-    """See `KVCacheLayout`; no engine says so on the wire."""
+    """See `KVCacheLayout`; no engine sends this."""
     authoritative: bool = False
     """The groups are facts that events cannot change; only a publisher's own `CacheLayout` can."""
     assume_unseen: bool = True
@@ -87,7 +87,7 @@ class LayoutHints:
     tiers: tuple[tuple[str, TierHint], ...] = ()
     """By the tier's name on the wire, in upper case."""
     stores: tuple[StoreHint, ...] = ()
-    """What the source shares with others; an event belongs to the first that it fits."""
+    """The stores that the source shares; an event belongs to the first that it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def unpack_keys(packed: bytes) -> list[int]:
 
 
 class ApplyResult(msgspec.Struct, gc=False):
-    """Holds what one batch did to its source, in blocks unless it says otherwise."""
+    """Holds what one batch did to its source, in blocks unless stated otherwise."""
 
     stored: int = 0
     removed: int = 0
@@ -161,8 +161,8 @@ class Hit(NamedTuple):
     cached_tokens: int
     """With the blocks that lower tiers would bring back."""
     by_tier: tuple[tuple[str, int], ...] = ()
-    """What each lower tier or shared store adds, the fastest first; the sum is the difference
-    between the two. Empty: not told apart."""
+    """Tokens that each lower tier or shared store adds, the fastest first; the sum is the
+    difference between the two. Empty: not separated."""
 
 
 NO_HIT = Hit(0, 0)
@@ -196,7 +196,7 @@ class GroupHit:
 
     group: int
     kind: str
-    """As in `GroupKind`."""
+    """A `GroupKind`."""
     tokens: int
 
 
@@ -242,7 +242,7 @@ class SourceStatistics:
     hash_algorithm: str | None
     """The engine's hash function, where it is known."""
     assumptions: tuple[str, ...]
-    """What is assumed rather than known, one sentence each, for an operator."""
+    """Facts that are assumed rather than known, one sentence each, for an operator."""
     is_incomplete: Annotated[
         bool, flag("kvroute_index_incomplete", "1 where blocks were refused or given up.")
     ]
@@ -260,4 +260,4 @@ class SourceStatistics:
             "nothing is found there.",
         ),
     ] = None
-    """What is wrong with the key of its block hashes."""
+    """The fault of its block hashes' key."""

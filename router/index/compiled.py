@@ -7,7 +7,7 @@ from importlib import import_module
 from router.errors import RouterError
 
 CORE_VERSION = 36
-"""As core/binding/module.cpp names it: what the module takes and returns."""
+"""The version of the module's interface, also in core/binding/module.cpp."""
 
 
 class CoreUnavailable(RouterError):

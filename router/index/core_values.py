@@ -19,7 +19,7 @@ _KINDS = {
     GroupKind.MAMBA: 3,
     GroupKind.NOT_CACHED: 4,
 }
-"""As `GroupKind` of core/index/layout.hpp counts them."""
+"""The numbers of `GroupKind` in core/index/layout.hpp."""
 DIGEST_BYTES = 32
 
 

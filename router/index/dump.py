@@ -1,7 +1,7 @@
 """An index as bytes and back: to keep one over a restart, to look at one offline, to compare two.
 
-What the records say is the implementation's own; here they are framed, so that a file that was cut
-off, damaged or written by another version is refused as a whole:
+The content of the records is the implementation's own; here they are framed, so that a file that
+was cut off, damaged or written by another version is refused as a whole:
 
     magic, version    18 + 2 bytes
     a frame each      length: 8 bytes; CRC-32 of all records so far: 4 bytes; the record

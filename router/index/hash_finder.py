@@ -144,7 +144,7 @@ def _sample(event: BlockStored) -> _Sample | None:
     keys.
 
     A dense event proves as much with its first block as with all. In one with holes every hash must
-    be in the chain over all of its tokens: which block each belongs to is not said.
+    be in the chain over all of its tokens: which block each belongs to is unknown.
     """
     if (
         event.parent_block_hash is not None
@@ -169,7 +169,7 @@ class HashForm(NamedTuple):
     lookahead: int = 0
     """Tokens behind a block that its hash covers too."""
     as_int: bool = False
-    """Whether they are 64-bit integers, else digests."""
+    """True if they are 64-bit integers, else digests."""
 
 
 def engine_hashes(

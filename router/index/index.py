@@ -1,7 +1,7 @@
 """The index of one model: which source would reuse how much of a prompt.
 
 The compiled core (`router/core/index`) decodes the usual form of a batch, counts, places and
-matches. It asks for help where help is rare: what events newly say of the layout goes to the
+matches. It asks for help where help is rare: news of the layout in events goes to the
 `LayoutLearner`, and a batch in an unusual form is read by `kvevents.codec` and handed back in the
 form that the core knows. The search for an engine's hash function, and the hashes of prompts by it,
 are Python's too.
@@ -82,7 +82,7 @@ class PrefixIndex:
         self._searching: dict[SourceId, KnownSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
         self._has_leftovers = False
-        """Whether blocks of dropped sources are left, which no prompt finds."""
+        """True if blocks of dropped sources are left, which no prompt finds."""
 
     def _new_core(self) -> Core:
         limits, (point, fold) = self.limits, self._secrets
@@ -116,7 +116,7 @@ class PrefixIndex:
         """Make a source known and empty; whatever it held before is forgotten.
 
         Args:
-            hints: What the configuration says of its layout; kept until the source is dropped.
+            hints: The configured layout; kept until the source is dropped.
         """
         is_there = self._take_out(source)
         hints = hints or LayoutHints()
@@ -130,7 +130,7 @@ class PrefixIndex:
             self.core.share(slot, stores)
         self._sources[source] = known
         self._slots = {**self._slots, source: known.slot}
-        known.tell_layout(self.core)
+        known.publish_layout(self.core)
         if is_there:
             self._drop_unread_stores()
 
@@ -184,10 +184,10 @@ class PrefixIndex:
         before = known.layout
         for news in done:
             known.learner.see_run(*news)
-        known.tell_layout(self.core)
-        told = self.core.apply_told(known.slot, payload, False, [])
-        assert told is not None
-        result = self._result(source, known, told, payload)
+        known.publish_layout(self.core)
+        applied = self.core.apply_told(known.slot, payload, False, [])
+        assert applied is not None
+        result = self._result(source, known, applied, payload)
         result.layout_changed = known.layout != before
         return result
 
@@ -210,7 +210,7 @@ class PrefixIndex:
                 known.finder.see_announcement(event)
             elif isinstance(event, BlockStored):
                 known.learner.see_stored(event)
-        known.tell_layout(self.core)
+        known.publish_layout(self.core)
         has_chain = known.finder.chain is not None
         self.core.note(known.slot, has_chain, is_announced, False)
         events = [canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
@@ -263,8 +263,8 @@ class PrefixIndex:
         )
 
     def _lay_out(self, slot: int, writer: KnownSource) -> None:
-        """Those that share a store are taken to lay out their blocks as its writer does, until they
-        say it themselves."""
+        """Those that share a store are taken to lay out their blocks as its writer does, until
+        their own events show it."""
         store = next(each for each in writer.stores if each.slot == slot)
         news = (writer.learner.layout, writer.learner.lookahead)
         if news == (store.layout, store.lookahead):
@@ -272,7 +272,7 @@ class PrefixIndex:
         store.layout, store.lookahead = news
         for known in self._sources.values():
             if store in known.stores:
-                known.tell_layout(self.core)
+                known.publish_layout(self.core)
 
     def _sort(self, source: SourceId, known: KnownSource) -> None:
         """Note whether prompts have to be hashed as the source's engine does."""
@@ -292,7 +292,7 @@ class PrefixIndex:
             self.core.note(known.slot, True, False, False)
 
     def clear(self, source: SourceId) -> None:
-        """Forget a source's blocks and what its events said; its hints stay."""
+        """Forget a source's blocks and what its events showed; its hints stay."""
         if source in self._sources:
             self.add(source, self._sources[source].learner.hints)
 
@@ -434,9 +434,9 @@ class PrefixIndex:
 
         Args:
             source: No hit where it is unknown.
-            hashes: One a hash block, from the first on, in the form in which the engine announces
-                them. The prompt is taken to go on behind them.
-            block_size: Tokens that the caller takes a hash to stand for, where it says so.
+            hashes: One a hash block, from the first on, in the form of the engine's events. The
+                prompt is taken to go on behind them.
+            block_size: Tokens that the caller takes a hash to stand for; None: not checked.
         """
         known = self._sources.get(source)
         layout = known.layout if known else None
@@ -497,11 +497,11 @@ class PrefixIndex:
 
     @property
     def key_space(self) -> bytes:
-        """Stands for how prefix keys are made, and does not tell it. Equal where another index
-        gives equal keys to equal prefixes: both were made with one secret. Empty where keys are of
-        no use elsewhere."""
-        told = struct.pack("<2Q", *self._secrets)
-        return hashlib.blake2b(told, digest_size=8, person=b"key space").digest()
+        """A digest of the secret that prefix keys are made with. Equal where another index gives
+        equal keys to equal prefixes: both were made with one secret. Empty where keys are of no use
+        elsewhere."""
+        packed = struct.pack("<2Q", *self._secrets)
+        return hashlib.blake2b(packed, digest_size=8, person=b"key space").digest()
 
     # --- keeping ----------------------------------------------------------------------------------
 
@@ -554,7 +554,7 @@ class PrefixIndex:
         known.learner.tiers_seen = record.tiers_seen
         known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
         known.finder.take(record.chain)
-        known.tell_layout(self.core)
+        known.publish_layout(self.core)
         restore_state(self.core, known.slot, record.state, str(record.source))
         self.core.note(known.slot, record.chain is not None, False, False)
         known.unplaced = self.core.unplaced(known.slot)
@@ -572,13 +572,13 @@ class PrefixIndex:
         return self.core.blocks_held(known.slot) if known else 0
 
     def removals(self, source: SourceId) -> int:
-        """Blocks that a source removed from its GPU since it was added or cleared, or said itself
-        that all of them went; 0 where it is unknown."""
+        """Blocks that a source removed from its GPU since it was added or cleared, or reported the
+        loss of all; 0 where it is unknown."""
         known = self._sources.get(source)
         return self.core.removals(known.slot) if known else 0
 
     def announced(self, source: SourceId) -> CacheLayout | None:
-        """Return what a source's publisher said of its cache itself; None where it said nothing, or
+        """Return the layout that a source's publisher announced; None where it announced none, or
         the source is unknown."""
         known = self._sources.get(source)
         return known.learner.announced if known else None

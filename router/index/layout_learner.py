@@ -1,4 +1,4 @@
-"""Learns what a source's events say about its cache layout.
+"""Learns a source's cache layout from its events.
 
 Known beats assumed: a `CacheLayout` event, else the events' own fields, else the configuration.
 What had to be assumed is listed, so that an operator sees it.
@@ -20,10 +20,10 @@ _UNKNOWN_SIZE = "unknown, taken as full attention"
 
 @dataclass(slots=True)
 class SeenGroup:
-    """Holds what the events of one group have said so far. Sizes in tokens."""
+    """Holds the facts from the events of one group so far. Sizes in tokens."""
 
     kind: str | None = None
-    """As on the wire."""
+    """The wire's name."""
     sliding_window: int | None = None
     block_size: int = 0
     """The largest seen."""
@@ -35,7 +35,7 @@ class SeenGroup:
         """Take one event's fields; True if something is new.
 
         Args:
-            kind: None or empty says nothing, as for the window.
+            kind: None or empty is ignored, as for the window.
             sliding_window: In tokens.
             block_size: Of the event, in tokens.
         """
@@ -63,7 +63,7 @@ class LayoutLearner:
     seen: dict[int, SeenGroup] = field(default_factory=dict)
     """By group index."""
     tiers_seen: dict[int, SeenGroup] = field(default_factory=dict)
-    """What lower tiers say of groups; for those of which the GPU has said nothing."""
+    """The facts from lower tiers; for groups without events of the GPU."""
     smallest_step: int = 0
     """Greatest common divisor of all block sizes seen."""
 
@@ -102,11 +102,11 @@ class LayoutLearner:
         """Learn from the fields of a stored run. The same again teaches nothing.
 
         Args:
-            lookahead: Tokens after a block that its hash covers too; None: not said.
+            lookahead: Tokens after a block that its hash covers too; None: unknown.
             group: Its index; None: there is nothing to learn of a group.
             is_on_gpu: Not in a lower tier.
             sliding_window: In tokens.
-            block_size: In tokens, as far as the run tells; else 0.
+            block_size: In tokens, as far as the run shows it; else 0.
         """
         if lookahead is not None:
             self.lookahead = lookahead
@@ -239,7 +239,7 @@ class LayoutLearner:
         return KVCacheGroup(GroupKind.FULL, size) if size else None
 
     def _from_below(self, index: int) -> SeenGroup | None:
-        """Return what lower tiers say of a group; the size that events leave out is the other
+        """Return a group's facts from lower tiers; the size that events leave out is the other
         groups'."""
         below, hint = self.tiers_seen.get(index), self._hint(index)
         if below is None:

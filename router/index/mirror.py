@@ -1,5 +1,5 @@
 """Every cache as this router drives it: requests in prefill, ended ones in the order in which their
-blocks will be evicted, and what that says to a policy.
+blocks will be evicted, and what a policy learns from that.
 
 An engine evicts what was least recently used, by the end of the request that used it last. So the
 order is known here. How far the eviction has come is not: it is read from the index, by asking
@@ -66,8 +66,8 @@ class Mirror:
         self._models: dict[str, int] = {}
         self._model_names: list[str] = []
         """By number."""
-        self._told: dict[int, Prefilling] = {}
-        self._heard: dict[Prefilling, int] = {}
+        self._published: dict[int, Prefilling] = {}
+        self._received: dict[Prefilling, int] = {}
 
     # --- what is sent -----------------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ class Mirror:
             uncached_tokens: Of these, those that have to be computed there.
             hit_tokens: Of these, those that are cached there now.
             speed: Of the replica, relative to others.
-            loads: What of the hit comes from below the GPU.
+            loads: The part of the hit that comes from below the GPU.
             junction_tokens: Behind the hit, those of which only full attention is there.
-            keep: Lengths of the prompt at which the engine is told to keep windows and states.
+            keep: Lengths of the prompt at which the engine is asked to keep windows and states.
         """
         return self.core.begin(
             self.number_of_model(model),
@@ -112,37 +112,37 @@ class Mirror:
             keep,
         )
 
-    # --- what others are told, and tell -----------------------------------------------------------
+    # --- what routers publish to each other -------------------------------------------------------
 
     def prefilling(self) -> list[Prefilling]:
         """Return what is being computed for requests of this router, as far as others should know
-        of it before its events tell them, the latest last. The same objects each time, brought up
+        of it before its events reach them, the latest last. The same objects each time, brought up
         to date.
 
         A short prompt that is computed at once is not among it: to publish and to receive it costs
         more than to compute it twice.
         """
-        before, self._told = self._told, {}
+        before, self._published = self._published, {}
         for number, queued_tokens, news in sorted(self.core.prefilling()):
-            told = before.get(number)
-            if told is None:
-                assert news is not None, "who was told of it before has kept it"
+            prefill = before.get(number)
+            if prefill is None:
+                assert news is not None, "without news it was published before"
                 model, cache, tokens, keys = news
                 name, source = self._model_names[model], self._sources[cache]
-                told = Prefilling(number, name, source, tokens, 0, keys)
-            told.queued_tokens = queued_tokens
-            self._told[number] = told
-        return list(self._told.values())
+                prefill = Prefilling(number, name, source, tokens, 0, keys)
+            prefill.queued_tokens = queued_tokens
+            self._published[number] = prefill
+        return list(self._published.values())
 
     def take_others(self, others: Iterable[Prefilling]) -> None:
         """Take over what is being computed for others, in place of what was; the same object
         stands for the same prompt."""
-        before, self._heard = self._heard, {}
+        before, self._received = self._received, {}
         for each in dict.fromkeys(others):
             number = before.pop(each, None)
             if number is None:
                 number = self.core.hear(self.number_of(each.source), each.tokens, each.keys)
-            self._heard[each] = number
+            self._received[each] = number
         for number in before.values():
             self.core.unhear(number)
 
@@ -191,7 +191,7 @@ class Mirror:
 
         Args:
             source: The cache; an unknown one is idle and empty.
-            capacity_blocks: What the engine says of its size.
+            capacity_blocks: Its size by the engine.
             now: On the mirror's clock, where the caller knows it.
         """
         now = self._clock() if now is None else now
@@ -208,7 +208,7 @@ class Mirror:
         """The same of many caches, without a name for each value: progress, and the rest.
 
         Args:
-            capacity_of: What the engine says of the size of cache i.
+            capacity_of: Returns the size of cache i by the engine.
             now: On the mirror's clock.
         """
         return self.core.outlooks(

@@ -12,19 +12,19 @@ from router.index.base import SourceId
 STEP = 64
 """Tokens between two keys of a prefix; the same for all prompts of a model."""
 WORTH_TELLING = 256
-"""Uncached tokens from which others are told of a prompt at once."""
+"""Uncached tokens from which a prompt is published to others at once."""
 
 ByTier: TypeAlias = Sequence[tuple[str, int]]
 """Tokens of each lower tier or store, as in `Hit.by_tier`."""
 
 
 class Coming(NamedTuple):
-    """Holds what a cache will have of a prompt, though no event says so yet. In tokens."""
+    """Holds what a cache will have of a prompt before events show it. In tokens."""
 
     tokens: int
     """A hit."""
     run: int
-    """What full attention will have, at least as much: beyond the hit it is a junction."""
+    """Tokens that full attention will have, at least as many: beyond the hit it is a junction."""
 
 
 class CacheOutlook(NamedTuple):
@@ -41,7 +41,7 @@ class CacheOutlook(NamedTuple):
     arrivals_per_s: float = 0.0
     """Requests that were sent to it lately."""
     refill: float = 1.0
-    """What bringing back what it evicts costs, relative to computing it."""
+    """The cost of bringing back what it evicts, relative to computing it."""
 
 
 Outlook: TypeAlias = tuple[float | None, float, float, float, float]
@@ -75,7 +75,7 @@ class MirrorStatistics:
     requests: int
     """Ended ones that still own something."""
     kept: Annotated[int, gauge("kvroute_mirror_kept_keys")]
-    """What `policy.mirror_max_keys` bounds: pieces of 64 tokens of the prompts of which
+    """Keys bounded by `policy.mirror_max_keys`: pieces of 64 tokens of the prompts of which
     something is remembered so, and four for each prompt."""
 
 

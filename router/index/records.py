@@ -35,7 +35,7 @@ class StoreRecord(msgspec.Struct):
     layout: KVCacheLayout | None
     lookahead: int
     state: bytes
-    """What the core keeps."""
+    """The core's state."""
 
 
 class IndexRecord(msgspec.Struct):
@@ -59,7 +59,7 @@ class SourceRecord(msgspec.Struct):
     lookahead: int
     chain: HashChain | None
     state: bytes
-    """What the core keeps."""
+    """The core's state."""
 
 
 def store_record(core: Core, store: SharedStore) -> StoreRecord:

@@ -27,7 +27,7 @@ class SharedStore:
     name: str
     slot: int
     tiers: tuple[tuple[str, TierHint], ...]
-    """What the configuration says of units."""
+    """The configured units."""
     layout: KVCacheLayout | None = None
     """The layout of the last writer: readers lay out their blocks alike."""
     lookahead: int = 0
@@ -44,13 +44,13 @@ class KnownSource:
     stores: tuple[SharedStore, ...] = ()
     """That it shares, each once."""
     unplaced: int = 0
-    told: object = None
+    published: object = None
     """The layout as the core knows it."""
 
     @property
     def layout(self) -> KVCacheLayout | None:
-        """None while too little is known. One that has said nothing so far, but shares a store, is
-        taken to be like the others."""
+        """None while too little is known. One without events so far that shares a store is taken to
+        be like the others."""
         lender = self.lender
         return self.learner.layout if lender is None else lender.layout
 
@@ -87,15 +87,15 @@ class KnownSource:
         wanted = wanted if isinstance(wanted, int) else wanted[-DIGEST_BYTES:]
         return bool(first) and first[-1] != wanted
 
-    def tell_layout(self, core: Core) -> None:
+    def publish_layout(self, core: Core) -> None:
         """Pass on what the learner knows, if the core knows something else."""
         learner, layout = self.learner, self.layout
         is_announced = learner.announced is not None
         is_lent = self.lender is not None
         news = (layout, is_announced, learner.lookahead, is_lent, self.lookahead)
-        if news == self.told:
+        if news == self.published:
             return
-        self.told = news
+        self.published = news
         if is_lent or layout is None:
             core.unset_layout(self.slot, is_announced, learner.lookahead)
         if is_lent:

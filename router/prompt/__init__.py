@@ -7,9 +7,9 @@
     tokenization = Tokenization(local=local, remote=remote)
     prompts = await tokenization.tokenize(spec)          # one TokenizedPrompt each
 
-`TokenizedPrompt.coverage` says what the ids are: the engine's whole prompt, a certain prefix of
+`TokenizedPrompt.coverage` names what the ids cover: the engine's whole prompt, a certain prefix of
 it (a chat with images: up to before the message that holds the first one), or nothing (embeddings,
-a template sent by the client, a conversation stored at the engine); `reason` then says why.
+a template sent by the client, a conversation stored at the engine); `reason` then has the cause.
 `token_ids` is an `array("I")`.
 
 The files; each imports only what is listed above it:

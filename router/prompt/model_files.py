@@ -34,7 +34,7 @@ _TOKEN_NAMES = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Holds what the files of one model say."""
+    """Holds the content of one model's files."""
 
     path: str
     """The directory, for messages."""

@@ -73,11 +73,11 @@ class TextPrompt:
 
 
 class ChatPiece(NamedTuple):
-    """Holds what one message, or one part of it, says."""
+    """Holds the text of one message, or of one part of it."""
 
     text: str
     is_named: bool
-    """The client says that it caches all up to here (`cache_control`)."""
+    """True if the client marks all up to here as cached (`cache_control`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ChatPrompt:
     """A conversation, in the OpenAI chat form, to be rendered by the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]] = field(repr=False)
-    """As the client sent them (or converted to this form), not yet normalised."""
+    """The messages as the client sent them (or converted to this form), not yet normalised."""
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
     """In the form that templates get: `type`, `function{name, description, parameters}`."""
     documents: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
@@ -93,17 +93,17 @@ class ChatPrompt:
     template_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The client's `chat_template_kwargs` and what the request's own fields add to them."""
     add_generation_prompt: bool = True
-    """Whether the header of the next assistant message follows."""
+    """True if the header of the next assistant message follows."""
     continue_final_message: bool = False
-    """Whether the last message is left open instead."""
+    """True if the last message is left open instead."""
     add_special_tokens: bool = False
-    """Whether BOS and EOS are added to what the template wrote."""
+    """True if BOS and EOS are added to the template's text."""
     merge_inline_system: bool = False
-    """Whether system messages in mid-conversation move to the front where the template takes them
+    """True if system messages in mid-conversation move to the front where the template takes them
     nowhere else (`/v1/messages` does)."""
     truncation: Truncation | None = None
     pieces: Sequence[ChatPiece] | None = field(default=None, repr=False)
-    """What the messages say, where the client's form has parts that *messages* has not."""
+    """The texts of the messages, where the client's form has parts that *messages* has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Endpoint
     """The form of the body; for `/route` the form that it stands for."""
     model: str | None
-    """As the client named it: a base model or a LoRA adapter; None lets the engine choose."""
+    """The client's name of it: a base model or a LoRA adapter; None lets the engine choose."""
     prompts: tuple[Prompt, ...]
     """One for a chat, as many as the batch holds for completions, embeddings and batched chats."""
     stream: bool = False
-    """Whether the client wants server-sent events."""
+    """True if the client wants server-sent events."""
     choices: int = 1
     """How many answers are generated for each prompt (`n`)."""
     cache_salt: str | tuple[str | None, ...] | None = None
@@ -144,7 +144,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     """Only where `/route` names it; otherwise the caller finds out what *model* is."""
     session: str | None = None
-    """What the client says its conversation is, for session policies."""
+    """The client's name for its conversation, for session policies."""
     body_bytes: int = 0
     """Size of the body, a measure of the work that the prompts are."""
     reads_cache: bool = True
@@ -204,12 +204,12 @@ class Coverage(str, Enum):
 
 
 class MessageEnds(msgspec.Struct, frozen=True):
-    """Where a prompt is expected to part from others, as its text tells; in tokens."""
+    """Where a prompt is expected to part from others, by its text; in tokens."""
 
     expected: tuple[int, ...] = ()
     """Behind its first messages and their parts, ascending."""
     named: tuple[int, ...] = ()
-    """Where the client says that it caches (`cache_control`), ascending."""
+    """Where the client marks that it caches (`cache_control`), ascending."""
 
 
 NO_ENDS = MessageEnds()
@@ -221,7 +221,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     token_ids: TokenIds
     """The ids that are certain; empty where nothing is."""
     coverage: Coverage = Coverage.WHOLE
-    """What the ids cover."""
+    """The coverage of the ids."""
     reason: str | None = None
     """Why the coverage is not `WHOLE`; None where it is. One of a small fixed set."""
     lora_name: str | None = None

@@ -101,8 +101,8 @@ class Tokenization:
         self._inline_chars = inline_chars
         self._inline_body_bytes = inline_body_bytes
         self.finds_ends = False
-        """Whether the ends of messages are looked for, which takes some time; set it where engines
-        are told to keep them."""
+        """True to look for the ends of messages, which takes some time; set it where engines get
+        hints to keep them."""
         self._prompts: Counter[Coverage] = Counter()
         self._unknown: Counter[str] = Counter()
         self._seconds = 0.0

@@ -23,7 +23,7 @@ _MOST_SPECIAL_TOKENS = 16
 
 
 def ends_of(whole: TokenIds, bare: TokenIds) -> Ends | None:
-    """The special tokens around a prompt; None where that cannot be told.
+    """The special tokens around a prompt; None where that is unknown.
 
     Args:
         bare: The same without special tokens.

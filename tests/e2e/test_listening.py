@@ -133,7 +133,7 @@ async def test_topics_of_nobody_are_shown(
     await eventually(is_shown, "the topic")
     metrics = await router.metrics()
     assert metrics.sum("kvroute_listen_messages_total", outcome="unknown") >= 1
-    assert router.log().count("nobody takes topic kv@10.9.9.9@some-model") == 1
+    assert router.log().count("no replica takes topic kv@10.9.9.9@some-model") == 1
 
 
 async def test_a_source_where_nothing_listens_is_named() -> None:

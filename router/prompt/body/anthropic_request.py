@@ -27,7 +27,7 @@ def parse_messages(
 
     Args:
         limits: Bounds on messages, tools and nesting.
-        truncation: What the request says of `truncate_prompt_tokens`.
+        truncation: The request's `truncate_prompt_tokens`.
     Raises:
         RequestBodyError: A field that shapes the prompt breaks a rule.
     """
@@ -50,15 +50,15 @@ def parse_messages(
 
 
 def _pieces(contents: Iterable[object]) -> list[ChatPiece] | None:
-    """Return what system prompt and messages say, where the client marks what it caches; the blocks
-    have been checked."""
+    """Return the texts of system prompt and messages, where the client marks what it caches; the
+    blocks have been checked."""
     pieces: list[ChatPiece] = []
     for content in contents:
         blocks = content if isinstance(content, list) else [{"text": content}]
         for block in blocks:
-            said = block.get("text") or block.get("content")
-            if isinstance(said, str) and not said.startswith(BILLING_HEADER):
-                pieces.append(ChatPiece(said, bool(block.get("cache_control"))))
+            text = block.get("text") or block.get("content")
+            if isinstance(text, str) and not text.startswith(BILLING_HEADER):
+                pieces.append(ChatPiece(text, bool(block.get("cache_control"))))
     return pieces if any(piece.is_named for piece in pieces) else None
 
 

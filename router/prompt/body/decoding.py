@@ -135,7 +135,7 @@ def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> 
         whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
         raise RequestBodyError("$", describe(whole), "the body must be an object") from None
     except (msgspec.DecodeError, UnicodeError):
-        _FIELDS_DECODER.decode(body)  # says where in the body, not where in the field
+        _FIELDS_DECODER.decode(body)  # names the place in the body, not in the field
         raise
 
 

@@ -20,7 +20,7 @@ def encode_json(value: object) -> bytes:
     """Encode as JSON; raises MemoryError where there is no memory for it.
 
     `msgspec.json.encode` crashes the process (0.22) where it finds no room for a long string; into
-    a buffer it says so.
+    a buffer it raises.
     """
     buffer = bytearray()
     _ENCODER.encode_into(value, buffer)

@@ -35,7 +35,7 @@ def parse_chat(
     """Read a conversation.
 
     Args:
-        add_generation_prompt: The endpoint's default where the body says nothing.
+        add_generation_prompt: The endpoint's default without the body's.
     """
     messages = check_messages(fields, limits)
     if fields.get("chat_template") is not None:
@@ -122,8 +122,7 @@ def template_arguments(
     Args:
         fields: The decoded body; its `chat_template_kwargs` come first.
         limits: Bounds on their nesting.
-        reasoning_effort: What the request says of it, from which the engine derives
-            `enable_thinking`.
+        reasoning_effort: The request's, from which the engine derives `enable_thinking`.
     Raises:
         RequestBodyError: `chat_template_kwargs` is not an object, or is too large.
     """
@@ -153,7 +152,7 @@ def parse_responses(
 
     Args:
         limits: Bounds on messages, tools and nesting.
-        truncation: What the request says of `truncate_prompt_tokens`.
+        truncation: The request's `truncate_prompt_tokens`.
     Raises:
         RequestBodyError: A field that shapes the prompt breaks a rule.
     """

@@ -19,13 +19,13 @@ _FIELD_READ = _HEADER_READ | {Endpoint.EMBEDDINGS, Endpoint.GENERATE}
 def with_priority(
     body: bytes, endpoint: Endpoint, number: int, reads_header: bool
 ) -> tuple[tuple[tuple[bytes, bytes], ...], bytes]:
-    """Return the header and the body that tell an engine a number; the same body, and no header,
+    """Return the header and the body that give an engine a number; the same body, and no header,
     where it would not read them.
 
     Args:
         body: A JSON object that was parsed before.
         number: In 64 bits.
-        reads_header: Whether the engine reads vLLM's header.
+        reads_header: True if the engine reads vLLM's header.
     """
     if reads_header and endpoint in _HEADER_READ:
         return ((PRIORITY_HEADER, b"%d" % number),), body

@@ -146,7 +146,7 @@ def _salt(
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
-    """Tell which form a `/route` body has: it may name it, else its fields do."""
+    """Return which form a `/route` body has: it may name it, else its fields do."""
     named = fields.get("endpoint")
     if named is not None:
         known = [form.value for form in Endpoint]
@@ -431,15 +431,15 @@ def read_request(
     pack: PackTokenIds | None = None,
     drops_priority: bool = False,
 ) -> tuple[PromptSpec, bytes | None]:
-    """Read a body, take out of it what is not the client's to say, and put a tenant's salt in.
+    """Read a body, take out the fields that the router owns, and put a tenant's salt in.
 
     Args:
         limits: Bounds on the prompt.
-        drops_priority: Whether the client's `priority` is taken out.
+        drops_priority: True to take the client's `priority` out.
     Returns:
-        What it asks for, with the tenant's salt; and the body to send, None if that is *body*.
+        Its fields, with the tenant's salt; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: As `parse_request`.
+        RequestBodyError: See `parse_request`.
     """
     spec = parse_request(endpoint, body, encoding=encoding, limits=limits, pack=pack)
     is_sent = endpoint is not Endpoint.ROUTE

@@ -3,8 +3,8 @@
     kvroute    {"kv_transfer_params": {"kvroute": {"keep": [640, 1200], "keep_end": true}}}
     vLLM       {"vllm_xargs": {"kvroute_keep": [640, 1200], "kvroute_keep_end": 1}}
 
-The second one is for vLLM's plug-in (`integrations/vllm`). The router owns these fields: what it
-says is learned from the whole fleet, and a client that could say it would keep others from keeping
+The second one is for vLLM's plug-in (`integrations/vllm`). The router owns these fields: its hints
+are learned from the whole fleet, and a client that could give them would keep others from keeping
 theirs. A client's are taken out; it names what it caches by `cache_control`.
 """
 
@@ -23,11 +23,11 @@ from router.prompt.prompts import Endpoint
 
 _PLAIN = b"kvroute", SOURCE.encode()
 _ESCAPE = b"\\u00"
-"""What an escaped letter of a name begins with in a string."""
+"""The beginning of an escaped letter of a name in a string."""
 
 
 class HintForm(Enum):
-    """How a replica is told; the value is the field of the body."""
+    """The form of hints to a replica; the value is the field of the body."""
 
     KVROUTE = TRANSFER_FIELD
     VLLM = ARGUMENTS_FIELD
@@ -58,16 +58,16 @@ def with_hints(
     Args:
         body: A JSON object that was parsed before, without hints.
         keep: Lengths of prefixes in tokens.
-        keep_end: Whether the response is kept as well.
+        keep_end: True to keep the response as well.
     """
     if not form.is_read_at(endpoint) or not (keep or keep_end):
         return body
-    said: Mapping[str, Any]
+    hints: Mapping[str, Any]
     if form is HintForm.KVROUTE:
-        said = {"kvroute": {"keep": keep} | ({"keep_end": True} if keep_end else {})}
+        hints = {"kvroute": {"keep": keep} | ({"keep_end": True} if keep_end else {})}
     else:
-        said = {"kvroute_keep": keep} | ({"kvroute_keep_end": 1} if keep_end else {})
-    return with_members(body, form.value, msgspec.json.encode(said))
+        hints = {"kvroute_keep": keep} | ({"kvroute_keep_end": 1} if keep_end else {})
+    return with_members(body, form.value, msgspec.json.encode(hints))
 
 
 def strip_hints(body: bytes) -> bytes:

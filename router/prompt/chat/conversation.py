@@ -27,7 +27,7 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
     "tool_reference": "name",
 }
-# Fields that make a part a medium whatever its type says.
+# Fields that make a part a medium whatever its type.
 _MEDIA_FIELDS = frozenset(
     (
         *(

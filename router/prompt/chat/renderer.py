@@ -170,7 +170,7 @@ class ChatRenderer:
 
 
 def _obstacle(files: ModelFiles) -> str | None:
-    """Tell why no template of this model can be trusted; None where it can."""
+    """Return why no template of this model can be trusted; None where it can."""
     if files.model_type == _HARMONY:
         return "harmony"
     if files.model_type in _RENDERED_BY_CODE or files.has_mistral_tokenizer:

@@ -121,7 +121,7 @@ class ChatTemplate:
         self.form: ContentForm = form or content_form(tree)
         """The form of content that it expects."""
         self.knows_developer_role = '"developer"' in source or "'developer'" in source
-        """Whether it accepts developer messages."""
+        """True if it accepts developer messages."""
         try:
             self.takes_inline_system = self._takes_inline_system()
         except TooMuchWork:

@@ -23,7 +23,7 @@ from router.prompt.local.backend import encode_all
 from router.prompt.local.segments import Segmenter
 from router.prompt.prompts import TokenIds
 
-# Salt and text. The salt keeps tenants apart: the time a response takes must not tell one of them
+# Salt and text. The salt separates tenants: the time of a response must not reveal to one of them
 # what another sent.
 SegmentKey = tuple[str | None, str]
 
@@ -55,7 +55,7 @@ class _Slab:
         self.number = number
         self.data = mmap.mmap(-1, size)  # takes memory as it is written
         self.room = size
-        """What its segments may still cost, their texts included."""
+        """The cost that its segments may still add, their texts included."""
         self.used = 0
         self.keys: list[SegmentKey] = []
 
@@ -87,7 +87,7 @@ class SegmentCache:
         self._lock = threading.Lock()
 
     def get_all(self, keys: list[SegmentKey]) -> list[TokenIds | None]:
-        """Look up keys; a miss is None. The arrays are the caller's own."""
+        """Look up keys; a miss gives None. The arrays are the caller's own."""
         with self._lock:
             found = [self._get(key) for key in keys]
             misses = found.count(None)

@@ -1,11 +1,11 @@
 """Where the messages of a chat end, in tokens: there its prompt will part from later ones.
 
-The template has written the messages into one text. What a message says stands there as it was
-sent, whatever the template puts around it, so the messages are found in it one after the other; one
-that the template changed is passed over. What lies between two of them, from the markers that end
-the one to the header of the next, is the same in all chats: the boundary is the last anchor there
-(see `segments.py`), whose token is found among the prompt's. Only within a message, where a long
-part such as a document ends, is there none: then the text from the anchor on is counted in tokens.
+The template has written the messages into one text. A message's text stands there as it was sent,
+whatever the template puts around it, so the messages are found in it one after the other; one that
+the template changed is passed over. What lies between two of them, from the markers that end the
+one to the header of the next, is the same in all chats: the boundary is the last anchor there (see
+`segments.py`), whose token is found among the prompt's. Only within a message, where a long part
+such as a document ends, it has none: then the text from the anchor on is counted in tokens.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class EndFinder:
         """Return the boundaries between the pieces.
 
         Args:
-            pieces: What the messages say, in their order.
+            pieces: The texts of the messages, in their order.
             ids: Its tokens; special ones may stand before them.
-            count: How many tokens a text has.
+            count: Returns how many tokens a text has.
         """
         boundaries = list(_boundaries(text, pieces))
         if not boundaries:
@@ -89,7 +89,7 @@ def _tokens_at(
     positions: Sequence[int],
     count: Callable[[str], int],
 ) -> int:
-    """Tokens before a character, or a few less; 0 where that cannot be said."""
+    """Tokens before a character, or a few less; 0 where that is unknown."""
     number = bisect_right(anchors, char) - 1
     if not 0 <= number < len(positions):
         return 0
@@ -106,27 +106,28 @@ def _boundaries(text: str, pieces: Iterable[ChatPiece]) -> Iterator[_Boundary]:
     """Where each message but the first begins: the first few, and those that the client named."""
     at, expected, before = 0, 0, None
     for piece in pieces:
-        said = piece.text.strip()
-        start = text.find(said, at) if said else -1
+        wanted = piece.text.strip()
+        start = text.find(wanted, at) if wanted else -1
         if start < 0:
             continue
         if before is not None and (before.is_named or expected < MOST_EXPECTED):
             expected += not before.is_named
             yield _Boundary(start, before.is_named)
-        at, before = start + len(said), piece
+        at, before = start + len(wanted), piece
 
 
 def pieces_of(messages: Sequence[Mapping[str, Any]]) -> list[ChatPiece]:
-    """Return what the messages of a chat say, in the OpenAI form: each part that is text is one."""
+    """Return the texts of a chat's messages, in the OpenAI form: each part that is text is one
+    piece."""
     pieces: list[ChatPiece] = []
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"text": content}]
         for part in parts:
-            said = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(said, str):
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
                 is_named = isinstance(part, Mapping) and bool(part.get("cache_control"))
-                pieces.append(ChatPiece(said, is_named))
+                pieces.append(ChatPiece(text, is_named))
         if len(pieces) >= _MOST_PIECES:
             break
     return pieces

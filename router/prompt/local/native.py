@@ -141,7 +141,7 @@ class _ListedFile(msgspec.Struct):
 
 
 def reason_against(tokenizer_json: str) -> str | None:
-    """Say which part of a tokenizer has no form that is listed here; None where all have."""
+    """Return which part of a tokenizer has no form that is listed here; None where all have."""
     file = msgspec.json.decode(tokenizer_json, type=_ListedFile)
     model = file.model
     if (
@@ -209,7 +209,7 @@ _loading = threading.Lock()
 
 
 def load_native(backend: Tokenizer) -> NativeTokenizer | str:
-    """Load a tokenizer and test it; or say in a word why the tokenizers library must do.
+    """Load a tokenizer and test it; or return in a word why the tokenizers library must do.
 
     Args:
         backend: From `build_backend`; it stays as it is.

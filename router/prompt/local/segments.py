@@ -106,7 +106,7 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenizerRules:
-    """Holds what `tokenizer.json` says about cutting."""
+    """Holds `tokenizer.json`'s rules of cutting."""
 
     is_random: bool
     """Two runs over the same text may give different ids."""
@@ -182,7 +182,7 @@ class Segmenter:
 
 
 def segmenter_for(added_tokens: Sequence[AddedToken]) -> Segmenter | None:
-    """Find the anchors among the added tokens; None if there are none.
+    """Find the anchors among the added tokens; None without any.
 
     Raises:
         RecursionError: The tokens are nested too deep to be compiled.
@@ -289,7 +289,7 @@ def choose_segmenter(
 
     Args:
         backend: From `build_backend`.
-        rules: What `tokenizer.json` says about cutting.
+        rules: From `tokenizer.json`.
     """
     if rules.obstacle is not None:
         return None, rules.obstacle

@@ -54,7 +54,7 @@ class LocalStatistics:
     """Counts since the start."""
 
     backend: TokenizerBackend
-    """What tokenises."""
+    """The library's tokenizer."""
     prompts: int
     """Prompts tokenised."""
     tokens: int
@@ -82,13 +82,13 @@ class PreparedPrompt:
     prompt: TextPrompt | ChatPrompt
     """Where it came from."""
     text: str = field(repr=False)
-    """What to tokenise."""
+    """The text to tokenise."""
     coverage: Coverage
-    """What its ids cover."""
+    """The coverage of its ids."""
     looked_up: LookedUp | None
-    """What the segment cache knows of it; None where fastokens does it."""
+    """Its segments in the cache; None where fastokens tokenises it."""
     slow_chars: int
-    """What `finish` costs, in characters that the tokenizers library has to run over."""
+    """The cost of `finish`, in characters that the tokenizers library has to run over."""
 
 
 class LocalTokenizer:

@@ -342,6 +342,6 @@ async def test_where_nothing_can_be_asked_it_says_so() -> None:
     """A feed without a client, as tools have."""
     index = PrefixIndex()
     feed = Feed(lambda _: index, QUICK)
-    with pytest.raises(EndpointError, match="nobody asks here"):
+    with pytest.raises(EndpointError, match="events are not polled here"):
         feed.add(A.replica, EventSource(A.dp_rank, "http://localhost:1/kv_cache_events"), "m")
     await feed.close()
