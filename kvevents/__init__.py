@@ -17,7 +17,7 @@ rules of publishing.
 The files; each imports only what is listed above it:
 
     errors.py             exception tree
-    field_docs.py         fields of statistics: what they say, and which metrics they are
+    field_docs.py         fields of statistics: their texts, and which metrics they are
     plugins.py            implementations by name: built-in, registered, from entry points
     events.py             BlockStored, BlockRemoved, the clears, CacheLayout, batches, the
                           aggregator of workers

@@ -40,7 +40,7 @@ the GPU has evicted it."""
 
 
 class _Content(msgspec.Struct, frozen=True, gc=False):
-    """Holds what a block's event said about its content. Packed, since there is one per block."""
+    """Holds a block's content by its event. Packed, since there is one per block."""
 
     parent: BlockHash | None
     packed_tokens: bytes
@@ -63,7 +63,7 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Place(NamedTuple):
-    """A tier, and what events say of where it is and whose."""
+    """A tier, and its place and owner by events."""
 
     tier: str
     locality: str | None = None

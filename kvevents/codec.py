@@ -60,7 +60,7 @@ _POSITIONS = {
 _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
 )
-"""Names that tell that an event of unknown type takes blocks away, without telling which."""
+"""Names of unknown event types that take blocks away; which blocks is unknown."""
 
 
 _MOONCAKE = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
@@ -173,7 +173,7 @@ def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
     """The event in a form that readers accept which require `block_size`, as vLLM's own class does.
 
     Args:
-        block_size: In tokens; 0 where there is none to tell.
+        block_size: In tokens; 0 where it is unknown.
     """
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return _ExplicitStored(**fields | {"block_size": block_size})
@@ -291,7 +291,7 @@ class _Reading:
 
 
 def names_a_removal(kind: str) -> bool:
-    """Return whether the name of an event's type, which is not known, says that blocks go."""
+    """Return whether the name of an unknown event type implies that blocks go."""
     return _TAKING_AWAY.search(kind) is not None
 
 
@@ -306,7 +306,7 @@ def _why_no_batch(payload: bytes) -> str:
 
 
 def without_values(error: Exception) -> str:
-    """Return what msgspec says, without the tag that it may quote: bytes from the wire stay out of
+    """Return msgspec's message without the tag that it may quote: bytes from the wire stay out of
     the log."""
     return str(error).split("value '", 1)[0]
 
@@ -344,8 +344,8 @@ def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, A
     """Type and fields of an event of Mooncake's (RFC #1527), as vLLM calls them.
 
     A run that begins behind its prompt's first block, and does not name the block before, has its
-    hashes only: its tokens do not say where they stand. What Mooncake calls `additional_salt` in an
-    event, it calls `cache_salt` in a question.
+    hashes only: its tokens do not show where they stand. What Mooncake calls `additional_salt` in
+    an event, it calls `cache_salt` in a question.
     """
     event_type = fields["event_type"]
     kind = _MOONCAKE.get(event_type, event_type)
@@ -429,8 +429,8 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
 
 
 def _check(event: Event, place: str) -> None:
-    """The rules types cannot say. Bounds are wide: they keep later arithmetic honest, not engines
-    in line."""
+    """Check the rules that types cannot express. Bounds are wide: they keep later arithmetic
+    honest, not engines in line."""
     if isinstance(event, BlockStored):
         _check_stored(event, place)
     if isinstance(event, CacheLayout):

@@ -82,7 +82,7 @@ class CurveClient:
 
 
 class _AllowList:
-    """Says of a key whether it may connect."""
+    """Decides whether a key may connect."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self._keys = frozenset(keys)
@@ -150,7 +150,7 @@ def parse_public_key(text: str) -> bytes:
     """A public key as it is written: 40 characters of Z85.
 
     Raises:
-        CurveError: It is none.
+        CurveError: It is not a key.
     """
     key = text.encode("utf-8", "replace")
     if not _KEY.match(key):

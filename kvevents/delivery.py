@@ -188,7 +188,7 @@ class Delivery:
         return self._hand_on(batch)
 
     def begin_snapshot(self, publisher_id: str) -> None:
-        """Note whose snapshot the next one is, where its parts do not say it."""
+        """Note whose snapshot the next one is, where its parts do not name it."""
         self.tracker.publisher_id = publisher_id
 
     def end_snapshot(self, seq: int) -> None:
@@ -198,7 +198,7 @@ class Delivery:
     # --- inside -----------------------------------------------------------------------------------
 
     def _by_name(self, fate: Input, publisher_id: str | None) -> Input:
-        """The fate of a batch ahead or behind, where it says who sent it."""
+        """The fate of a batch ahead or behind, where it names its sender."""
         if self._is_foreign(publisher_id):
             return Input.IDENTITY_CHANGED if fate is Input.GAP else fate
         is_ours = publisher_id is not None and publisher_id == self.tracker.publisher_id

@@ -3,7 +3,7 @@
 An address of this machine (a wildcard, loopback, one of its interfaces, any `ipc` or `inproc` name)
 is bound. One of another machine is connected to: there a collector binds and the engines connect,
 as with vLLM. The operating system decides which case it is, so a mistyped address of this machine
-is connected to as well; the log says which of the two was done.
+is connected to as well; the log shows which of the two was done.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class BlockStored(_Event, frozen=True):
     cache_salt: str | None = None
     """SGLang's name for the salt of the request; ours stands in `extra_keys`, as vLLM's does."""
     locality: str | None = None
-    """Where the tier is, seen from the publisher: `LOCAL`, `REMOTE`, or not said (vLLM >= 0.26)."""
+    """Where the tier is, seen from the publisher: `LOCAL`, `REMOTE`, or unknown (vLLM >= 0.26)."""
     ownership: str | None = None
     """Which of the publisher's secondary tiers it is, by an id of its configuration (vLLM >=
     0.29)."""
@@ -194,15 +194,15 @@ class CacheLayout(_Event, frozen=True):
     none_hash: bytes | None = None
     """Root of the hash chain."""
     eagle: bool = False
-    """Whether any group holds layers of an EAGLE or MTP drafter."""
+    """True if any group holds layers of an EAGLE or MTP drafter."""
     hash_key_id: str | None = None
     """Blocks are announced without token ids, under the key of this id (`kvevents.sealing`); None:
     under the engine's own hashes."""
     retention_hints: int = 0
     """Version of the hints about what to keep that the engine takes with a request; 0: none."""
     eagle_groups: list[int] | None = None
-    """The groups that do; None: all of them or none, as *eagle* says. A reader that does not know
-    this field takes *eagle* for all, and predicts a block too little rather than too much."""
+    """The groups that do; None: all of them or none, by *eagle*. A reader that does not know this
+    field takes *eagle* for all, and predicts a block too little rather than too much."""
 
     __hash__ = _Event.__hash__
 
@@ -273,10 +273,11 @@ class KVEventAggregator:
             missing.workers.add(worker)
 
     def withdraw_event(self, worker: int, event: Event) -> bool:
-        """Take back a worker's last report of an event that was not popped; False if there is none.
+        """Take back a worker's last report of an event that was not popped; return whether there
+        was one.
 
         Args:
-            event: What no longer holds for that worker.
+            event: It no longer holds for that worker.
         """
         reports = self._reports.get(event, [])
         last = next((each for each in reversed(reports) if worker in each.workers), None)

@@ -1,5 +1,5 @@
-r"""Fields of statistics, described once: the string under a field says what it is, wherever it is
-shown, and its annotation what it is called as a metric.
+r"""Fields of statistics, described once: the string under a field describes it, wherever it is
+shown, and its annotation names its metric.
 
     gaps: Annotated[int, counter("kvroute_events_gaps")] = 0
     \"\"\"Gaps seen in the sequence numbers.\"\"\"
@@ -31,7 +31,7 @@ class MetricKind(Enum):
     GAUGE = "gauge"
     """A number that rises and falls."""
     FLAG = "flag"
-    """1 where the field is true or says something, else 0."""
+    """1 where the field is true or not empty, else 0."""
     HISTOGRAM = "histogram"
     """Measurements, counted by bucket."""
 
@@ -43,7 +43,7 @@ class Exported:
     kind: MetricKind
     name: str
     labels: tuple[str, ...] = ()
-    """Those that tell the values of a mapping apart."""
+    """The labels whose values are the keys of a mapping."""
     help: str | None = None
     """None: the string under the field."""
     buckets: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ def gauge(name: str, *labels: str) -> Exported:
 
 
 def flag(name: str, help: str) -> Exported:
-    """Mark a field as a gauge that is 1 where the field is true or says something, else 0."""
+    """Mark a field as a gauge that is 1 where the field is true or not empty, else 0."""
     return Exported(MetricKind.FLAG, name, help=help)
 
 

@@ -111,7 +111,7 @@ class HashChain:
         Args:
             token_ids: The whole prompt.
             hash_block_size: Tokens between two hashes of the chain.
-            extra_keys: Whatever else is hashed, by block; missing entries are None.
+            extra_keys: Other values that are hashed, by block; missing entries are None.
             lookahead: Tokens after each block that its hash also covers (vLLM >= 0.33 with
                 speculative decoding).
         """

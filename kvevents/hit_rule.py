@@ -107,7 +107,7 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
 
 def longest_run(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
     """The longest prefix that all groups of full attention accept, whatever the others hold;
-    *limit* where there are none.
+    *limit* without such groups.
 
     Where it is longer than the hit, a window or a state is gone that once was there.
 

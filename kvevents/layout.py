@@ -77,7 +77,7 @@ class KVCacheLayout:
     """Groups, by index, whose last block of a hit is computed again: those that hold layers of an
     EAGLE or MTP drafter, or all where the engine does not know which do."""
     eagle_sees_last_token: bool = True
-    """Whether EAGLE's extra block may hold the prompt's last token, where several groups must
+    """True if EAGLE's extra block may hold the prompt's last token, where several groups must
     agree: vLLM >= 0.32."""
     prefix_replay_tokens: int = 0
     """Tokens at the end of a hit that the engine computes again; it reuses nothing of a hit that

@@ -1,10 +1,10 @@
-"""One address that many publishers connect to, told apart by topic.
+"""One address that many publishers connect to, separated by topic.
 
 llm-d's and KServe's engines connect out and publish under `kv@<pod>@<model>`. A `Listener` binds a
 SUB socket and gives each pod's messages to the `Channel` that is registered under its name. To a
 subscriber each connection of a publisher is as if it had connected there itself: what comes over it
-comes from one process, and when it ends, it shows. Who a publisher is, its topic alone says:
-a process that reaches the address can publish as any pod that does not publish now.
+comes from one process, and when it ends, it shows. Its topic alone identifies a publisher: a
+process that reaches the address can publish as any pod that does not publish now.
 
 Whatever publishers send, memory is bounded: what a channel holds, and how many unknown topics are
 remembered.
@@ -106,18 +106,18 @@ class _Link:
     def __init__(self, topic: bytes, fd: int) -> None:
         self.topic = topic
         self.fd = fd
-        """The file descriptor of the connection; negative where there is none, within a process."""
+        """The file descriptor of the connection; negative within a process, which needs none."""
         self.is_down = False
         self.last_message_at = monotonic()
         self.waiting: deque[Batch | MalformedBatch] = deque()
         self.waiting_bytes = 0
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         """Called when there is something to take, or no more to come."""
 
     def end(self) -> None:
         """Nothing more comes."""
         self.is_down = True
-        self.tell()
+        self.notify()
 
 
 class Channel:
@@ -173,12 +173,12 @@ class ChannelConnection:
     async def open(self) -> None:
         """Wait until a publisher has sent its first message, however long."""
         self._link = await self._channel.next_link()
-        self._link.tell = self._tell
+        self._link.notify = self._notify
 
     def close(self) -> None:
         """Take nothing any more; safe to call again."""
         link = self._link
-        link.tell = lambda: None
+        link.notify = lambda: None
         link.waiting.clear()
         link.waiting_bytes = 0
         if self._channel.link is link:
@@ -186,7 +186,7 @@ class ChannelConnection:
         link.is_down = True
 
     def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
-        """The next batch, None if there is none.
+        """Return the next batch, None if none has come.
 
         Raises:
             MalformedBatch: A message that is not a batch.
@@ -213,7 +213,7 @@ class ChannelConnection:
         """End the wait that is under way, or the next one."""
         self._wake.set()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.on_readable is not None and not self._link.is_down:
             self.on_readable()
         else:
@@ -344,7 +344,7 @@ class Listener:
     def _read(self) -> None:
         """Take what waits, a little in each pass of the event loop."""
         self._next_pass = None
-        told: dict[int, _Link] = {}
+        readable: dict[int, _Link] = {}
         is_over = False
         for _ in range(_READ_AT_ONCE):
             message = self._receive()
@@ -353,15 +353,15 @@ class Listener:
                 break
             link = self._take(*message)
             if link is not None:
-                told[id(link)] = link
+                readable[id(link)] = link
         if not is_over:
             self._next_pass = asyncio.get_running_loop().call_soon(self._read)
-        for link in told.values():
-            link.tell()
+        for link in readable.values():
+            link.notify()
 
     def _receive(self) -> tuple[list[bytes], int] | None:
         """The next message, one of too many frames cut, and the connection that it came over; None
-        if there is none."""
+        if none has come."""
         socket = self._socket
         if socket is None:
             return None

@@ -40,7 +40,7 @@ class Connection(Protocol):
         """End at once; safe to call again."""
 
     def next_batch(self, topic: bytes | None) -> Batch | None:
-        """The next batch, None if there is none; raises `MalformedBatch`."""
+        """Return the next batch, None if none has come; raises `MalformedBatch`."""
 
     def has_more(self) -> bool:
         """Return whether there is another message."""
@@ -131,7 +131,7 @@ class LiveStream:
         self.connection.wake()
 
     def next(self) -> Batch | None:
-        """The next batch, None if there is none.
+        """Return the next batch, None if none has come.
 
         Raises:
             MalformedBatch: A message that is not a batch.

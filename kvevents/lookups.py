@@ -60,10 +60,10 @@ def _look_up(loop: asyncio.AbstractEventLoop, host: str, answer: asyncio.Future[
     except (OSError, UnicodeError, MemoryError, RuntimeError) as error:
         found = error
     with suppress(RuntimeError):  # the event loop has been closed
-        loop.call_soon_threadsafe(_tell, answer, found)
+        loop.call_soon_threadsafe(_settle, answer, found)
 
 
-def _tell(answer: asyncio.Future[list[str]], found: list[str] | Exception) -> None:
+def _settle(answer: asyncio.Future[list[str]], found: list[str] | Exception) -> None:
     if answer.done():
         return
     if isinstance(found, Exception):

@@ -98,11 +98,11 @@ def read_snapshot_head(frames: Sequence[bytes], has_more: bool) -> SnapshotHead 
 
     Args:
         frames: The first three of the message, or all that it has.
-        has_more: Whether others follow.
+        has_more: True if others follow.
 
     Raises:
-        MalformedReply: Another form, a number that is none of a batch, or payloads where there can
-            be none.
+        MalformedReply: Another form, a number that is not a batch's, or payloads where there can be
+            none.
     """
     if len(frames) != 3 or frames[0]:
         raise MalformedReply(

@@ -27,8 +27,8 @@ class Pacer:
         self._is_closing = False
 
     def begin(self, now: float) -> float:
-        """Until when there is time to work at once; 0 if there is none: ask `call_in_turn`. Tell
-        `end` when the work is done.
+        """Return until when there is time to work at once; 0 if there is no time: ask
+        `call_in_turn`. Call `end` when the work is done.
 
         Args:
             now: On the monotonic clock, like all times here.
@@ -170,7 +170,7 @@ class SilenceTimer:
         self._is_first = False
         self._graces = 0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Begin with the first silence again."""
         if self._is_first and not self._graces:
             self._since = monotonic()

@@ -197,7 +197,7 @@ def _check_sealable(chain: HashChain | None) -> None:
         found = "unknown" if chain is None else chain.algorithm
         raise ValueError(
             f"hash_key: the engine's hash function is {found}; it must be sha256 or sha256_cbor, "
-            "so that consumers can compute it and nobody can make collisions"
+            "so that consumers can compute it and no one can make collisions"
         )
 
 

@@ -83,7 +83,7 @@ class PublisherConfig:
         if not 0 <= self.retention_hints < 2**31:
             raise ValueError(f"retention_hints: {self.retention_hints} must lie in [0, 2**31)")
         if self.include_token_ids != (self.hash_key is None):
-            given = "there is one" if self.hash_key is not None else "there is none"
+            given = "a key is given" if self.hash_key is not None else "no key is given"
             raise ValueError(f"include_token_ids: False goes with a hash_key, and {given}")
 
     @property

@@ -1,7 +1,7 @@
 """Making a consumer's picture whole again with what the publisher still has.
 
-`Recovery` carries out what `kvevents.stream_repair` says; `Questions` are those of its actions that
-take an answer from the replay endpoint. Each comes down to an `Input`.
+`Recovery` carries out the table of `kvevents.stream_repair`; `Questions` are those of its actions
+that take an answer from the replay endpoint. Each comes down to an `Input`.
 
 A replay is asked from the batch applied *last*, one more than is missing. If the ring returns it
 unchanged, the same process is still there and what follows closes the gap:
@@ -10,7 +10,7 @@ unchanged, the same process is still there and what follows closes the gap:
     missing            8 9
     waiting                10            (the live batch that showed the gap)
     asked from       7
-    the ring says    7 8 9 10            7 is the same: NEWS, then REPLAY_END; 10 is dropped
+    the ring sends   7 8 9 10            7 is the same: NEWS, then REPLAY_END; 10 is dropped
     or               7 8 9               the same, and then STRANGERS: 10 is another engine's
     or               7'                  7 differs: FOREIGN
     or                   9 10            MOVED_ON: 8 is gone for good
@@ -179,7 +179,7 @@ class Questions:
         return None if fingerprint(first.payload) == known else Input.FOREIGN
 
     def _is_by_name(self, last: int, first: Batch | None) -> bool:
-        """Return whether *first* is the batch applied *last* by what it says of who sent it."""
+        """Return whether *first* is the batch applied *last* by the sender that it names."""
         if first is None or first.seq != last:
             return False
         name = publisher_of(first.payload)
@@ -347,7 +347,7 @@ class Questions:
     async def _take_since(self, seq: int) -> AsyncIterator[Result]:
         """Hand on what came since a snapshot, as far as it can be had.
 
-        On the same connection, so what the ring says of batch *seq* is proof enough of who it is.
+        On the same connection, so the ring's answer about batch *seq* proves its identity.
         """
         self._asked_from = seq
         try:
@@ -376,7 +376,7 @@ class Questions:
 
 @dataclass(eq=False, repr=False)
 class Recovery:
-    """Carries out what the table says of one stream, connection after connection."""
+    """Carries out the table for one stream, connection after connection."""
 
     stream: StreamRepair
     delivery: Delivery
@@ -405,7 +405,7 @@ class Recovery:
         if self.replay is None and self.snapshots is None:
             await self._do(live, Input.CONNECTED_WITHOUT_REPLAY)
         else:
-            self.silence.heard()
+            self.silence.received()
             await self._do(live, Input.CONNECTED)
 
     async def look(self, live: LiveStream) -> None:
@@ -433,14 +433,14 @@ class Recovery:
         """Note that live batches came: the tail of a live stream is looked at after a silence."""
         self.delivery.last_message_at = monotonic()
         if self.stream.state is State.LIVE:
-            self.silence.heard()
+            self.silence.received()
 
     async def follow_up(self, live: LiveStream, question: Action | None) -> None:
         """Ask *question*, and what follows from it, until the stream is at rest again.
 
         Args:
             live: Batches wait there meanwhile.
-            question: From `take`; None: there is none.
+            question: From `take`; None: no question.
         """
         if question is not None:
             await self._recover(live, question)
@@ -507,7 +507,7 @@ class Recovery:
             questions.close()
             self._ended_at = monotonic()
             if self.stream.state is State.UNANSWERED:
-                self.silence.heard()  # the second look comes soon: it decides
+                self.silence.received()  # the second look comes soon: it decides
             else:
                 self.silence.looked()
 

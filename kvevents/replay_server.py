@@ -137,7 +137,7 @@ class ReplayServer:
         return len(self._replies) < self.limits.concurrent and self._budget.has_one(now)
 
     def _accept(self, now: float) -> bool:
-        """Take one request; False if there is none."""
+        """Take one request; return False if none has come."""
         frames = self._receive()
         if frames is None:
             return False

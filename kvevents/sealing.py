@@ -1,9 +1,9 @@
 """Block hashes under a key, for streams that carry no token ids.
 
-A block hash alone tells nothing that was not known, but anyone who guesses a prompt can compute its
-hash and see that it is there. Under a key only its holders can: a block is announced as
-HMAC-SHA256(key, the engine's hash), where that is a SHA-256 chain over parent, token ids and extra
-keys. A consumer with the key and the engine's hash function computes the same of a prompt.
+A block hash alone reveals nothing new, but anyone who guesses a prompt can compute its hash and see
+that it is there. Under a key only its holders can: a block is announced as HMAC-SHA256(key, the
+engine's hash), where that is a SHA-256 chain over parent, token ids and extra keys. A consumer with
+the key and the engine's hash function computes the same of a prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HashKey:
             raise HashKeyError(f"a hash key of {len(secret)} bytes; it must have {_KEY_BYTES}")
         self._secret = secret
         self.key_id = hmac.digest(secret, b"kvroute hash key id", "sha256")[:8].hex()
-        """Tells keys apart, and nothing about them."""
+        """Distinguishes keys, and reveals nothing about them."""
 
     def __repr__(self) -> str:
         return f"HashKey({self.key_id})"

@@ -1,8 +1,8 @@
 """Classifies a sequence number: the next batch, a duplicate, a gap or a restart; no sockets.
 
-A number does not say who sent it: a restarted engine counts from 0 again and may have passed the
-old number by the time we look. So the payloads of the last few thousand batches are remembered as
-fingerprints: the same number with another payload comes from another process, and a replay that
+A number does not identify its sender: a restarted engine counts from 0 again and may have passed
+the old number by the time we look. So the payloads of the last few thousand batches are remembered
+as fingerprints: the same number with another payload comes from another process, and a replay that
 returns the batch applied last proves that it is still the same one. It does not prove that all
 batches before it came from there: a relay may have passed on another engine's for a moment, in
 numbers that fit. So a replay begins some batches earlier, as far as none has shown them yet:
@@ -38,7 +38,7 @@ class StreamPosition(NamedTuple):
     """The fingerprint of that batch, by the seed of `fingerprint_seed`."""
     publisher_id: str | None
     has_ring: bool
-    """Whether a replay ever showed a batch."""
+    """True once a replay has shown a batch."""
 
 
 def fingerprint_seed() -> int | None:

@@ -38,7 +38,7 @@ _BROKEN_OFF = (
 
 _NEVER_MS = 10**9
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
-"""A peer behind a cut cable says nothing; so the kernel finds out in half a minute."""
+"""A peer behind a cut cable sends nothing; so the kernel finds out in half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,8 @@ class SocketLimits:
     """Messages libzmq holds before the publisher sees back pressure, and drops."""
     connect_timeout_s: float = 5.0
     allows: Callable[[str], bool] | None = None
-    """Whether an address may be connected to, asked with its digits whenever one is made: a name
-    may lead elsewhere by then. What is on this machine is asked about as 127.0.0.1. None: every
-    address."""
+    """Returns whether a numeric address may be connected to; called for each connection, as a name
+    may lead elsewhere by then. This machine is 127.0.0.1. None: every address."""
     curve: CurveClient | None = None
     """The keys of both ends; None: plain text."""
 
@@ -118,7 +117,7 @@ class SocketConnection:
         self._wake = WakeUp()
         self._is_up = False
         self._failed = 0
-        """Which events said that a connection went down, all together."""
+        """The sum of the events that reported a lost connection."""
         self.is_down = False
         """True once the peer is gone; what it sent before can still be received."""
         self.on_readable: Callable[[], None] | None = None
@@ -151,7 +150,7 @@ class SocketConnection:
             raise NoConnection(f"{self.endpoint}: the peer is gone") from None
 
     def receive(self) -> list[bytes] | None:
-        """The next message, or None if there is none. One of too many frames is cut to
+        """Return the next message, or None if none has come. One of too many frames is cut to
         `MAX_FRAMES + 1`."""
         socket = self._open_socket()
         recv, has_more = socket.recv, socket.getsockopt
@@ -168,7 +167,7 @@ class SocketConnection:
         return frames
 
     def receive_frame(self) -> tuple[bytes, bool] | None:
-        """The next frame, and whether its message has more; None if there is none.
+        """Return the next frame, and whether its message has more; None if none has come.
 
         A message arrives as a whole, however long; this way it need not be taken at once.
         """

@@ -1,11 +1,11 @@
 """How a followed stream is repaired, as a table; no I/O.
 
 A stream is in one `State`. Whatever happens to it is an `Input`: the fate of a batch, the result of
-a question to the replay endpoint, a silence, a lost connection. `TABLE` says for each pair which
-state is next and which `Action`s to carry out, in order. At most one of them, the last, is a
-*question*: it takes time, and its result is the next input (`RESULTS` lists the possible results).
-After an input that raises no question the stream is at rest and takes live batches. The fate of a
-batch inside a replay or a snapshot is the exception: the answer is read on.
+a question to the replay endpoint, a silence, a lost connection. `TABLE` has for each pair the next
+state and the `Action`s to carry out, in order. At most one of them, the last, is a *question*: it
+takes time, and its result is the next input (`RESULTS` lists the possible results). After an input
+that raises no question the stream is at rest and takes live batches. The fate of a batch inside a
+replay or a snapshot is the exception: the answer is read on.
 
 `kvevents.delivery` finds the fates, `kvevents.recovery` asks the questions, `kvevents.subscriber`
 brings silences, connections and the consumer's own distrust; all decisions are here. The *ring* is
@@ -184,7 +184,7 @@ _WHOLE_ADRIFT: _Row = {
 
 
 def _read_to_its_end(state: State, *actions: Action) -> _Row:
-    """Something is missing, whatever an answer to its end says of the connection."""
+    """Something is missing, whatever an answer to its end shows of the connection."""
     end = _to(state, Action.DROP_COVERED, *actions)
     return {Input.REPLAY_END: end, Input.STRANGERS: end}
 
@@ -207,7 +207,7 @@ _ROWS: dict[State, _Row] = {
     State.DOUBTING: {
         **_verifying(State.DOUBTING),
         # The ring is too short to prove anything by now; but nothing is known to be missing, and
-        # live batches will tell.
+        # live batches will show it.
         Input.MOVED_ON: _to(State.LIVE, Action.DROP_OLD),
     },
     State.REBUILDING: {
@@ -279,7 +279,7 @@ _ROWS: dict[State, _Row] = {
         Input.NO_ANSWER: _to(State.SILENT),
     },
     State.UNCONFIRMED: {
-        # Nothing says that it is the process we followed: its batches may not fit what we hold.
+        # Nothing proves that it is the process we followed: its batches may not fit what we hold.
         **_adrift(State.UNCONFIRMED, plain=State.ADRIFT, passed=State.ADRIFT),
         **_WHOLE_ADRIFT,
         **_SNAPSHOT,
@@ -393,7 +393,7 @@ class StreamRepair:
     def _enter(self, state: State) -> None:
         self.state = state
         self.shown = SHOWN[state]
-        """What users see."""
+        """The state that users see."""
         self._row = TABLE[state]
         self.stays_on_next = self._row.get(Input.NEXT) == _to(state)
         """The next batch changes nothing: there is no need to `advance`."""

@@ -111,7 +111,7 @@ SHOWN: Mapping[State, SourceState] = {
     State.HOLED_ADRIFT: SourceState.SUSPECT,
     State.DEAD: SourceState.DEAD,
 }
-"""What users see of each state."""
+"""The state that users see, by state."""
 
 
 class Input(Enum):
@@ -129,8 +129,7 @@ class Input(Enum):
 
     # The consumer.
     DISTRUSTED = "distrusted"
-    """What was handed on does not fit what the engine does, although nothing seems to be missing.
-    """
+    """The batches handed on do not fit what the engine does, although none seems to be missing."""
 
     # The fate of a batch, live or from the ring. The first four were handed on.
     NEXT = "next"
@@ -145,7 +144,7 @@ class Input(Enum):
     GAP = "gap"
     """Ahead of the next one."""
     BACKWARDS = "backwards"
-    """Behind, and not known as a duplicate: another process, or too old to tell."""
+    """Behind, and not known as a duplicate: another process, or too old to know."""
     IDENTITY_CHANGED = "identity changed"
     """It names another process than the one followed."""
     MALFORMED = "malformed"
@@ -160,7 +159,7 @@ class Input(Enum):
 
     # A replay from the batch applied last.
     NOTHING_HELD = "nothing held"
-    """No batch was applied yet, so there is none to ask from."""
+    """No batch was applied yet, so no replay can be asked for."""
     NEWS = "news"
     """The ring returned that batch unchanged, and has more."""
     REPLAY_END = "replay end"

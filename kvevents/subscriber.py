@@ -88,8 +88,8 @@ class SubscriberStatistics(StreamCounters):
     """On the monotonic clock; None before the first batch."""
     publisher_id: str | None
     problem: str | None
-    """What an operator can do something about, in words that follow the replica's name; None: there
-    is nothing of the kind."""
+    """A problem that an operator can solve, in words that follow the replica's name; None: no
+    problem."""
 
 
 class Subscriber:
@@ -315,7 +315,7 @@ class _Intake:
         self, live: LiveStream, recovery: Recovery, delivery: Delivery, pacer: Pacer
     ) -> None:
         self.question: Action | None = None
-        """What the last batch calls for; nothing is taken until it is followed up."""
+        """The question that the last batch raised; nothing is taken until it is followed up."""
         self._live = live
         self._recovery = recovery
         self._delivery = delivery

@@ -21,7 +21,7 @@ class Subscription(SocketConnection):
         super().__init__(context, zmq.SUB, endpoint, limits, topic)
 
     def next_batch(self, topic: bytes | None) -> Batch | None:
-        """The next batch, None if there is none.
+        """Return the next batch, None if none has come.
 
         Args:
             topic: The only topic that counts; None: every one.

@@ -221,7 +221,7 @@ class _HeldBack(NamedTuple):
 class TrtllmTranslator:
     """Turns the events of one rank into batches, as long as the rank is followed.
 
-    No event says how many tokens a block has, and the last block of a run may not be full: such
+    No event has the number of tokens in a block, and the last block of a run may not be full: such
     blocks are left out, as the engine may fill them later. The first run of two blocks, or the
     first block that follows another, shows the size; blocks wait until then.
     """
@@ -357,7 +357,7 @@ class TrtllmTranslator:
                 break  # it can only be the last
             self._apart.pop(key, None)
             if block.tier != GPU and not self._set_apart(key, block.tier):
-                break  # no one could say later where it went
+                break  # its place could not be found later
             if run and (block.tier, block.cache_salt) != (run[0].tier, run[0].cache_salt):
                 yield self._run(polled, group, parent, run, stored)
                 parent, run = _known_hash(polled, run[-1]), []
@@ -397,7 +397,7 @@ class TrtllmTranslator:
     def _updated(self, polled: PolledEvent, group: int, updated: _Updated) -> Iterator[Event]:
         change = updated.cache_level
         if change is None:
-            return  # a priority: when it goes, another event says
+            return  # a priority: another event reports when it goes
         key = group, _known_hash(polled, updated)
         old, new = _tier(change.old_value), _tier(change.new_value)
         held_back = self._held_back.get(key)

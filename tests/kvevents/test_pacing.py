@@ -38,24 +38,24 @@ def waited_s(timer: SilenceTimer, clock: Clock) -> float:
 def test_a_silence_is_over_a_moment_after_its_time(clock: Clock) -> None:
     """What came meanwhile is read first."""
     timer = SilenceTimer(FIRST_S, CAP_S)
-    timer.heard()
+    timer.received()
     assert FIRST_S * 5 / 8 <= waited_s(timer, clock) <= FIRST_S * 9 / 8 + 0.01
 
 
 def test_a_process_that_stood_still_reads_before_it_looks(clock: Clock) -> None:
     """Its batches are at hand, and a look would call them lost."""
     timer = SilenceTimer(FIRST_S, CAP_S)
-    timer.heard()
+    timer.received()
     clock.now += 100.0
     assert not timer.is_over()
-    timer.heard()
+    timer.received()
     assert waited_s(timer, clock) >= FIRST_S / 2, "there was no silence"
 
 
 def test_a_process_that_stands_still_again_and_again_looks_in_the_end(clock: Clock) -> None:
     """A machine that is always short of processors must still find what was lost at the tail."""
     timer = SilenceTimer(FIRST_S, CAP_S)
-    timer.heard()
+    timer.received()
     looks = 0
     for _ in range(5):
         clock.now += 100.0
@@ -66,7 +66,7 @@ def test_a_process_that_stands_still_again_and_again_looks_in_the_end(clock: Clo
 def test_looks_at_a_stream_that_stays_silent_become_rare(clock: Clock) -> None:
     """A quiet engine is not asked all the time."""
     timer = SilenceTimer(FIRST_S, CAP_S)
-    timer.heard()
+    timer.received()
     waits = []
     for _ in range(8):
         waits.append(waited_s(timer, clock))
