@@ -54,9 +54,9 @@ class RequestContext:
 
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
-    """What the client's request says to the tiers, as it came, unchecked."""
+    """The client's parameters for the tiers, as they came, unchecked."""
     at_peer: PeerBlocks | None = field(default=None, hash=False)
-    """What of it another engine holds."""
+    """The blocks that another engine holds."""
 
 
 # --- where blocks are -----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class PrepareStoreOutput:
     store_spec: LowerTierSpec
     """Where they go, one block per key."""
     evicted_keys: Sequence[OffloadKey]
-    """What was evicted for them; already gone."""
+    """The blocks evicted for them; already gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class OffloadingEvent:
 
     keys: Sequence[OffloadKey]
     medium: str
-    """As on the wire: `kvevents.events.CPU` or `STORAGE`."""
+    """The wire's name: `kvevents.events.CPU` or `STORAGE`."""
     removed: bool
 
 
@@ -171,7 +171,7 @@ class OffloadingManager(Protocol):
     """
 
     enable_events: bool = False
-    """Whether `take_events` reports what is stored and removed, and must be called. A tier whose
+    """True if `take_events` reports what is stored and removed, and must be called. A tier whose
     offloaded blocks cover several GPU blocks is searched with the help of these events."""
 
     @property
@@ -298,7 +298,7 @@ class TransferResult:
     direction: Direction
     success: bool
     transferred_bytes: int
-    """What was copied; 0 if the job failed."""
+    """Bytes copied; 0 if the job failed."""
     time_s: float
     """From the start of the copy to its end, without the wait in the queue."""
 

@@ -30,7 +30,7 @@ class RetentionHints:
     boundaries: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, each in the prompt; rounded down to where hits can end."""
     keep_end: bool = False
-    """Whether the session goes on: then the response stays findable as well, and what the request
+    """True if the session goes on: then the response stays findable as well, and what the request
     moves past is evicted first where it names no boundary behind it."""
 
     @classmethod
@@ -75,7 +75,7 @@ class PeerSource:
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Self | None:
-        """Read `remote_kv_source`; None where there is none.
+        """Read `remote_kv_source`; None where the field is missing.
 
         Args:
             kv_transfer_params: Of a request, as they came.
@@ -102,11 +102,11 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 @dataclass(frozen=True, slots=True)
 class PeerBlocks:
-    """Holds what a peer said it holds of a request, when it was asked."""
+    """Holds what a peer reported to hold of a request."""
 
     source: PeerSource
     keys: frozenset[bytes]
-    """As tiers name blocks; see `offload.base.OffloadKey`."""
+    """Blocks by their names in tiers; see `offload.base.OffloadKey`."""
 
 
 @dataclass(frozen=True, slots=True)

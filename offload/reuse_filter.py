@@ -1,10 +1,10 @@
 """A tier that takes only blocks which several requests used: most prompts' tails never recur.
 
-A request *uses* a block when it touches it or offers it for storing. A lookup does not count, as
-`OffloadingManager` says, and a request counts once per block however often it returns: one that
-waits is looked up again and again, and one that is refused offers again and again. A bounded number
-of recently used keys is remembered; the least recently used one is forgotten first, and its uses
-are counted from zero again.
+A request *uses* a block when it touches it or offers it for storing. A lookup does not count (see
+`OffloadingManager`), and a request counts once per block however often it returns: one that waits
+is looked up again and again, and one that is refused offers again and again. A bounded number of
+recently used keys is remembered; the least recently used one is forgotten first, and its uses are
+counted from zero again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class TierEntry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts what happened in a tier since the start, in blocks unless said otherwise."""
+    """Counts what happened in a tier since the start, in blocks unless stated otherwise."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0

@@ -124,7 +124,7 @@ class OffloadingConnector:
         """
         if len({tier.medium for tier in tiers}) != len(tiers):
             raise CacheConfigError(
-                "tiers: each needs a medium of its own, since events tell them apart by it"
+                "tiers: each needs a medium of its own, since events name them by it"
             )
         self._pool = cache.pool
         self._cache = cache

@@ -68,7 +68,7 @@ class Tier:
     def find(
         self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
     ) -> OffloadKey | None:
-        """The offloaded block that brings back a GPU block; None if there is none to load."""
+        """Return the offloaded block that brings back a GPU block; None if none can be loaded."""
         key = self._aliases.covering_block(group_idx, block_hash)
         if key is None or self.manager.lookup(key, context) is not LookupResult.HIT:
             return None

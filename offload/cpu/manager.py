@@ -119,7 +119,7 @@ class CPUOffloadingManager(OffloadingManager):
         return block is not None and block.loadable
 
     def read(self, key: OffloadKey, read_slot: Callable[[int], bytes]) -> bytes | None:
-        """The bytes of a hit, from any thread; None if it is none, or ceased to be one meanwhile.
+        """Return the bytes of a hit, from any thread; None if it is no hit, or no longer one.
 
         A slot is written again only after its entry is gone, so bytes whose entry is still there
         when they have been copied are the block's.

@@ -104,7 +104,7 @@ class FileOffloadingManager(OffloadingManager):
         self._counts = FileTierCounts()
         self._files = TierEntries[_FileEntry]("disk", STORAGE, self._counts, enable_events)
         self._idle: OrderedDict[OffloadKey, None] = OrderedDict()
-        """What can be evicted, the longest unused first."""
+        """Blocks that can be evicted, the longest unused first."""
         self._idle_bytes = self._used_bytes = 0
         self._stuck: dict[OffloadKey, None] = {}
         """Doomed and not in flight, but the file could not be deleted."""

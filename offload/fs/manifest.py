@@ -1,4 +1,4 @@
-"""Which layout and model a directory's blocks belong to: their names do not say.
+"""Records which layout and model a directory's blocks belong to, which their names do not show.
 
 A directory of another layout or model is refused, unless its owner asks for its blocks to be
 deleted; one that holds foreign files is always refused.

@@ -35,7 +35,7 @@ class GroupSettings:
     max_model_len: int
     """Longest request."""
     eagle: bool = False
-    """Whether the group must have one block more of a hit than is reused."""
+    """True if the group must have one block more of a hit than is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Retention:
     """
 
     interval: int | None
-    """As in `CacheConfig.retention_interval`."""
+    """The group's `CacheConfig.retention_interval`."""
     boundaries: Sequence[int] = ()
     """Token positions at which a hit may end whatever the interval: the ends of the prompt, the end
     of a shared prefix, and those that the request names."""

@@ -1,8 +1,8 @@
 """Prefixes pulled from the memory of other engines.
 
 A request may name another engine that holds a prefix of its prompt in its tier in memory. What that
-engine says it holds is loaded from there as from a tier of one's own, and what it no longer has is
-computed.
+engine reports as held is loaded from there as from a tier of one's own, and what it no longer has
+is computed.
 
 The files; each imports only what is listed above it:
 

@@ -1,5 +1,4 @@
-"""Remembers what can be pulled for a request: what its peer said it holds, until a pull has
-failed."""
+"""Remembers what can be pulled for a request: what its peer reported, until a pull has failed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def decode(payload: bytes) -> Request:
     """Read a request.
 
     Raises:
-        TransferError: It is none, or asks for too much.
+        TransferError: It is not a request, or asks for too much.
     """
     try:
         request = _decoder.decode(payload)

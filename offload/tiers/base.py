@@ -79,7 +79,7 @@ class TierHost:
     """The identity of the weights: blocks of equal hashes have equal bytes only under one
     identity."""
     enable_events: bool
-    """Whether the engine takes and publishes the tiers' events."""
+    """True if the engine takes and publishes the tiers' events."""
     backend: TransferBackend
     above: Mapping[str, tuple[Tier, OffloadingWorker]] = field(default_factory=dict)
     """By name, the tiers that were made before."""

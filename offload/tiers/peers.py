@@ -28,7 +28,7 @@ class PeerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
     """Its port, 0 for any; without one, this engine pulls from others, and they do not from it."""
     answer_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.25
-    """How long to wait for a peer to say what it holds; then the prompt is computed."""
+    """How long to wait for a peer's answer; then the prompt is computed."""
 
 
 class PeerTierSpec(OffloadingSpec):
@@ -103,7 +103,7 @@ def _memory_of(host: TierHost) -> _TierInMemory:
     """The tier that others may read.
 
     Raises:
-        CacheConfigError: There is none, or its blocks are of other sizes than the GPU's.
+        CacheConfigError: No such tier, or its blocks are of other sizes than the GPU's.
     """
     found = host.above.get("cpu")
     if found is None:

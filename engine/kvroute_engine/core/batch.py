@@ -23,7 +23,7 @@ class SequenceChunk:
     """The sequence's blocks per group, the null block where none is needed. The cache's own lists,
     valid until the step ends."""
     is_last: bool
-    """Whether the sequence ends with this chunk, so that its next token is to be chosen."""
+    """True if the sequence ends with this chunk, so that its next token is to be chosen."""
     sampling: SamplingParams
     num_output_tokens: int
     """Tokens generated before this step."""

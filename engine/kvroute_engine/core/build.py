@@ -43,7 +43,7 @@ class EngineConfig:
     simulate: bool = False
     """Without tensors: the same scheduler and cache, and a time model instead of a model."""
     model_name: str | None = None
-    """What clients call the model; the preset's name if None."""
+    """The clients' name of the model; the preset's name if None."""
     num_blocks: int = 512
     """Blocks of the GPU's cache, shared by all groups."""
     block_size: int | None = None
@@ -67,7 +67,7 @@ class EngineConfig:
     tiers: tuple[TierConfig, ...] = ()
     """Lower tiers by name, the fastest first, behind those that the four fields above describe."""
     promote: bool = True
-    """Whether what a load brought back is stored in the tiers that lack it."""
+    """True to store what a load brought back in the tiers that lack it."""
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_curve: CurveServer | None = None

@@ -49,7 +49,7 @@ class EngineRequest:
     priority: int = 0
     """Lower goes first, where the engine schedules by priority."""
     at_peer: PeerBlocks | None = None
-    """What the peer of `remote_kv_source` holds of it."""
+    """The blocks that the peer of `remote_kv_source` holds of it."""
 
 
 @dataclass(frozen=True, slots=True)

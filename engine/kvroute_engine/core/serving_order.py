@@ -1,4 +1,4 @@
-"""Whose turn it is: the order in which a step serves sequences, by policy.
+"""Orders the sequences that a step serves, by policy.
 
     fcfs        running ones as they were admitted, then waiting ones as they arrived
     priority    the same, but both by the priority that their requests name, lower first

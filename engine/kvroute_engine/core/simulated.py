@@ -70,7 +70,7 @@ class SimulatedTransferWorker:
         """
         Args:
             copy_s: How long a copy of so many bytes takes, in seconds.
-            clock: Says when a job is finished.
+            clock: Decides when a job is finished.
             block_bytes: Bytes of a GPU block.
         """
         self._copy_s = copy_s

@@ -32,9 +32,9 @@ than the model's sliding window, and the caches are too small for all of them. T
 one, a replica needs all of it in full attention, and its end in the window, of which
 engines keep little by themselves: what lies before the end of a prompt.
 
-  kvroute               knows what each replica holds in every KV cache group, and tells
-                        engines where prompts part, so that they keep the window there
-  kvroute, no hints     the same, but it tells them nothing
+  kvroute               knows what each replica holds in every KV cache group, and hints
+                        to engines where prompts part, so that they keep the window there
+  kvroute, no hints     the same, without the hints
   blind, any copy       ignores groups: a block is held while any group has it
   blind, first removal  ignores groups: a block is gone when any group drops it
   round robin           does not look at caches
@@ -50,9 +50,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         description="Runs small engines with a sliding window and caches too small for the "
-        "documents that are asked about. Sends the same questions through the router, once telling "
-        "engines what to keep and once not, through two routers that do not know KV cache groups, "
-        "and round robin; each twice.",
+        "documents that are asked about. Sends the same questions through the router, once with "
+        "hints to engines what to keep and once without, through two routers that do not know KV "
+        "cache groups, and round robin; each twice.",
     )
     parser.add_argument(
         "--replicas", type=int, default=5, help="number of engines (default: %(default)s)"
@@ -201,16 +201,15 @@ def _group_rows(cache: EngineCache, before: EngineCache | None) -> Iterator[tupl
 
 
 def _comparisons(scene: Scene) -> list[Table | Text]:
-    """One table of the ways that tell engines what to keep beside those that cannot; one of all
-    that tell them nothing."""
+    """One table of the ways with hints beside those that cannot give any; one of all without."""
     modes = scene.settings.modes
-    told = [mode.name for mode in modes if mode.tells]
-    untold = [mode.name for mode in modes if not mode.tells]
+    hinting = [mode.name for mode in modes if mode.gives_hints]
+    silent = [mode.name for mode in modes if not mode.gives_hints]
     others = [mode.name for mode in modes if mode.policy is not None]
     tables: list[Table | Text] = []
-    if told and others:
-        tables.append(_comparison(scene, [*told, *others], "told what to keep"))
-    return [*tables, _comparison(scene, untold, "no engine is told anything")]
+    if hinting and others:
+        tables.append(_comparison(scene, [*hinting, *others], "with hints"))
+    return [*tables, _comparison(scene, silent, "without hints")]
 
 
 def _comparison(scene: Scene, ways: Sequence[str], what: str) -> Table:
@@ -292,10 +291,10 @@ def _ratio(plays: Sequence[Play], ours: str, other: str, measure: Any) -> str:
 
 
 def _noise(plays: Sequence[Play]) -> list[str]:
-    """Return what two plays of the same way say about chance."""
+    """Return what two plays of the same way show about chance."""
     tokens, ttft_s = chance(plays, reused_tokens), chance(plays, mean_ttft_s)
     if tokens is None or ttft_s is None:
-        return ["Each way was played once, so chance cannot be told from a difference."]
+        return ["Each way was played once, so a difference may be chance."]
     return [
         f"Each way was played more than once. By how far its own plays differ, up to {tokens:,.0f} "
         f"tokens and\n{_ms(ttft_s)} between two ways would be chance (95 %)."

@@ -1,7 +1,7 @@
 """The ways of routing beside each other, each played several times, and which differences are more
 than chance.
 
-The plays of one way differ only by chance, so the spread within the ways says how far apart two
+The plays of one way differ only by chance, so the spread within the ways shows how far apart two
 ways may be by chance alone: as in an analysis of variance, the spreads are pooled, and a difference
 of means counts from the 95 % quantile of Student's t on.
 """
@@ -65,7 +65,7 @@ def of_way(plays: Sequence[Play], way: str) -> list[Play]:
 
 
 def mean(plays: Sequence[Play], way: str, measure: Measure) -> float:
-    """The mean of a measure over the plays of a way; 0 if there are none."""
+    """The mean of a measure over the plays of a way; 0 without any."""
     return statistics.fmean([measure(play) for play in of_way(plays, way)] or [0.0])
 
 

@@ -114,7 +114,7 @@ async def until_read(router: Client, replica: str) -> None:
     """Wait until the router has read everything that a replica has published.
 
     The replica sends what it has published before it replies to a request for later batches. So if
-    there is none after the last one that the router has read, the router is up to date.
+    no batch follows the last one that the router has read, the router is up to date.
 
     Raises:
         DemoFailed: It has not read everything in time.

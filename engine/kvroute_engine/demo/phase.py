@@ -19,9 +19,9 @@ class PlayPhase:
     clients: int
     """Each sends a request when the one before has ended."""
     pause_s: float = 0.0
-    """What a client waits between two requests."""
+    """The pause of a client between two requests."""
     is_settled: bool = False
-    """Whether each request waits until the router has read all events of the one before."""
+    """True if each request waits until the router has read all events of the one before."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class PhaseResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
-    """Of each completion, the tokens predicted to be cached minus the tokens reported as cached."""
+    """By completion, the tokens predicted to be cached minus the tokens reported as cached."""
     exact_at_admission: int = 0
     """Completions for which the router foresaw what would be cached when the engine admits them, by
     the router's own count."""

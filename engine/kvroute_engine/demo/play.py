@@ -41,12 +41,12 @@ class RoutingMode:
     """None: the one of the settings."""
     blind_index: str | None = None
     """The name of an index of `kvroute_engine.demo.blind`; None: the router's own."""
-    tells: bool = False
-    """Whether engines are told what to keep."""
+    gives_hints: bool = False
+    """True if engines get hints what to keep."""
 
 
 MODES = (
-    RoutingMode("kvroute", tells=True),
+    RoutingMode("kvroute", gives_hints=True),
     RoutingMode("kvroute, no hints"),
     RoutingMode("blind, any copy", "prefix", "group-blind-any-copy"),
     RoutingMode("blind, first removal", "prefix", "group-blind"),
@@ -82,7 +82,7 @@ class DemoSettings:
 
 @dataclass(slots=True)
 class Scene:
-    """The state of the demo, for whoever shows it."""
+    """The state of the demo, for the display."""
 
     settings: DemoSettings
     router_url: str = ""
@@ -234,12 +234,13 @@ async def _router(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> AsyncIterat
 
 def _configuration(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> str:
     port = Origin.parse(scene.router_url).port if scene.router_url else 0
+    hints = "auto" if mode.gives_hints else "never"
     lines = [
         f"server: {{port: {port}}}",
         "health: {interval_s: 2, timeout_s: 2}",
         "observability: {log_level: error}",
         f"policy: {{name: {mode.policy or scene.settings.policy}, recent_ttl_s: {_RECENT_TTL_S}}}",
-        f"models: [{{name: {fleet.model}, retention_hints: {'auto' if mode.tells else 'never'}}}]",
+        f"models: [{{name: {fleet.model}, retention_hints: {hints}}}]",
         "replicas:",
         *(f"  - {{id: {replica.name}, url: '{replica.url}'}}" for replica in fleet.replicas),
     ]

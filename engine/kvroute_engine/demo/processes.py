@@ -21,7 +21,7 @@ _KEPT_OUTPUT_BYTES = 4000
 
 
 class DemoFailed(RouterError):
-    """The demo cannot continue; the message says what failed."""
+    """The demo cannot continue; the message names what failed."""
 
 
 @dataclass(frozen=True, slots=True)

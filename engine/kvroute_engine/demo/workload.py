@@ -31,13 +31,13 @@ class WorkloadSizes:
     in_use: int = 9
     """Documents that are asked about in a round."""
     swapped: int = 1
-    """Of these, documents that fall out of use before the next round."""
+    """Documents of these that fall out of use before the next round."""
     rounds: int = 4
     questions: int = 3
     """About each document in use, in a round."""
     question_tokens: int = 40
     answer_tokens: int = 2
-    """What is shown is decided before the answer, and a longer one only takes longer."""
+    """Short, since results are decided before the answer, and a longer one only takes longer."""
     seed: int = 1
 
 

@@ -281,7 +281,7 @@ class _Api:
 
         Args:
             ids: All of it, apart from what stays whatever its length.
-            body: Says how much is kept, and which end.
+            body: It has how much is kept, and which end.
             taken: How many tokens stay besides.
         """
         limit = body.truncate_prompt_tokens

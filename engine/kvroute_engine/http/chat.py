@@ -20,11 +20,11 @@ class Chat:
     template_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """`chat_template_kwargs`: variables for the template."""
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of an assistant message."""
+    """True if the prompt ends with the header of an assistant message."""
     continue_final_message: bool = False
-    """Whether the prompt ends inside the last message instead."""
+    """True if the prompt ends inside the last message instead."""
     add_special_tokens: bool = False
-    """Whether the tokenizer adds its special tokens to what the template wrote."""
+    """True if the tokenizer adds its special tokens to the template's text."""
 
 
 def message_parts(message: Mapping[str, Any], path: str) -> list[str]:

@@ -43,13 +43,13 @@ class EngineThread:
         """Start the thread, which owns *engine* from now on and closes it at the end.
 
         Args:
-            faults: What is wrong with the engine on purpose.
+            faults: The engine's faults, made on purpose.
             clock: A monotonic clock, in seconds; read on both threads.
             on_outputs: Called on the loop with each step's outputs and the time of its end.
-            on_end: Called on the loop once the thread has ended; `is_dead` says why.
+            on_end: Called on the loop once the thread has ended; `is_dead` has the reason.
         """
         self.is_dead = False
-        """Whether the engine has failed."""
+        """True if the engine has failed."""
         self.statistics = engine.statistics()
         """The engine as of its last step or command."""
         self._engine = engine

@@ -78,7 +78,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """Holds what the assistant says; the role stands at its beginning only."""
+    """Holds the assistant's text; the role stands at its beginning only."""
 
     content: str
     role: str | UnsetType = UNSET
