@@ -19,8 +19,8 @@ The files:
     secured.py           the router's TLS identity and trusted authorities, in the core
     exchanges.py         a client's request that the core holds
     relays.py            a request that was sent on: its attempts, and their events from the core
-    control.py           all that goes to no replica: to the application behind the plane
-    data_plane.py        the core's threads, their events, and who they are for
+    control.py           requests for the application behind the plane: pages, probes, scrapes
+    data_plane.py        the core's threads, and the handlers of their events
 """
 
 from router.plane.addresses import Addresses

@@ -1,4 +1,4 @@
-"""Where the hosts of replicas are."""
+"""Looks up the addresses of replicas' hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvevents.lookups import addresses, is_numeric
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP_S = 5.0
-"""How long the addresses of a name are taken for known."""
+"""How long the addresses of a name are kept."""
 
 
 class Addresses:
@@ -30,7 +30,7 @@ class Addresses:
         return found[1]
 
     def latest(self, host: str) -> Sequence[str]:
-        """Return the addresses of *host*, old ones too; none while it is first looked up."""
+        """Return the addresses of *host*, old ones too; empty during its first look-up."""
         if is_numeric(host):
             return (host,)
         if self.known(host) is None and host not in self._looking_up:
@@ -52,7 +52,7 @@ class Addresses:
         """Look *host* up.
 
         Raises:
-            OSError: It has none.
+            OSError: It has no address.
             UnicodeError: It cannot be a name.
         """
         found = await addresses(host)
@@ -61,5 +61,5 @@ class Addresses:
         return found
 
     def forget(self, host: str) -> None:
-        """No process responds there."""
+        """Forget an address where no process responds."""
         self._known.pop(host, None)

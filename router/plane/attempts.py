@@ -22,7 +22,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """One candidate: where a request may be sent, and the headers that depend on it."""
 
     replica_id: str
-    """For the observer; the proxy does not read it."""
+    """Read by the observer, not by the proxy."""
     origin: Origin
     request_headers: tuple[tuple[bytes, bytes | None], ...] = ()
     """Each replaces the client's headers of that name, or removes them if its value is None. Names
@@ -94,7 +94,7 @@ _IN_CORE = {
 
 
 def failure_of(name: str) -> Failure:
-    """Return what the compiled data plane calls *name*."""
+    """Return the failure that the compiled data plane calls *name*."""
     return _IN_CORE.get(name) or Failure(name)
 
 
@@ -120,9 +120,9 @@ class RetryLimits:
     further_attempts: int = 2
     """Attempts of one request after its first."""
     budget_share: float = 0.1
-    """How many of all requests may be tried again in the long run where that may do harm."""
+    """The share of all requests that may be tried again in the long run."""
     budget_burst: int = 10
-    """How many more than that at once."""
+    """Retries beyond that share, at once."""
 
     def __post_init__(self) -> None:
         for name in ("further_attempts", "budget_share", "budget_burst"):

@@ -1,5 +1,5 @@
-"""All that goes to no replica: pages, probes, scrapes, operators. The plane passes it on to the
-application behind it, which listens where only the plane comes."""
+"""Requests that go to no replica: pages, probes, scrapes, operators. The plane passes them on to
+the application behind it, which listens on a socket of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BehindPlane:
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
-        """ASGI."""
+        """Serve an ASGI request."""
         if scope["type"] == "http":
             headers = scope["headers"]
             client = next((value for name, value in headers if name == CLIENT_HEADER), b"")

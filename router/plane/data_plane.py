@@ -1,4 +1,4 @@
-"""The core's threads, their events, and who they are for."""
+"""Runs the core's threads and hands their events to their handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMES = (5.0, 600.0, 86_400.0)
-"""Pages follow the router for as long as they are open."""
+"""In seconds. Pages follow the router for as long as they are open."""
 MAX_TURN_S = 0.02
 """The longest that one turn of the loop handles events."""
 
@@ -78,10 +78,10 @@ class Prepares(Protocol):
         """
 
     def hand_over(self, number: int) -> Any:
-        """The request is opened: what was begun for it, if anything was."""
+        """Return the state that was made for a request, if any: it is opened."""
 
     def left(self, number: int) -> None:
-        """Its client has left before it was placed."""
+        """The client has left before its request was placed."""
 
 
 class PlaneListener(NamedTuple):
@@ -117,10 +117,10 @@ class PlaneListener(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class DataPlane:
-    """Belongs to one event loop, on which it calls."""
+    """The compiled data plane. It calls its handlers on one event loop."""
 
     handler: Handler
-    """Takes the requests that go to replicas, and questions."""
+    """Serves requests for replicas, and gateways' questions."""
     proxy: PlaneProxy
     options: PlaneOptions
     control_path: str
@@ -132,7 +132,7 @@ class DataPlane:
     def __post_init__(self) -> None:
         self._exchanges: dict[int, PlaneExchange] = {}
         self._failed_first: dict[int, FailedFirst] = {}
-        """Until the request is opened."""
+        """The core's failed attempts, until their requests are opened."""
         self._controls: dict[int, _Unread] = {}
         """Requests for the application whose bodies are not whole."""
         self._pending: list[tuple[Any, ...]] = []
@@ -170,15 +170,15 @@ class DataPlane:
 
     @property
     def plane(self) -> Plane:
-        """The core's; it has been started."""
+        """The core's plane, after `start`."""
         assert self._plane is not None
         return self._plane
 
     def start(self, listeners: Sequence[int], secured: Secured) -> None:
-        """Take clients from now on.
+        """Accept clients from now on.
 
         Args:
-            listeners: Sockets that listen, one for each thread; the core closes them.
+            listeners: Listening sockets, one for each thread; the core closes them.
         """
         options = asdict(self.options) | {"broken_events": broken_events()}
         self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
@@ -197,11 +197,11 @@ class DataPlane:
             self._plane.give_up(origin, silent_s)
 
     def counts(self) -> dict[str, int]:
-        """Return what is counted of connections to replicas."""
+        """Return the counts of connections to replicas."""
         return {} if self._plane is None else self._plane.counts()
 
     def cut_all(self) -> None:
-        """End whatever is under way."""
+        """End everything under way."""
         if self._plane is not None:
             self._plane.cut_all()
 

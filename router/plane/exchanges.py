@@ -17,7 +17,7 @@ class FailedFirst(NamedTuple):
 
     replica: str
     failure: str | None
-    """None: it responded that it cannot now."""
+    """None: it responded with 429 or 503."""
     status: int
     retry_after_s: int | None
 
@@ -36,7 +36,7 @@ class Handler(Protocol):
     """Takes requests, and serves them."""
 
     def opens(self, method: str, path: str, query: bytes) -> Callable[[Any], Server] | None:
-        """Return what serves a request; None leaves it to the application."""
+        """Return the server of a request; None leaves it to the application."""
 
 
 class PlaneExchange:
@@ -44,9 +44,9 @@ class PlaneExchange:
 
     Args:
         target: Path and query, as on the wire.
-        minor: Of the version, HTTP/1.0 or HTTP/1.1.
-        keep_alive: Whether its connection stays after it.
-        is_of_reserve: Whether it came on one of the last file descriptors.
+        minor: The minor version, of HTTP/1.0 or HTTP/1.1.
+        keep_alive: True if its connection stays open after it.
+        is_of_reserve: True if it came on one of the last file descriptors.
         headers: As received, names in lower case.
         client: Address and port.
     """
@@ -127,10 +127,10 @@ class PlaneExchange:
     # --- the request ------------------------------------------------------------------------------
 
     def receive(self, piece: bytes, is_whole: bool) -> None:
-        """More of the body has come.
+        """Take a piece of the body.
 
         Args:
-            is_whole: Whether it was the last one.
+            is_whole: True for the last one.
         """
         self._pieces.append(piece)
         if not is_whole:
@@ -146,7 +146,7 @@ class PlaneExchange:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def ask_for_body(self) -> None:
-        """More of the body is wanted; called again for each piece."""
+        """Ask the core for the next piece of the body."""
         self._plane.read_body(self.number)
 
     # --- the response -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PlaneExchange:
         self.over()
 
     def over(self) -> None:
-        """Nothing more is reported of it.
+        """End it: nothing more is reported of it.
 
         It and its server let go of each other: what refers to each other in a circle is left for
         the garbage collector, with the body.

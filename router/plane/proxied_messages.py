@@ -1,4 +1,4 @@
-"""Writes what the router itself responds: errors, and the end of a broken event stream."""
+"""Writes the router's own responses: errors, and the end of a broken event stream."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
-"""By the numbers that the core knows them by."""
+"""The dialects, by the core's numbers."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
 _TOO_MANY = 429
@@ -43,13 +43,13 @@ _NOT_SERVED = {
 
 
 def broken_events() -> list[bytes]:
-    """Return what ends an event stream that a replica broke off, by dialect."""
+    """Return the event that ends a broken stream, by dialect."""
     message = "the replica ended the stream before it was complete"
     return [error_event(dialect, message, "server_error", "replica_died") for dialect in DIALECTS]
 
 
 def _others_first(plan: Iterator[Attempt], replica_id: str) -> Iterator[Attempt]:
-    """The attempts of *plan*, those at one replica behind all others."""
+    """Yield the attempts of *plan*, those at one replica behind all others."""
     at_it = []
     for attempt in plan:
         if attempt.replica_id == replica_id:
@@ -72,9 +72,9 @@ class PlaneProxy:
         self.addresses = Addresses()
         self.on_shortage = on_shortage
         self.plane: Plane | None = None
-        """Before any request it is there."""
+        """Set before the first request."""
         self.relays: dict[int, PlaneRelay] = {}
-        """By the number of the exchange."""
+        """The relays, by the number of the exchange."""
         self._retry_budget = RetryBudget(settings.retries)
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -222,7 +222,7 @@ class PlaneRelay:
         usage: bytes,
         first_usage: bytes,
     ) -> None:
-        """All is over."""
+        """The exchange has ended."""
         self._exchange.body_bytes = body_bytes
         if events:
             self._observer.on_events(events)
@@ -326,7 +326,7 @@ class PlaneRelay:
     # --- which candidate is next ------------------------------------------------------------------
 
     def _take(self, step: Callable[[], None]) -> None:
-        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
+        """Take a step. An error in it is our own fault; it ends this request and no other."""
         try:
             step()
         except Exception as error:  # noqa: BLE001 - logged there

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class NoTls(Exception):
-    """There is no library for it, or a file cannot be used."""
+    """TLS has no library, or a file cannot be used."""
 
 
 class PemFiles(NamedTuple):
-    """Paths; None: there is none."""
+    """Paths of PEM files; None: no such file."""
 
     certificate: str | None = None
     key: str | None = None
@@ -23,16 +23,16 @@ class PemFiles(NamedTuple):
 
 
 class Secured(NamedTuple):
-    """Names what is done by TLS."""
+    """The two sides that may use TLS."""
 
     towards_clients: TlsContext | None = None
-    """None: they speak plain HTTP."""
+    """None: clients speak plain HTTP."""
     towards_replicas: TlsContext | None = None
-    """None: none can be reached by https."""
+    """None: no replica can be reached by https."""
 
     @classmethod
     def made(cls, towards_clients: PemFiles | None, towards_replicas: PemFiles) -> Secured:
-        """From what stands in the files now. `load_openssl` has been called.
+        """Make it from the files as they are now, after `load_openssl`.
 
         Args:
             towards_clients: None: plain HTTP.
@@ -58,7 +58,7 @@ def load_openssl() -> str:
     """Find the library; return its version.
 
     Raises:
-        NoTls: There is none that can be used.
+        NoTls: No usable one was found.
     """
     places = ["libssl.so.3"]
     try:

@@ -9,7 +9,7 @@ The files; each imports only what is listed above it:
     reasons.py    why candidates are in their places, as sentences
     policies.py   the policies by name, plug-ins among them
     standings.py  the candidates of a decision as columns, and the order that a plug-in gives them
-    plug_ins.py   lets a plug-in order what can take a request, and holds it to its rules
+    plug_ins.py   lets a plug-in order the candidates, and checks its rules
 """
 
 from router.policies.plug_ins import PlugIn

@@ -1,4 +1,4 @@
-"""Lets a policy of another package order what can take a request, and holds it to its rules."""
+"""Lets a policy of another package order the candidates, and checks its rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlugIn:
         """Rank *standings*, best first.
 
         Args:
-            request: What the policy may know of it.
+            request: The fields that the policy sees.
         Raises:
             PolicyError: The policy lost, repeated or invented a candidate, or its costs are not
                 finite, or not ascending.
@@ -45,13 +45,13 @@ class PlugIn:
         return Ranking(self._order(self._orders, request, standings), standings)
 
     def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float]:
-        """Return what the ranks of one replica cost, where it `chooses_ranks`.
+        """Return the costs of one replica's ranks, where it `chooses_ranks`.
 
         Args:
-            request: What the policy may know of it.
+            request: The fields that the policy sees.
             standings: The ranks; all have the same `replica_id`.
         Raises:
-            PolicyError: As `rank`.
+            PolicyError: See `rank`.
         """
         assert self._orders is not None
         return self._order(self._orders, request, standings).costs
@@ -68,7 +68,7 @@ class PlugIn:
 
 
 def check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
-    """Hold a policy to the rules of `Policy`.
+    """Check that a ranking keeps the rules of `Policy`.
 
     Raises:
         PolicyError: It lost, repeated or invented a candidate, or its costs are not finite and

@@ -63,13 +63,13 @@ class BuiltInPolicy:
         """Why candidates are in their places.
 
         Args:
-            mean_congestion: That the order was found with.
+            mean_congestion: The value that the order was found with.
         """
         return reasons_of(self.name, self._core, request, mean_congestion)
 
 
 def session_bytes(request: RouteRequest) -> bytes:
-    """Return what the client calls its session; it may send a lone surrogate."""
+    """Return the client's session as bytes; it may have a lone surrogate."""
     return b"" if not request.session else request.session.encode("utf-8", "surrogatepass")
 
 
@@ -81,7 +81,7 @@ GROUP = "kvroute.policies"
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Holds what a policy is made from."""
+    """Holds the parts of a new policy."""
 
     weights: Weights = field(default_factory=Weights)
     """Costs, for policies that estimate."""
@@ -109,7 +109,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
 
     Args:
         name: A built-in policy or a plug-in; a built-in one wins over a plug-in of the same name.
-        settings: What it is made from; None: the defaults.
+        settings: None: the defaults.
 
     Raises:
         PolicyError: The name is unknown, its plug-in cannot be used, or a built-in policy has

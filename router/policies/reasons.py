@@ -26,11 +26,11 @@ _TERMS = (
 
 
 def reasons_of(name: str, core: CorePolicy, request: RouteRequest, mean_congestion: float) -> Why:
-    """Those of a built-in policy.
+    """Return the reasons of a built-in policy.
 
     Args:
         core: Knows the parts of a cost.
-        mean_congestion: That the order was found with.
+        mean_congestion: The value that the order was found with.
     """
     if name == "least_delay":
         return partial(_delay, core, request, mean_congestion)
@@ -42,7 +42,7 @@ def reasons_of(name: str, core: CorePolicy, request: RouteRequest, mean_congesti
 
 
 def empty_reason(excluded: Iterable[Candidate]) -> str:
-    """Why nothing could be ranked: how many are excluded for which reason."""
+    """Return why no replica could be ranked: the number of excluded ones by reason."""
     counts = Counter(candidate.obstacle for candidate in excluded)
     reasons = ", ".join(f"{count} {obstacle}" for obstacle, count in counts.most_common())
     return reasons or "no replica serves it"

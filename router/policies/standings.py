@@ -29,7 +29,7 @@ Outlook: TypeAlias = tuple[float | None, float, float, float, float]
 
 
 class Lower(NamedTuple):
-    """Holds what a candidate has of a prompt below its GPU; the fields are those of `Candidate`."""
+    """Holds a candidate's hit below its GPU; the fields are those of `Candidate`."""
 
     by_tier: tuple[tuple[str, int], ...] = ()
     load_price: float | None = None
@@ -46,14 +46,14 @@ class Standings:
     gpu_cached_tokens: list[int]
     """From `Candidate`, like the next four."""
     cached_tokens: list[int]
-    """At least as many."""
+    """At least `gpu_cached_tokens`."""
     junction_tokens: list[int]
     recent_tokens: list[int]
     progress_tokens: list[float]
     outlooks: list[Outlook]
     """The activity of each cache."""
     lower_of: Callable[[int], Lower]
-    """Returns what candidate i has below its GPU."""
+    """Returns candidate i's hit below its GPU."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -146,11 +146,11 @@ class OrdersStandings(Protocol):
 
 
 class Ordered(Protocol):
-    """An `Order`, wherever it was found."""
+    """The interface of an `Order`, in Python or the core."""
 
     @property
     def why(self) -> Why:
-        """The reasons."""
+        """Return the reasons."""
 
     def cost(self, number: int) -> float:
         """Return the cost of candidate *number*."""
@@ -163,7 +163,7 @@ class Ordered(Protocol):
 
 
 class Stands(Protocol):
-    """`Standings`, wherever they are."""
+    """The interface of `Standings`, in Python or the core."""
 
     def __len__(self) -> int: ...
 

@@ -15,10 +15,10 @@ TierName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(st
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 PEER = "PEER"
-"""In `Candidate.by_tier`, what is pulled from another replica's memory."""
+"""The tier in `Candidate.by_tier` that stands for another replica's memory."""
 
 KEY_TOKENS = 64
-"""From one key of a prompt to the next."""
+"""Tokens from one key of a prompt to the next."""
 
 _TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
 
@@ -32,8 +32,8 @@ _TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2":
     config=ConfigDict(extra="forbid", use_attribute_docstrings=True),
 )
 class Weights:
-    """Holds what things cost. The unit of every cost is *the time to prefill one prompt token* on
-    an otherwise idle replica.
+    """Holds the costs by which policies estimate. The unit of every cost is *the time to prefill
+    one prompt token* on an otherwise idle replica.
 
     The defaults are rules of thumb, computed for an 8B model on one data-centre GPU: 20,000 prefill
     tokens/s (50 µs a token), 128 KiB of KV cache a token, 3 TB/s of memory and 25 GB/s of PCIe.
@@ -117,7 +117,7 @@ class Weights:
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what a policy may know of a request."""
+    """Holds the fields of a request that a policy sees."""
 
     model: str
     """The model's name as replicas serve it; known to exist."""
@@ -139,7 +139,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what a new request would find at a replica."""
+    """Holds a replica's load, as a new request would find it."""
 
     queued_prefill_tokens: int = 0
     """Uncached prompt tokens this router sent there whose responses have not begun."""
@@ -156,7 +156,7 @@ class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> int:
-        """Requests known to be there."""
+        """The number of requests known to be there."""
         return self.prefilling_requests + self.decoding_requests + self.foreign_requests
 
 
@@ -168,7 +168,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     gpu_cached_tokens: int = 0
     """Prompt tokens cached on the GPU."""
     cached_tokens: int = 0
-    """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
+    """Those, and the tokens that lower tiers would bring back; at least `gpu_cached_tokens`."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """Tokens that each lower tier or shared store would bring back; empty where they are not
     separated."""
@@ -176,7 +176,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The load price of one of those tokens, in tokens to compute, as it was measured there; None:
     by the weights."""
     pull_from: str | None = None
-    """The replica from whose memory what `by_tier` names `PEER` is pulled."""
+    """The replica from whose memory the tokens of `PEER` are pulled."""
     junction_tokens: int = 0
     """Tokens behind the GPU's hit whose full attention is there and whose window or state is gone:
     sent there, the prompt computes them once more and makes a hit for all later ones; sent
@@ -187,13 +187,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     progress_tokens: float = 0.0
     """Those of the queued prefill tokens that are computed by now."""
     eviction_age_s: float | None = None
-    """For how long what the cache would evict next has been idle; None while it evicts nothing."""
+    """How long the block that the cache would evict next has been idle; None while it evicts
+    nothing."""
     reuse_probability: float = 0.0
-    """That what it would evict next will be used again."""
+    """The probability that the block evicted next will be used again."""
     uncached_tokens_per_s: float = 0.0
-    """That it was given to compute lately."""
+    """Prompt tokens it got to compute lately, per second."""
     arrivals_per_s: float = 0.0
-    """Requests that were sent there lately."""
+    """Requests sent there lately, per second."""
     refill: float = 1.0
     """The cost of bringing back a token that it evicts, in tokens to compute: less than 1 where a
     tier below or a shared store holds it."""
@@ -216,7 +217,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.approximate_trust is not None
 
     def hit_in_words(self, prompt_tokens: int) -> list[str]:
-        """Return what is cached of a prompt, where, and how far that is trusted, in parts of a
+        """Return how much of a prompt is cached, where, and how far that is trusted, in parts of a
         sentence.
 
         Args:

@@ -1,5 +1,5 @@
-"""Which requests the router lets in: no more at once than a bound, with bodies no larger together
-than another one, and none while it shuts down."""
+"""Bounds the requests under way and the bytes of their bodies, and refuses all while the router
+shuts down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.fleet.types import ReplicaState
 
 
 class Elsewhere(NamedTuple):
-    """Holds what the compiled data plane lets in without asking, and counts."""
+    """Holds the requests that the compiled data plane admits by itself."""
 
     under_way: Callable[[], int]
     buffered_bytes: Callable[[], int]
@@ -41,7 +41,7 @@ class Admission:
         self._is_shutting_down = False
 
     def count_also(self, elsewhere: Elsewhere) -> None:
-        """From now on *elsewhere* takes of the bounds as well."""
+        """Have *elsewhere* share the bounds from now on."""
         self._elsewhere = elsewhere
         self._allow()
 
@@ -66,7 +66,7 @@ class Admission:
         return self._buffered_bytes + self._elsewhere.buffered_bytes()
 
     def buffer(self) -> BodyBuffer:
-        """Return what one request holds of the bodies' memory; a context manager around its whole
+        """Return a request's share of the bodies' memory; a context manager around its whole
         time."""
         return BodyBuffer(self)
 
@@ -87,7 +87,7 @@ class Admission:
         self._is_shutting_down = True
 
     def why_not_ready(self, replicas: Sequence[Replica]) -> str | None:
-        """Return what keeps the router from serving requests; None if one of *replicas* can."""
+        """Return why the router cannot serve requests; None if one of *replicas* can."""
         if self._is_shutting_down:
             return "the router is shutting down"
         replicas = [replica for replica in replicas if replica.takes_requests]
@@ -114,7 +114,7 @@ class Admission:
             raise Overloaded(f"has its limit of {self._max_requests} requests under way")
 
     def leave(self) -> None:
-        """A request that was let in is over."""
+        """End a request that was admitted."""
         self._under_way -= 1
         self._allow()
 

@@ -32,11 +32,11 @@ class Seen(NamedTuple):
     is_continued: bool
     """True if it continues an earlier prompt."""
     known_tokens: int
-    """Those of its prefix that others have had, in whole steps."""
+    """Tokens of its prefix that others have had, in whole steps."""
     new_branch: int
-    """Where it is the first to part from others, in tokens; 0: nowhere."""
+    """The length at which it is the first to part from others, in tokens; 0: none."""
     exact_branch: int = 0
-    """Where it is the first to show after how many tokens prompts part; 0: nowhere."""
+    """The exact length at which prompts part, where it is the first to show it; 0: none."""
 
 
 class _Tail(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class _Branch(msgspec.Struct, gc=False):
     ahead: array[int]
     """The second prompt's tokens in the next step."""
     shared: int | None = None
-    """How many of these tokens all have had that came since; None: none came."""
+    """Tokens of these that all later prompts had; None: no later prompt."""
 
 
 class BranchPoints:
@@ -70,7 +70,7 @@ class BranchPoints:
         self._following: dict[int, int | _Tail | None] = {}
         """By key: the next key of the prompt that came first, or how its prompt ended."""
         self._branches: dict[int, _Branch] = {}
-        """By key behind which prompts part, the one that was asked for last at the end."""
+        """The branches, by the key behind which prompts part; the latest used at the end."""
 
     def __len__(self) -> int:
         return len(self._following)
@@ -79,7 +79,7 @@ class BranchPoints:
         """Record a prompt; return what is known of it.
 
         Args:
-            keys: Of its prefixes, one for each whole step.
+            keys: Its prefixes' keys, one for each whole step.
         """
         following, known = self._following, self._known(keys)
         is_continued, new_branch, exact_branch = False, 0, 0
@@ -126,8 +126,8 @@ class BranchPoints:
         return is_longer and _digest(theirs) == before.digest
 
     def _part(self, key: int, start: int, token_ids: Sequence[int]) -> tuple[int, int]:
-        """A prompt parts from others in the step behind a key: where that is new, and where it is
-        known exactly for the first time; 0: it is not."""
+        """Note that a prompt parts from others in the step behind a key; return where that is new,
+        and where it is known exactly for the first time; else 0."""
         ahead = self._ahead(start, token_ids)
         branch = self._branches.get(key)
         if branch is None:

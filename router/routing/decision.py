@@ -1,5 +1,4 @@
-"""Where one request should go, and why: what is decided once, and what is chosen again whenever an
-attempt is made."""
+"""Decides where one request should go, and why: once, and again for each attempt."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ SOURCE_HEADER = b"x-kv-cache-source-host-port"
 PREFILLER_HEADER = b"x-prefiller-host-port"
 """The replica that computes the prompt, for llm-d's sidecar."""
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
-"""Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
-every vLLM for embeddings."""
+"""Endpoints where some engines ignore the rank that they are asked for: vLLM before 0.33 for
+responses, every vLLM for embeddings."""
 _NO_REPLICAS: Mapping[str, Replica] = MappingProxyType({})
 _BYTES_OF_A_TOKEN = 4
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Holds what a body asks for, and of whom."""
+    """Holds a request's body and the model it names."""
 
     spec: PromptSpec
     body: bytes
@@ -63,17 +62,17 @@ class Asked(msgspec.Struct, frozen=True):
     tenant: str = ""
     """The tenant of the request, where there may be several."""
     is_eligible: Callable[[Replica], bool] | None = None
-    """Which replicas may be chosen; None: all that serve the model."""
+    """Returns whether a replica may be chosen; None: all that serve the model."""
 
     def among(self, replicas: Mapping[str, Replica]) -> Mapping[str, Replica]:
-        """Those of *replicas* that may be chosen."""
+        """Return those of *replicas* that may be chosen."""
         if self.is_eligible is None:
             return replicas
         return {id_: each for id_, each in replicas.items() if self.is_eligible(each)}
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request should go, and why; all that is needed to send it there."""
+    """A request's replicas, best first, with the reasons and all that is needed to send it."""
 
     model: Model | None
     """None for a request that names none, where any of several would do."""
@@ -87,14 +86,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     ranking: Sequence[Ranked]
     """Best first; empty where no replica can take the request now."""
     excluded: Sequence[Candidate]
-    """Those that cannot take it now, each with its obstacle."""
+    """Replicas that cannot take it now, each with its obstacle."""
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
     expects: Callable[[RankQuestion, SourceId, int], int]
-    """How much of the prompts will be cached when the engine admits the request."""
+    """Returns how much of the prompts will be cached when the engine admits the request."""
     obstacle_of: Callable[[Replica, str], str | None]
-    """Why a replica cannot take a request of a tenant at this moment; None if it can."""
+    """Returns why a replica cannot take a request of a tenant at this moment; None if it can."""
     body: bytes
     """The body to send: the client's, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
@@ -110,7 +109,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rename: Callable[[bytes, str], bytes] = with_model
     """Puts another model's name into the body."""
     prefillers: Mapping[str, Replica] = _NO_REPLICAS
-    """Those that serve the model, and only compute prompts for others; by id."""
+    """Replicas that serve the model and only compute prompts for others; by id."""
     choose_prefiller: Callable[[Candidate], Candidate | None] | None = None
     """Returns the replica that computes the prompt for a candidate; None: itself. Missing where no
     other can."""
@@ -121,12 +120,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> Sequence[HashedPrompt]:
-        """The hashed ones of *tokenized*."""
+        """The hashed prompts of *tokenized*."""
         return self.question.prompts
 
     @property
     def prompt_tokens(self) -> int:
-        """Over all prompts, as far as their token ids are known."""
+        """Tokens of all prompts, as far as their ids are known."""
         return self.question.prompt_tokens
 
     @property
@@ -141,7 +140,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """For logs, metrics and messages."""
+        """The model's name for logs, metrics and messages."""
         return self.model.name if self.model is not None else ANY_MODEL
 
     @property
@@ -234,7 +233,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def attempts(
         self, shows_hit: bool = True, number_of: Callable[[int], int] | None = None
     ) -> Iterator[Attempt]:
-        """Yield where to send the request, and with which headers; best first.
+        """Yield the attempts, best first: where to send the request, with which headers.
 
         Each is chosen when it is asked for, by how the replicas are at that moment:
 
@@ -274,8 +273,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return last_resort
 
     def _steer(self, first: Candidate) -> Hints:
-        """Return what is to be kept of the prompt; asked once, since the answer takes note of
-        it."""
+        """Return the hints for the prompt; called once, since steering records it."""
         model, asked = self.model, self.asked
         if model is None or asked is None or len(self.prompts) != 1:
             return NO_HINTS
@@ -315,7 +313,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 
     def _prefilled(self, attempt: Attempt, candidate: Candidate) -> Attempt:
-        """The attempt with who computes the prompt, where that is another replica."""
+        """Return the attempt with the replica that computes the prompt, where that is another
+        one."""
         prefiller = self.prefiller_for(candidate)
         if prefiller is None:
             return attempt
@@ -326,7 +325,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def _ordered(
         self, attempt: Attempt, candidate: Candidate, number_of: Callable[[int], int] | None
     ) -> Attempt:
-        """The attempt with the request's number, where the engine orders by it."""
+        """Return the attempt with the request's number, where the engine orders by it."""
         replica = self.replicas[candidate.replica_id]
         order = replica.priority_order
         if order is None or number_of is None or self.spec is None:
@@ -352,8 +351,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return with_hints(body, self.spec.endpoint, form, *hints)
 
     def _name_at(self, replica: Replica) -> str | None:
-        """Return what the model is called at a replica; None if that is what the client calls
-        it."""
+        """Return the replica's name of the model; None if it is the client's."""
         named, target = self.named, self.target
         if not named or (target is None and replica.serves(named)):
             return None
@@ -366,8 +364,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse the request, with the reasons counted, if the ranking is empty.
 
         Raises:
-            NoReplica: It is.
-            KeyLimitReached: It is, since all that could serve it take nothing more of its tenant.
+            NoReplica: The ranking is empty.
+            KeyLimitReached: It is empty since all that could serve it take nothing more of its
+                tenant.
         """
         if not self.ranking:
             able = [
@@ -386,5 +385,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _address(replica: Replica) -> bytes:
-    """Its `host:port`, IPv6 in brackets."""
+    """Return a replica's `host:port`, IPv6 in brackets."""
     return replica.origin.key.partition("://")[2].encode("ascii")

@@ -28,7 +28,7 @@ class FadingRatio:
         """Take a sample.
 
         Args:
-            under: For the denominator; not negative.
+            under: Added to the denominator; not negative.
         """
         self._over = self._over * self._keep + over
         self._under = self._under * self._keep + under

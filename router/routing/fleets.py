@@ -17,7 +17,7 @@ from router.fleet.replica import Replica
 from router.index import PrefixIndex, SourceId
 
 MAX_FLEETS = 256
-"""That are kept: of models, and of adapters that not all replicas of a model serve."""
+"""The most fleets: of models, and of adapters that not all replicas of a model serve."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class KnownFleet:
     """That index in the core."""
     core: Fleet
     caches: list[SourceId]
-    """By number."""
+    """The caches, by number."""
     owners: list[Replica]
     """The replica of each of these."""
     numbers: dict[SourceId, int]
@@ -52,7 +52,7 @@ class FleetKeeper:
     def __init__(self, books: Books) -> None:
         """
         Args:
-            books: Where the load of replicas is kept.
+            books: Keep the load of replicas.
         """
         self._books = books
         self._known: WeakKeyDictionary[Replica, _KnownReplica] = WeakKeyDictionary()
@@ -66,9 +66,9 @@ class FleetKeeper:
         """The fleet of some replicas.
 
         Args:
-            model: That they serve, to find it quickly; any text.
+            model: A key for their fleet; any text.
             replicas: In any state; not to be changed any more.
-            index: Where the caches of these have sources; None: it is not asked.
+            index: Has the sources of their caches; None: no prompt is looked up.
         """
         key = (model if index is not None else f"{model} by load", len(replicas))
         known = self._fleets.get(key)
@@ -80,10 +80,10 @@ class FleetKeeper:
         return made
 
     def suspect(self, suspects: Collection[SourceId], fleet: KnownFleet) -> None:
-        """Note of which caches events were lost.
+        """Mark the caches whose events were lost.
 
         Args:
-            fleet: Only of this one matters now.
+            fleet: The only one that matters now.
         """
         if not suspects and not self._suspected:
             return
@@ -185,7 +185,7 @@ def _update(replica: Replica, known: _KnownReplica) -> None:
 
 
 def _caches_of(replica: Replica) -> list[SourceId]:
-    """One at least, also where nothing is published of it."""
+    """Return a replica's caches: at least one, also without events."""
     if not replica.has_ranks:
         return [replica.cache]
     return [SourceId(replica.id, source.dp_rank) for source in replica.sources]

@@ -1,4 +1,4 @@
-"""How long a prompt may be, as the replicas of a model report it."""
+"""The longest prompt of a model, as its replicas report it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from router.fleet.replica import Replica
 from router.prompt import Endpoint, TokenizedPrompt
 
 _MAY_CUT = frozenset({Endpoint.EMBEDDINGS, Endpoint.ROUTE})
-"""Where engines may take a longer prompt in pieces, or nothing is sent."""
+"""Endpoints where engines may take a longer prompt in pieces, or nothing is sent."""
 _CUTS = "sglang"
 """Owner of the models of an engine that has an option to cut instead of refusing."""
 
 
 def common_length(replicas: Iterable[Replica], name: str | None) -> int | None:
-    """How many tokens a model takes; None where the replicas do not report it, or not the same."""
+    """Return how many tokens a model takes; None where replicas do not report it, or differ."""
     lengths = {entry.get("max_model_len") for entry in _entries(replicas, name)}
     length = lengths.pop() if len(lengths) == 1 else None
     return length if type(length) is int and length > 0 else None

@@ -202,10 +202,10 @@ class ModelSet:
         return {**names, **dict.fromkeys(self.versions.names())}
 
     def serving(self, name: str, replicas: Iterable[Replica]) -> list[Replica]:
-        """Those of *replicas* that can take requests for a name, whatever they call it.
+        """Return those of *replicas* that can take requests for a name, under any of its spellings.
 
         Args:
-            name: Of a model or an adapter, or one that stands for several.
+            name: A model's, an adapter's, or one that stands for several.
         """
         theirs = {
             each
@@ -215,14 +215,14 @@ class ModelSet:
         return [replica for replica in replicas if any(replica.serves(each) for each in theirs)]
 
     def _spellings(self, name: str) -> tuple[str, ...]:
-        """Return what replicas may call a model or an adapter."""
+        """Return the names that replicas may have for a model or an adapter."""
         found = self._names.get(name)
         if found is None or found.adapter is not None:
             return (name,)
         return self._models[found.base].names
 
     def tokenizers(self) -> dict[str, str]:
-        """Return what tokenises the prompts of each configured model."""
+        """Return the tokenizer of each configured model."""
         tokenizers = {
             name: model.tokenization.local
             for name, model in self._models.items()

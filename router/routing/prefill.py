@@ -36,7 +36,8 @@ _SPLIT = frozenset(
         Endpoint.ROUTE,
     }
 )
-"""Where llm-d's sidecar has a prompt computed elsewhere; and what only asks where to send."""
+"""Endpoints where llm-d's sidecar has a prompt computed elsewhere, and the one that only asks where
+to send."""
 _RANK_OF_ITS_OWN = RankChoice(is_read=False, may_pull=False)
 """A prefiller gets neither a rank nor a peer to pull from."""
 
@@ -45,9 +46,9 @@ class Serving(NamedTuple):
     """Holds the replicas that serve a model or an adapter, by id."""
 
     able: Mapping[str, Replica]
-    """Those that requests are sent to."""
+    """Replicas that requests are sent to."""
     prefillers: Mapping[str, Replica]
-    """Those that only compute prompts."""
+    """Replicas that only compute prompts."""
     may_split: bool
     """True if a prompt may be computed elsewhere than where its request is sent."""
 
@@ -66,7 +67,7 @@ class PrefillPlanner:
     """Chooses the replica that computes a prompt.
 
     Args:
-        min_uncached_tokens: So many must be left to compute where the request is sent; 0: no other
+        min_uncached_tokens: The least to compute at the replica of the response; 0: no other
             replica ever computes a prompt.
     """
 
@@ -95,11 +96,11 @@ class PrefillPlanner:
     def prefiller(
         self, question: RankQuestion, serving: Serving, chosen: Candidate
     ) -> Candidate | None:
-        """Choose who computes the prompt; None: the chosen replica itself.
+        """Choose the replica that computes the prompt; None: the chosen one itself.
 
         Args:
-            serving: Who may be chosen.
-            chosen: Where the request is sent.
+            serving: Those that may be chosen.
+            chosen: The replica of the response.
         """
         # What the replica only waits for counts as well: its engine would not wait for it again.
         if question.prompt_tokens - chosen.cached_tokens < self._least:

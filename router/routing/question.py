@@ -1,4 +1,4 @@
-"""One request as replicas are ranked for it; a cache follows it by the same."""
+"""One request, as replicas are ranked for it and a cache follows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankQuestion:
     request: RouteRequest
     """The fields that the policy sees."""
     index: PrefixIndex | None = None
-    """Its model's; None: it names no model."""
+    """The model's index; None: it names no model."""
     prompts: Sequence[HashedPrompt] = ()
     """From `prepare`; none where they are not looked at."""
     choice: RankChoice = ANY_RANK
@@ -43,5 +43,5 @@ class RankQuestion:
 
     @property
     def prompt_tokens(self) -> int:
-        """Over all prompts, as far as they are known."""
+        """Tokens of all prompts, as far as they are known."""
         return self.request.prompt_tokens

@@ -35,7 +35,7 @@ class RecentPrefixes:
     clock.
 
     Args:
-        books: Of those who decide by it.
+        books: The core's, which decide by it.
         ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
         max_entries: Bound on keys over all caches, some 80 bytes each, and 150 for each prompt.
     """

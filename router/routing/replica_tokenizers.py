@@ -86,7 +86,7 @@ class ReplicaTokenizers:
         """POST to the least busy replica, and to another one if it does not respond in time.
 
         Args:
-            names: Of a model; replicas that serve it by one of them are asked.
+            names: A model's; replicas that serve it by one of them are asked.
         Returns:
             Status and body.
         Raises:
@@ -113,7 +113,8 @@ class ReplicaTokenizers:
         raise ConnectionError(failure) from failure
 
     def _order(self, names: Sequence[str]) -> list[Replica]:
-        """Those that can be asked: the least busy first, of equal ones the longest unasked."""
+        """Return the replicas that can be asked: the least busy first, of equal ones the longest
+        unasked."""
         now = self.clock()
 
         def key(replica: Replica) -> tuple[bool, int, int]:

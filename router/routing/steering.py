@@ -12,9 +12,9 @@ from router.prompt import NO_ENDS, MessageEnds
 from router.routing.tenant import ContinuationSign, Found, Tenant
 
 MAX_TENANTS = 1024
-"""The one that sent a request least recently is forgotten."""
+"""The most tenants; the one that sent a request least recently is forgotten."""
 _AT_ONCE = 64
-"""Keys are forgotten by a part of so many of all."""
+"""One part in so many of all keys is forgotten at once."""
 
 
 class Hints(NamedTuple):
@@ -44,9 +44,9 @@ class SteeringStatistics:
     kept_ends: int = 0
     """Requests whose response is to be kept."""
     kept: int = 0
-    """Prompts that begin with what had been named, and find it cached."""
+    """Prompts that begin with a named boundary and find it cached."""
     lost: int = 0
-    """Prompts that begin with what had been named, and find less of it cached."""
+    """Prompts that begin with a named boundary and find less of it cached."""
     hit: int = 0
     """Those of `kept` whose hit ends just there: without the hint it would have been shorter."""
     hit_tokens: Annotated[int, counter("kvroute_boundary_hit_tokens")] = 0
@@ -69,7 +69,7 @@ class Steering:
         self._keys = 0
         self._tenants: dict[str, Tenant] = {}
         self._named: dict[int, int] = {}
-        """Length in tokens of what was named, by its key; the latest at the end."""
+        """Lengths of named boundaries in tokens, by key; the latest at the end."""
         self._counts = SteeringStatistics()
 
     def hints(
@@ -83,7 +83,7 @@ class Steering:
         """Record a prompt; return what to keep of it.
 
         Args:
-            keys: Of its prefixes of `STEP` tokens, twice as many, and so on.
+            keys: Its prefixes' keys, one for every `STEP` tokens.
             ends: Where it is expected to part from others.
             continuation: The request's sign of whether it will be continued.
         """
@@ -101,19 +101,19 @@ class Steering:
         return hints
 
     def look_up(self, keys: Sequence[int], cached_tokens: int, step: int) -> None:
-        """Count what became of what was named; call it before `hints`.
+        """Count the outcome of earlier hints; call it before `hints`.
 
         Args:
             cached_tokens: The prompt's hit where it is sent.
             step: Tokens from one length of a hit to the next, at most.
         """
-        self.came_of(self.named(keys), cached_tokens, step)
+        self.count_outcome(self.named(keys), cached_tokens, step)
 
     def named(self, keys: Sequence[int]) -> list[int]:
-        """The lengths of a prompt's prefixes that were named, for `came_of`."""
+        """The lengths of a prompt's prefixes that were named, for `count_outcome`."""
         return [self._named[key] for key in keys if key in self._named]
 
-    def came_of(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
+    def count_outcome(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
         """Count like `look_up`, where it is known only later where a prompt is sent.
 
         Args:

@@ -27,7 +27,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}\Z")
 
 _NAME = re.compile(r"(resp_[0-9a-f]{32})([0-9a-f]{32})\Z")
 _STRETCHED = 10_000
-"""Rounds between a key and what its ids are sealed with: they are no means to guess it."""
+"""Rounds between a key and the seal of its ids, so that they do not help to guess it."""
 
 HasResponse: TypeAlias = Callable[[Replica, str], Awaitable[bool]]
 """`(replica, response id)`: asks a replica. It must not raise, and must bound its time."""
@@ -40,14 +40,14 @@ class StoredResponsesStatistics:
     known: Annotated[int, gauge("kvroute_stored_responses")]
     """Stored responses of `/v1/responses` whose replica is known."""
     asked: Annotated[int, counter("kvroute_response_lookups")]
-    """Times that the replicas were asked who has a stored response."""
+    """Times that the replicas were asked for a stored response."""
     found: int
-    """How often one had it."""
+    """Times that one had it."""
 
 
 class ResponseOwner:
-    """The holder of a key, where there are several: names the responses made with it, and tells its
-    names from those of others.
+    """The holder of a key, where there are several: it names the responses made with it, and
+    recognises its names.
 
     The router sends `request_id`, which engines take as the response's id: half of it is random,
     the other half a seal that only the same key gives. So every router knows whose a
@@ -70,7 +70,7 @@ class ResponseOwner:
         """Check that a response was made with this key.
 
         Raises:
-            UnknownResponse: It was not, or there is none.
+            UnknownResponse: It was not, or does not exist.
         """
         found = _NAME.match(response_id)
         if found is None or not hmac.compare_digest(found[2], self._seal(found[1])):
@@ -95,7 +95,7 @@ class StoredResponses:
         self._asked = self._found = 0
 
     def learn(self, response_id: str, replica_id: str) -> None:
-        """Remember who has a response."""
+        """Remember the replica of a response."""
         self._holders[response_id] = replica_id
         self._holders.move_to_end(response_id)
         if len(self._holders) > MAX_RESPONSES:

@@ -22,7 +22,7 @@ MOST_GUESSES = 2
 
 
 class _Lengths:
-    """The latest of them."""
+    """The latest lengths."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -41,20 +41,20 @@ class Tails:
     def __init__(self) -> None:
         self._rough, self._exact = _Lengths(), _Lengths()
         self._parted = FadingRatio(0.0, 4.0, _SAMPLES)
-        """Those of new prompts that a later one left somewhere."""
+        """The share of new prompts that a later one parts from."""
 
     def new(self) -> None:
-        """A prompt came whose end no other had."""
+        """Count a prompt whose end no other had."""
         self._parted.add(0.0, 1.0)
 
     def parted(self, tail_tokens: int) -> None:
-        """A prompt left an earlier one for the first time there, *tail_tokens* before its end, or
-        up to a step less."""
+        """Note that a prompt parted from an earlier one *tail_tokens* before its end, or up to a
+        step less."""
         self._parted.add(1.0, 0.0)
         self._rough.add(tail_tokens)
 
     def exactly(self, tail_tokens: int) -> None:
-        """A prompt showed where others are left: *tail_tokens* before its end."""
+        """Note the exact place where prompts part: *tail_tokens* before the end."""
         self._exact.add(tail_tokens)
 
     def guesses(self, prompt_tokens: int, known_tokens: int) -> list[int]:

@@ -17,9 +17,9 @@ from router.routing.tails import Tails
 MOST_BOUNDARIES = 8
 """The most boundaries that one request names."""
 LEAST_SHARE = 0.05
-"""Ends of messages of a kind of which fewer were asked for again are not worth a window."""
+"""Kinds of message end of which a smaller share was asked for again are not worth a window."""
 GOES_ON = 0.2
-"""From this share of responses on that are continued, they are kept."""
+"""Responses are kept if at least this share of them is continued."""
 _SAMPLES = 256
 
 
@@ -79,7 +79,7 @@ class Tenant:
         """Record a prompt; return what to keep of it.
 
         Args:
-            keys: Of its prefixes, one for each whole step.
+            keys: Its prefixes' keys, one for each whole step.
             ends: Where it is expected to part from others.
             continuation: The request's sign of whether it will be continued.
         """

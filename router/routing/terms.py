@@ -1,4 +1,4 @@
-"""On what terms a request is decided: all that is known of it besides its body."""
+"""The terms of a request: all that is known of it besides its body."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class TenantSalt:
-    """Holds what keeps the cached blocks of a key's holders apart from those of others."""
+    """Holds the salt that separates the cached blocks of a key's holders from others'."""
 
     secret: bytes = field(repr=False)
     names: tuple[str, ...]
@@ -45,9 +45,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     """The tenant of the request, where there may be several."""
     is_eligible: IsEligible | None = None
-    """Which replicas may be chosen; None: all that serve the model."""
+    """Returns whether a replica may be chosen; None: all that serve the model."""
     version: str | None = None
-    """The version of the model, that was chosen already."""
+    """The version of the model, if chosen already."""
 
     @property
     def secret(self) -> bytes | None:

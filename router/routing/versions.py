@@ -53,8 +53,8 @@ class Versions:
         Args:
             headers: The request's, names in lower case.
             session: The client's; None if it names none.
-            is_served: Whether a healthy replica serves a model. Others are left out where there is
-                a choice, unless the client made it.
+            is_served: Returns whether a healthy replica serves a model. Others are left out where
+                there is a choice, unless the client made it.
         """
         found = self._by_name.get(name or "")
         if found is None:

@@ -60,12 +60,12 @@ _QUIET_LOOK_AGAIN_S = 2.0
 _LOOKING_SHARE = 0.02
 """The most of the control loop's time that looking may take: it grows with the fleet."""
 MAX_ADAPTERS = 256
-"""That the core knows; the one that was named least recently is forgotten."""
+"""Adapters that the core knows; the one named least recently is forgotten."""
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
 
 
 class Parts(NamedTuple):
-    """Holds what decides, in the core."""
+    """Holds the parts that decide, in the core."""
 
     ranker: Ranker
     mirror: Mirror
@@ -73,7 +73,7 @@ class Parts(NamedTuple):
 
 
 class OrderedBy(IntEnum):
-    """Where an engine that orders what waits there reads a request's number; as in
+    """Names the field in which an engine that orders its queue reads a request's number; as in
     core/plane/types.hpp."""
 
     NOTHING = 0
@@ -99,11 +99,11 @@ class Way(NamedTuple):
     """How requests for a name reach a replica; the core reads it by these names."""
 
     origin: str
-    """Connections are kept by it."""
+    """The key of kept connections."""
     hosts: tuple[str, ...]
     port: int
     secure_host: str
-    """To whose certificate the replica has to show; empty: plain HTTP."""
+    """The host that the replica's certificate must name; empty: plain HTTP."""
     authority: bytes
     base_path: bytes
     replaced: tuple[tuple[bytes, bytes | None], ...]
@@ -126,7 +126,7 @@ class ServedName(NamedTuple):
     fleet: Any
     index: Any
     ways: list[Way]
-    """To each replica of the fleet, in its order."""
+    """The way to each replica of the fleet, in its order."""
     most_tokens: int
     """The longest prompt; longer ones are decided in Python."""
     adapter: str | None
@@ -143,8 +143,8 @@ class NativeDecisions(ReplicaListener):
     ) -> None:
         """
         Args:
-            service: Whose models and replicas are served.
-            addresses: Of replicas' hosts.
+            service: Has the models and replicas.
+            addresses: Looks up replicas' hosts.
             shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
@@ -195,7 +195,7 @@ class NativeDecisions(ReplicaListener):
         return self._placing.under_way()
 
     def allow(self, most: int) -> None:
-        """From now on the core may have no more requests than so many under way."""
+        """Limit the core's requests under way from now on."""
         self._placing.allow(most)
 
     async def run(self, plane: DataPlane) -> None:
@@ -234,14 +234,14 @@ class NativeDecisions(ReplicaListener):
 
     @override
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """The core learns of it as of a change of its state."""
+        """Treat it as a change of its state."""
 
     @override
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         self._has_changed.set()
 
     def stop(self, plane: DataPlane) -> None:
-        """From now on everything is asked here."""
+        """Have everything decided in Python from now on."""
         plane.plane.decide_by(None)
         self._is_on = False
 
@@ -261,7 +261,7 @@ class NativeDecisions(ReplicaListener):
     def _refresh(self, plane: DataPlane) -> None:
         admission, observers = self._service.admission, self._service.observers
         may = not (admission.is_full or observers.taps or admission.is_shutting_down)
-        # Where a request waits, those that come have to wait as well, though there were room.
+        # While a request waits, new ones wait as well, even if there is room.
         may = may and (self._room is None or self._room.is_empty)
         if may and self._is_due():
             began = time.perf_counter()
@@ -329,8 +329,8 @@ class NativeDecisions(ReplicaListener):
         return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
 
     def _lost(self, fleet: KnownFleet) -> dict[int, float]:
-        """Since when the events of its caches have not been whole, of those where they are not: an
-        estimate may stand in. By the books' numbers."""
+        """Since when the events of its caches have been incomplete, by the books' numbers: an
+        estimate may stand in for them."""
         approximate, suspects = self._service.approximate, self._service.feed.suspects
         if approximate is None:
             return {}
@@ -380,7 +380,7 @@ class NativeDecisions(ReplicaListener):
         return served, fleet, form
 
     def _way(self, replica: Replica) -> Way | None:
-        """The way to a replica; None where it is not known yet, or may not be gone."""
+        """The way to a replica; None where it is unknown yet, or may not be used."""
         origin, times = replica.origin, self._service.config.server.timeouts
         hosts = origin.allowed(self._addresses.latest(origin.host))
         if not hosts:
@@ -420,7 +420,7 @@ def _ordered_by(replica: Replica) -> OrderedBy:
 
 
 def _name_at(replica: Replica, name: str, model: Model) -> str:
-    """Return what a replica calls a model; empty where that is what the client does."""
+    """Return a replica's name of a model; empty where it is the client's."""
     if replica.serves(name):
         return ""
     return next((each for each in model.names if each in replica.served.models), "")
@@ -429,10 +429,10 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 def native_decisions(
     service: RouterService, addresses: Addresses, shows_hits: bool
 ) -> NativeDecisions | None:
-    """Return what decides in the core; None where the configuration asks for more than that knows.
+    """Return the core's decisions; None where the configuration asks for more than the core knows.
 
     Args:
-        addresses: Of replicas' hosts.
+        addresses: Looks up replicas' hosts.
         shows_hits: True if clients see hits.
     """
     parts = Parts(*service.parts_in_core)
@@ -442,15 +442,15 @@ def native_decisions(
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:
-    """A client's headers with which its request is read here before the core decides."""
+    """The client's headers for which its request is read in Python before the core decides."""
     choosing = (each.header for each in config.versioned_models)
     names = (config.policy.session_header, *choosing)
     return frozenset((TRACEPARENT, *(name.encode() for name in names)))
 
 
 def told_with(config: RouterConfig) -> frozenset[bytes]:
-    """A client's headers with which its request is looked at here; names in lower case. All others
-    go to the replica as they are, or the core drops or writes them as `Gateway` does."""
+    """The client's headers for which its request is decided in Python; names in lower case. All
+    others go to the replica as they are, or the core drops or writes them as `Gateway` does."""
     return frozenset(
         (
             PRIORITY_HEADER,

@@ -4,7 +4,7 @@
          ^                                                            │
          └──────────── Ask, to be decided there; or Open ─────────────┘
 
-Whatever is not usual about a request is left to who opens it, errors included.
+Unusual requests, errors included, are left to the server that opens them.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
-"""The paths of such requests, by the numbers that the core knows them by."""
+"""The paths of such requests, by the core's numbers."""
 
 
 MAX_HINTED = 16_384
-"""Requests whose end steering waits for."""
+"""The most requests whose end steering waits for."""
 
 
 class Names(Protocol):
-    """Describes what the core knows by which name."""
+    """Knows the names that the core serves."""
 
     def want(self, adapter: str) -> None:
-        """A request names an adapter."""
+        """Have the core know an adapter that a request names."""
 
     def hint_form(self, name: str) -> HintForm | None:
         """The form of retention hints to the replicas of a name; None where they get none."""
@@ -87,7 +87,7 @@ class Preparation:
     names: Names | None
     """The names that the core knows; None: no name, so that it never asks."""
     check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None
-    """Returns the key of a request by its headers, or raises `RequestError`; None: none is
+    """Returns the key of a request by its headers, or raises `RequestError`; None: no key is
     needed."""
     session_header: bytes
     """The header that names a client's session, in lower case."""
@@ -100,9 +100,9 @@ class Preparation:
         self._tasks: set[asyncio.Task[None]] = set()
         self._hinted: dict[int, _Hinted] = {}
         self._begun: dict[int, Begun] = {}
-        """By number, for requests that have not been opened, and not ended."""
+        """State by number, of requests that are neither opened nor ended."""
         self.plane: Plane | None = None
-        """The core's; it is there before any request."""
+        """The core's plane, set before the first request."""
 
     @property
     def under_way(self) -> int:
@@ -113,7 +113,7 @@ class Preparation:
         """Read a prompt, and answer.
 
         Args:
-            number: Of the request, in the core.
+            number: The request's, in the core.
             path: Its place among `PREPARED`.
             headers: Names in lower case; none where they do not matter.
         """
@@ -151,10 +151,10 @@ class Preparation:
             model, lengths = hinted
             announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
             step = STEP if announced is None else announced.scheduler_block_size or STEP
-            model.steering.came_of(lengths, settled.tokens[2], step)
+            model.steering.count_outcome(lengths, settled.tokens[2], step)
 
     def hand_over(self, number: int) -> Begun | None:
-        """A request is served by others: what was begun for it."""
+        """Return the state of a request that others serve from now on."""
         self._hinted.pop(number, None)
         return self._begun.pop(number, None)
 
@@ -165,7 +165,7 @@ class Preparation:
             begun.left()
 
     def begun(self, number: int) -> Begun | None:
-        """Return what was begun for a request, and goes on."""
+        """Return the state of a request that goes on."""
         return self._begun.get(number)
 
     def _begin(self, path: str, headers: list[Header]) -> Begun | None:
@@ -177,7 +177,7 @@ class Preparation:
         return Begun(context=context, placed=PlacedTrace(trace))
 
     def _enter(self, number: int, headers: list[Header]) -> Key | None:
-        """Check the client's key, and that its holder may ask at this moment; return it."""
+        """Check the client's key and its limits; return it."""
         key = None if self.check_key is None else self.check_key(dict(headers))
         if key is None:
             return None
@@ -195,7 +195,7 @@ class Preparation:
     def _read(
         self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
     ) -> Asked:
-        """Return what a usual request asks for."""
+        """Return the fields of a usual request."""
         if len(body) > INLINE_BODY_BYTES:
             raise _Unusual
         given = dict(headers)
@@ -280,7 +280,7 @@ class Preparation:
         )
 
     def _class_of(self, begun: Begun | None) -> int | None:
-        """The class of its key, where that has one of its own."""
+        """The priority of its key, where that has one of its own."""
         if begun is None or begun.key is None or begun.key.priority is None:
             return None
         return self.engine_order.class_of(begun.key.priority)
@@ -337,7 +337,7 @@ def _is_usual(asked: Asked) -> bool:
 
 
 def _check_model(usage: KeyUsage) -> Callable[[str], None]:
-    """Leaves a request for a model that the key is not for to be refused when it is opened."""
+    """Leave a request for a model that the key is not for to be refused when it is opened."""
 
     def check(model: str) -> None:
         if not usage.allows(model):

@@ -1,5 +1,5 @@
-"""Takes records of the requests that the data plane decided and served by itself: they are shown,
-counted and logged as those that are served here."""
+"""Takes the records of requests that the data plane served by itself: they are shown, counted and
+logged like those served in Python."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Settling:
     """Receives what the core reports of such requests. Belongs to one event loop."""
 
     observers: RequestObservers
-    """Count and log."""
+    """Count and log them."""
     preparation: Preparation
-    """Knows what was begun for them."""
+    """Has the state made for them."""
     policy: str
     """The name of the policy that chose."""
     logs_access: bool
     """True if each gets a line in the log."""
     entrance: Entrance | None
-    """Where others wait for room; None: nowhere."""
+    """The queue for room; None: requests do not wait."""
 
     def __post_init__(self) -> None:
         self._passed: dict[int, Waiter] = {}
-        """Requests that the line knows of, as those that did not wait."""
+        """Requests that the line counts as passed without waiting."""
 
     def running(self, number: int, record: Sequence[Any]) -> None:
         """One has been under way for a while, or has its first byte since."""
@@ -50,10 +50,10 @@ class Settling:
         self._pass_by(number, settled)
 
     def settled(self, number: int, record: Sequence[Any], booking: Booking | None) -> None:
-        """One is over.
+        """A request has ended.
 
         Args:
-            booking: Waits for what its engine reported; None: nothing does.
+            booking: Waits for its engine's report; None: no one does.
         """
         settled, path = self._of_core(number, record)
         begun = self.preparation.begun(number)
@@ -89,7 +89,7 @@ class Settling:
         self._end_passing(number)
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
-        """A replica did not serve one."""
+        """A replica did not serve a request."""
         begun, attempt = self.preparation.begun(number), self._attempt(failed.replica)
         key = None if begun is None else begun.key
         tenant = "" if key is None or key.owner is None else key.name
@@ -125,14 +125,14 @@ class Settling:
             self.entrance.room.over(self._passed.pop(number), tokens)
 
     def _attempt(self, replica_id: str) -> Attempt | None:
-        """At a replica; None where it was removed meanwhile."""
+        """Return an attempt at a replica; None where it was removed meanwhile."""
         replicas = self.observers.replicas
         if replica_id not in replicas:
             return None
         return Attempt(replica_id, replicas.get(replica_id).origin)
 
     def _of_core(self, number: int, record: Sequence[Any]) -> tuple[Settled, str]:
-        """A record of the core, and the path that was asked."""
+        """Read a record of the core, and the path that was asked."""
         settled = Settled.of_core(record)
         begun = self.preparation.begun(number)
         if begun is not None:
