@@ -7,7 +7,7 @@ In come questions; out go decisions and bookings, in the asker's form. A dialect
 The files; each imports only what is listed above it:
 
     names.py                what gateways call a replica
-    asks.py                 who asks, and what for
+    asks.py                 a question's caller and purpose
     reservations.py         what is booked until its gateway reports its end, or falls silent
     adopted.py              those that the compiled core makes by itself
     desk.py                 decides, waits for room, books

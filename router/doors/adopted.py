@@ -31,11 +31,11 @@ class Adopted:
 
     reservations: Reservations
     observers: RequestObservers
-    """Count and log."""
+    """Count and log them."""
     admission: Admission
-    """Counts bodies; of these none is kept."""
+    """Counts bodies, of which none is kept here."""
     entrance: Entrance | None
-    """Where others wait for room; None: nowhere."""
+    """The queue for room; None: requests do not wait."""
     policy: str
     """The name of the policy that chose."""
 
@@ -53,14 +53,14 @@ class Adopted:
         """A gateway got a replica for its request, which is booked there.
 
         Args:
-            number: Of the gateway's question, in the core.
+            number: The gateway's question's, in the core.
             booking: Follows the request in the core's books.
-            place: Among the reservations that there may be.
-            reason: Why it goes there.
-            by_tier: Tokens that lower tiers have of its prompt.
+            place: Its place among all reservations.
+            reason: The reason of the choice.
+            by_tier: Tokens of its prompt in lower tiers.
             record: `Plane`'s record of a request that it served, with what its gateway has reported
                 by now.
-            touched_at: When it was reported of last, by the clock.
+            touched_at: The time of its last report, by the clock.
         """
         settled = Settled.of_core(record)
         seconds = self.reservations.clock() - settled.began_at
@@ -100,7 +100,7 @@ class Adopted:
             self.made(number, *what)
 
     def _claim(self, settled: Settled) -> Claim:
-        """Its place among those that wait: it did not have to."""
+        """Return its claim on the limits; it did not have to wait."""
         ask = Question(endpoint=None, body=b"", path=RESERVE_PATH, request_id=settled.request_id)
         room = None if self.entrance is None else self.entrance.room
         claim = Claim(ask, self.admission, room)
@@ -111,7 +111,7 @@ class Adopted:
 
 @dataclass(eq=False, repr=False)
 class _CoreObserver:
-    """Observes one, as `RequestObserver` does what was decided here."""
+    """Observes a reservation, like `RequestObserver` one that was decided here."""
 
     observers: RequestObservers
     number: int
@@ -159,5 +159,5 @@ class _CoreObserver:
             self.booking.reported(routed.actual_tokens)
 
     def response_tokens(self) -> int | None:
-        """Known at its end."""
+        """The tokens of its response, known at its end."""
         return self.settled.response_tokens if self._first_byte_s else None

@@ -19,7 +19,7 @@ class Caller:
     """The holder of a question's key, and its rights."""
 
     name: str = ""
-    """The name of the key; empty where none is needed."""
+    """The name of the key; empty without one."""
     salt: TenantSalt | None = field(default=None, repr=False)
     usage: KeyUsage | None = field(default=None, repr=False)
     owner: ResponseOwner | None = field(default=None, repr=False)
@@ -31,24 +31,24 @@ ANONYMOUS = Caller()
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One question."""
+    """A question of a gateway."""
 
     endpoint: Endpoint | None
     """The form of the body; `Endpoint.ROUTE`: the body names it; None: it holds no prompt that is
     looked at."""
     response_id: str = ""
-    """The stored response that it is about."""
+    """The stored response that it names."""
     body: bytes
     path: str
-    """For the log of requests."""
+    """The path, for the request log."""
     request_id: str
     """Ties the logs of gateway, router and engine together."""
     headers: Mapping[bytes, bytes] = MappingProxyType({})
     """Names in lower case."""
     session: str | None = None
     dp_rank: int | None = None
-    """The data-parallel rank that it is for, where the gateway has chosen."""
+    """The data-parallel rank, where the gateway has chosen it."""
     is_eligible: IsEligible | None = None
-    """Which replicas the gateway can send it to; None: all of them."""
+    """Returns whether the gateway can send it to a replica; None: to all."""
     caller: Caller = ANONYMOUS
     trace_id: str | None = None

@@ -28,19 +28,19 @@ _TOKEN_BYTES = 8
 
 
 class DeskParts(NamedTuple):
-    """Holds what a desk works with."""
+    """Holds the parts of a desk."""
 
     dispatcher: Dispatcher
     observers: RequestObservers
     admission: Admission
     entrance: Entrance | None
-    """Where requests wait for room at a replica; None: nowhere."""
+    """The queue for room; None: requests do not wait."""
     engine_order: EngineOrder
     reservations: Reservations
 
 
 class Desk:
-    """Where gateways ask. Belongs to one event loop."""
+    """Answers gateways' questions. Belongs to one event loop."""
 
     def __init__(self, parts: DeskParts) -> None:
         self.reservations = parts.reservations
@@ -65,7 +65,7 @@ class Desk:
         """Decide, and book nothing.
 
         Args:
-            selection_id: Under which to keep the decision for a while, to be booked as it is.
+            selection_id: The decision is kept under this id for a while, to be booked as it is.
         Raises:
             RequestError: It is refused.
         """
@@ -81,7 +81,7 @@ class Desk:
         """Decide, wait for room where all replicas are full, and book.
 
         Args:
-            reservation_id: What to call it; None: something new.
+            reservation_id: Its id; None: a new one.
         Raises:
             RequestError: It is refused; nothing is booked.
         """
@@ -122,7 +122,7 @@ class Desk:
             raise
 
     def refused(self, error: RequestError) -> None:
-        """Count what was refused, or not even asked, elsewhere than over HTTP."""
+        """Count a refusal outside HTTP, or a request without a question."""
         self._parts.observers.refused(error)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Desk:
 
 
 def new_id() -> str:
-    """An id that cannot be guessed."""
+    """Return an id that cannot be guessed."""
     return f"{random.SystemRandom().getrandbits(128):032x}"
 
 

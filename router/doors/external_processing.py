@@ -1,5 +1,5 @@
 """The endpoint picker's gRPC server, wired: streams of external processing, and health checks.
-Imported only where it is to listen: it needs the extra `gateway`."""
+Imported only if it listens: it needs the extra `gateway`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_picker(
     paths: ProxiedPaths,
     why_not_ready: Callable[[], str | None],
 ) -> ExtProcServer:
-    """Make what listens for gateways.
+    """Make the server for gateways.
 
     Args:
         guard: Checks the keys of clients, where they need any.
@@ -111,12 +111,12 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
 
 
 class Limits(NamedTuple):
-    """Holds what a stream may cost."""
+    """Holds the bounds on a stream."""
 
     body_s: float
-    """In which the whole request must arrive."""
+    """The time for the whole request to arrive."""
     silence_s: float
-    """After which its reservation has ended, and so does the stream."""
+    """The longest silence, after which the reservation and the stream end."""
     body_bytes: int
 
 
@@ -156,7 +156,7 @@ class ExtProcServer:
         logger.info("the endpoint picker listens on grpc://%s:%d", host, self.port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take nothing new; streams have *grace_s* to end."""
+        """Accept no new streams; those open have *grace_s* to end."""
         if self._server is not None:
             await self._server.stop(grace_s)
 
@@ -233,7 +233,7 @@ class ExtProcServer:
         return grpc.method_handlers_generic_handler(INDEXER_SERVICE, {"GetPodScores": scores})
 
     async def _scores(self, request: Any, context: Any) -> Any:
-        """llm-d's question: blocks of a text that each pod would reuse."""
+        """Answer llm-d's question: blocks of a text that each pod would reuse."""
         body = {"model": request.model_name, "prompt": request.prompt}
         metadata = {
             each[0].encode(): each[1].encode() if isinstance(each[1], str) else each[1]
@@ -293,7 +293,7 @@ class ExtProcServer:
 
 
 def _scores_of(decision: Decision) -> dict[str, float]:
-    """By address; what all groups allow, the last token left out, in blocks."""
+    """Return blocks by address: the hit that all groups allow, without the last token."""
     if decision.model is None or not decision.prompts:
         return {}
     found = holdings(decision.model, decision.prompts[0])
@@ -307,7 +307,7 @@ def _scores_of(decision: Decision) -> dict[str, float]:
 
 def _options(limits: Limits, max_streams: int) -> list[tuple[str, Any]]:
     # gRPC drops new streams by chance where more than 1,000 wait to be taken: those of honest
-    # gateways as well, and without a word. We refuse them ourselves.
+    # gateways as well, silently. We refuse them ourselves.
     waiting = max(1000, 2 * max_streams)
     return [
         ("grpc.server.max_pending_requests", waiting),

@@ -1,7 +1,7 @@
 """The messages of Envoy's external processing, gRPC's health checks and llm-d's indexer, by their
 published names and field numbers; only the fields that are read or written here.
 
-They live in a pool of their own, beside whatever other package brings the same messages along.
+They live in a pool of their own, beside any other package's definitions of the same messages.
 """
 
 from __future__ import annotations

@@ -21,18 +21,18 @@ _WORKER_BITS = 53
 
 
 def address_of(replica: Replica) -> str:
-    """Its `host:port`, IPv6 in brackets."""
+    """Return a replica's `host:port`, IPv6 in brackets."""
     return replica.origin.key.partition("://")[2]
 
 
 def names_of(replica: Replica) -> tuple[str, str, str]:
-    """Its id, URL and address: a question may name it by any of them."""
+    """Return a replica's id, URL and address: a question may name it by any of them."""
     return replica.id, str(replica.origin), address_of(replica)
 
 
 def worker_number(replica_id: str) -> int:
-    """A replica's id as a number, for clients that know workers by numbers: the same at every
-    router and after every restart."""
+    """Return a replica's id as a number, for clients that know workers by numbers: the same at
+    every router and after every restart."""
     if replica_id.isascii() and replica_id.isdigit() and int(replica_id) < 1 << _WORKER_BITS:
         return int(replica_id)
     return xxhash.xxh3_64_intdigest(replica_id.encode()) >> (64 - _WORKER_BITS)

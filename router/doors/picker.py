@@ -54,7 +54,7 @@ _REQUEST_ID_BYTES = 128
 
 
 class KnownPath(Protocol):
-    """Describes what is known of a path that goes to a replica."""
+    """A path that goes to a replica."""
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -62,11 +62,11 @@ class KnownPath(Protocol):
 
     @property
     def response_id(self) -> str:
-        """The stored response that it is about."""
+        """The stored response that it names."""
 
 
 class PickerParts(NamedTuple):
-    """Holds what all requests have in common."""
+    """Holds the parts that all requests share."""
 
     desk: Desk
     admission: Admission
@@ -111,7 +111,7 @@ class _Head:
 
 
 class Pick:
-    """One stream."""
+    """One stream of the gateway."""
 
     def __init__(self, parts: PickerParts) -> None:
         self.stage = Stage.HEAD
@@ -160,7 +160,7 @@ class Pick:
         return answer
 
     def closed(self) -> None:
-        """The stream is over, whatever had come."""
+        """The stream is over, complete or not."""
         self._let_go_of_body()
         if self._reservation is not None:
             # The gateway's own reason is unknown: its client has left, or the replica.
@@ -333,7 +333,7 @@ class Pick:
             self._reservation.end(Outcome.COMPLETED, self._status)
 
     def _note_served(self, reservation: DecidedReservation, served: str) -> None:
-        """The gateway may have tried another one by itself."""
+        """Note the replica that served: the gateway may have tried another one by itself."""
         if not served:
             return
         replicas = reservation.decision.replicas
@@ -354,7 +354,7 @@ class Pick:
 
 
 def _eligible(message: Any) -> IsEligible | None:
-    """Which replicas the gateway allows."""
+    """Return which replicas the gateway allows."""
     metadata = message.metadata_context.filter_metadata
     if _HINT not in metadata or _SUBSET not in metadata[_HINT].fields:
         return None
@@ -383,7 +383,7 @@ def _served(message: Any) -> str:
 
 
 def _rank_address(address: str, attempt: Attempt) -> list[Header]:
-    """Where the rank listens that a request is for."""
+    """Return the address of the rank that a request is for."""
     rank = dict(attempt.request_headers).get(RANK_HEADER)
     host, _, port = address.rpartition(":")
     if rank is None or int(port) + int(rank) > _MAX_PORT:
@@ -412,7 +412,7 @@ def _passing(part: str) -> Any:
 
 
 def _pieces(body: bytes) -> Iterator[Any]:
-    """The body in messages that every gateway takes."""
+    """Split the body into messages that every gateway takes."""
     for start in range(0, len(body) or 1, MAX_CHUNK_BYTES):
         answer = ProcessingResponse()
         streamed = answer.request_body.response.body_mutation.streamed_response

@@ -1,5 +1,5 @@
-"""Keeps what is booked for a gateway that sends a request itself. It ends when the gateway reports
-its end, when its replica is removed, or when the gateway has been silent for too long."""
+"""Keeps the reservations of gateways that send requests themselves. One ends when the gateway
+reports its end, when its replica is removed, or when the gateway has been silent for too long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SWEEP_S = 0.5
 _AT_ONCE = 256
-"""So many of the core's are looked at in one turn."""
+"""The core's reservations that are looked at in one turn."""
 
 
 class Outcome(Enum):
@@ -60,12 +60,12 @@ _ENDS = {
 
 
 class Claim:
-    """Holds what one question takes of its caller's limits and of the memory for bodies, and its
-    place among those that wait.
+    """Holds a question's share of its caller's limits and of the memory for bodies, and its place
+    in the queue.
 
     Raises:
-        KeyLimitReached: The caller has used what it may for now.
-        Overloaded: There is no room for the body.
+        KeyLimitReached: The caller has reached a limit.
+        Overloaded: The body does not fit.
     """
 
     __slots__ = ("_admission", "_ask", "_room", "waiter")
@@ -86,7 +86,7 @@ class Claim:
             raise
 
     def give_back(self, response_tokens: int | None = None) -> None:
-        """It is over; a second call changes nothing."""
+        """Release it; a second call changes nothing."""
         ask, self._ask = self._ask, None
         waiter, self.waiter = self.waiter, None
         if ask is not None:
@@ -98,7 +98,7 @@ class Claim:
 
 
 class ReservationObserver(Protocol):
-    """Receives what becomes of one; see `ProxyObserver`."""
+    """Receives the events of a reservation; see `ProxyObserver`."""
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         """The replica failed; return whether it is out of rotation."""
@@ -108,16 +108,16 @@ class ReservationObserver(Protocol):
         """The first token is there, so many seconds after it was reserved."""
 
     def on_events(self, count: int) -> None:
-        """So many more tokens have come, or about as many."""
+        """About so many more tokens have come."""
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
         """The engine has reported its tokens."""
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        """It is over."""
+        """The reservation has ended."""
 
     def response_tokens(self) -> int | None:
-        """Those that were generated; None without a response."""
+        """The generated tokens; None without a response."""
         raise NotImplementedError
 
 
@@ -167,7 +167,7 @@ class Reservation:
         self._on_over: Callable[[Reservation, Outcome], object] | None = None
 
     def _seconds(self, at: float | None) -> float:
-        """From its beginning to a moment; None: now."""
+        """Seconds from its beginning to a moment; None: now."""
         return (self._clock() if at is None else at) - self._started_at
 
     def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
@@ -175,7 +175,7 @@ class Reservation:
         self._on_over = call
 
     def prefill_complete(self, at: float | None = None) -> None:
-        """The first token of the response is there.
+        """Report the first token of the response.
 
         Args:
             at: When, by the clock; None: now.
@@ -185,7 +185,7 @@ class Reservation:
             self.observer.on_first_byte(self.attempt, self._seconds(at))
 
     def output(self, tokens: int, at: float | None = None) -> None:
-        """So many more tokens of the response.
+        """Report more tokens of the response.
 
         Args:
             at: When, by the clock; None: now.
@@ -195,8 +195,7 @@ class Reservation:
             self.observer.on_events(tokens)
 
     def report(self, usage: bytes) -> None:
-        """Take what the engine reported of the tokens: a JSON object with the `usage` of its
-        response."""
+        """Take the engine's report: a JSON object with the `usage` of its response."""
         self.observer.on_usage(True, usage, b"")
 
     def end(
@@ -206,10 +205,10 @@ class Reservation:
         failure: Failure | None = None,
         at: float | None = None,
     ) -> None:
-        """It is over; a second call changes nothing.
+        """End it; a second call changes nothing.
 
         Args:
-            status: Of the replica's response; None: 200 where that is complete.
+            status: The replica's; None: 200 where the response is complete.
             failure: How the replica failed, where that is known.
             at: When, by the clock; None: now.
         """
@@ -241,7 +240,7 @@ class Reservation:
 
 
 class DecidedReservation(Reservation):
-    """One that was decided in Python."""
+    """A reservation that was decided in Python."""
 
     __slots__ = ("_observer", "decision")
 
@@ -268,11 +267,12 @@ class DecidedReservation(Reservation):
         return self._observer.request.expected_tokens
 
     def chunk(self, piece: bytes) -> None:
-        """A piece of the response's body."""
+        """Take a piece of the response's body."""
         self._observer.on_chunk(piece)
 
     def served_by(self, attempt: Attempt) -> None:
-        """The gateway has sent it to another replica of the decision, as where it tried again."""
+        """Note that the gateway has sent it to another replica of the decision, as after a
+        retry."""
         if not self.is_over and attempt.replica_id != self.attempt.replica_id:
             self._observer.on_failure(self.attempt, Failure.CONNECT)
             self.attempt = attempt
@@ -281,7 +281,7 @@ class DecidedReservation(Reservation):
 
 @dataclass(frozen=True, slots=True)
 class ReservationStatistics:
-    """Those that have not ended, and the ends since the start."""
+    """Counts of open reservations, and of ends since the start."""
 
     held: Annotated[int, gauge("kvroute_reservations")]
     """Requests that gateways send themselves, booked and not ended; bounded by
@@ -293,10 +293,10 @@ class ReservationStatistics:
 
 
 class Reservations:
-    """All of them. Belongs to one event loop.
+    """All reservations. Belongs to one event loop.
 
     Args:
-        limit: How many there may be.
+        limit: The most at once.
         idle_s: After so many seconds without a report one ends by itself.
         clock: A monotonic clock, in seconds.
     """
@@ -319,7 +319,7 @@ class Reservations:
         self._timer: asyncio.TimerHandle | None = None
 
     def follow_core(self, adopt: Callable[[Iterable[tuple[Any, ...]]], object]) -> None:
-        """From now on the core may keep reservations to itself.
+        """Let the core keep reservations to itself from now on.
 
         Args:
             adopt: Adds those that the core reports.
@@ -331,8 +331,8 @@ class Reservations:
         """Check that another one may be made.
 
         Raises:
-            ReservationExists: There is one of that id.
-            Overloaded: There are as many as there may be.
+            ReservationExists: The id is taken.
+            Overloaded: The limit is reached.
         """
         if self.core.has(reservation_id):
             raise ReservationExists
@@ -340,11 +340,11 @@ class Reservations:
             raise self._full()
 
     def take_place(self, reservation_id: str) -> Place:
-        """A place for another one, which has it until its end.
+        """Take a place for another one, which has it until its end.
 
         Raises:
-            ReservationExists: There is one of that id.
-            Overloaded: There are as many as there may be.
+            ReservationExists: The id is taken.
+            Overloaded: The limit is reached.
         """
         place = self.core.take(reservation_id)
         if place is not None:
@@ -381,7 +381,7 @@ class Reservations:
             self._adopt(self.core.tell_silent(self.clock(), _AT_ONCE - len(self._held)))
 
     def touch(self, reservation: Reservation) -> None:
-        """One that has not ended was reported of."""
+        """Note a report on one that has not ended."""
         reservation.touched_at = self.clock()
 
     def replica_gone(self, replica_id: str) -> None:
@@ -409,7 +409,7 @@ class Reservations:
             self._timer = None
 
     def statistics(self) -> ReservationStatistics:
-        """How many there are, and how they ended."""
+        """Return the counts."""
         ends = {outcome.value: self._ends[outcome.value] for outcome in Outcome}
         ends[Outcome.COMPLETED.value] += self.core.completed()
         return ReservationStatistics(self.core.held(), ends)

@@ -1,4 +1,4 @@
-"""Which replicas exist, how they are, and what room they have.
+"""Tracks the replicas: which exist, their health, their load and their room.
 
 In comes what providers list, what replicas answer when asked, and what happened to requests; out
 go `ReplicaRegistry`'s views and its calls to listeners, and a place in a line for each request that
@@ -7,11 +7,11 @@ a reason to call a replica unhealthy (`health.py`).
 
 The files; each imports only what is listed above it:
 
-    client_errors.py     what asking a server may raise
+    client_errors.py     the errors of a request to a server
     client.py            asks servers about themselves, with bounds and time limits
-    probes.py            the same where it is done all the time, at less cost
-    limits.py            what the holder of a key may use
-    gate.py              how much one replica may be given
+    probes.py            the same for periodic probes, at less cost
+    limits.py            the limits of a key's holder
+    gate.py              whether one replica may get another request
     line.py              the requests that wait for one model, and which is next
     room.py              the lines of all models, and their turns
     entrance.py          a request's key and headers -> its place in a line

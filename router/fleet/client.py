@@ -111,7 +111,7 @@ class UpstreamClient:
         self._ssl_context = ssl_context
         self._on_shortage = on_shortage
         self._sessions: dict[Allows | None, aiohttp.ClientSession] = {}
-        """By what may be connected to: no connection is shared between two rules."""
+        """By rule on addresses: no connection is shared between two rules."""
         self._reached: set[str] = set()
         self._is_closed = False
 
@@ -175,7 +175,7 @@ class UpstreamClient:
         request whose kept connection turns out to be closed is sent again, once.
 
         Args:
-            origin: As for `send`, like all others but one.
+            origin: See `send`.
             body: Whole; may be empty.
             timeouts: For each phase of the exchange.
             max_bytes: Bound on the response's body.
@@ -183,7 +183,7 @@ class UpstreamClient:
         Raises:
             ResponseTooLarge: The body is longer than *max_bytes*; at most one buffer beyond it was
                 read.
-            UpstreamError: As for `send`.
+            UpstreamError: See `send`.
         """
         limit_s = timeouts.connect_s + timeouts.first_byte_s + timeouts.idle_s
         try:
@@ -247,7 +247,7 @@ class UpstreamClient:
         times: Timeouts,
         use: _Use,
     ) -> UpstreamError:
-        """Return what becomes of *error* for the caller."""
+        """Return the caller's error for *error*."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return ConnectTimeout(f"{origin}: no connection within {times.connect_s:g} s")
         if resource := self._shortage(error, origin):
@@ -267,7 +267,8 @@ class UpstreamClient:
         return OutOfResources(message, resource)
 
     def _shortage(self, error: BaseException, origin: Origin) -> str | None:
-        """Return what the system ran out of; None where it is the server that cannot be reached."""
+        """Return the resource that the system ran out of; None where the server cannot be
+        reached."""
         if isinstance(error, MemoryError):
             return "memory"
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
@@ -286,7 +287,7 @@ class _Resolver(AbstractResolver):
     """Looks names up, each time that a connection is made: a name may lead elsewhere by then.
 
     Args:
-        allows: Whether an address may be connected to; None: every one.
+        allows: Returns whether an address may be connected to; None: every one.
     """
 
     def __init__(self, allows: Allows | None) -> None:
@@ -317,14 +318,15 @@ class _Resolver(AbstractResolver):
 
     @override
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class _Use:
     """The connection that a request went over."""
 
     is_kept = False
-    """From a request before; the server may have closed it and never seen this one."""
+    """True if kept from an earlier request; the server may have closed it and never seen this
+    one."""
 
 
 def _traced() -> aiohttp.TraceConfig:
@@ -341,7 +343,7 @@ def _traced() -> aiohttp.TraceConfig:
 
 
 def _why(error: OSError) -> str:
-    """The reason, with the system's words, which asyncio leaves out."""
+    """Return the reason with the system's message, which asyncio leaves out."""
     text = error.strerror or str(error) or type(error).__name__
     if (
         error.errno is None
@@ -377,7 +379,7 @@ def _fields(origin: Origin, headers: Sequence[Header]) -> CIMultiDict[str]:
 async def _with_first_byte(
     asked: Awaitable[aiohttp.ClientResponse],
 ) -> tuple[aiohttp.ClientResponse, bytes]:
-    """A response, and the first bytes of its body; empty where it has none."""
+    """Return a response and the first bytes of its body; empty without one."""
     response = await asked
     try:
         return response, await response.content.readany()

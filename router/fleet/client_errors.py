@@ -1,4 +1,4 @@
-"""Defines what can go wrong between the router and one server that it asks.
+"""Defines the errors between the router and one server that it asks.
 
     UpstreamError
     ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure

@@ -26,7 +26,7 @@ _TOKENS = re.compile(
 )
 
 MAX_REQUESTS = 10_000_000
-"""A larger value is taken for nonsense, as is NaN."""
+"""A larger value is ignored, as is NaN."""
 
 # One sample a line: name, perhaps labels, value, perhaps a time.
 _NAMES = b"|".join((*_RUNNING, *_WAITING, *_USAGE))
@@ -44,7 +44,7 @@ class EngineRankLoad(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> int:
-        """Running or waiting."""
+        """Requests that run or wait."""
         return self.running + self.waiting
 
 

@@ -1,5 +1,5 @@
-"""Which number a request takes to an engine that orders what waits there by numbers, so that it is
-served as in a line here: by its class, and there the short before the long, with ageing.
+"""Computes the priority number of a request for engines that order their queue by numbers, so that
+they serve in the order of our own line: by class, then short before long, with ageing.
 
     number = class * 2**58 + place, of its tokens to compute and its arrival in seconds since 1970
 
@@ -18,7 +18,7 @@ from router.fleet.line import LONGEST_TOKENS, place_of
 
 _CLASS_BITS = 58
 """Bits below the class, of 63: there are at most 16 classes, and at 1e8 tokens a second places fit.
-At more, all that wait are equal, and go as they come."""
+At more, all waiting requests are equal, and served as they come."""
 
 
 class OrderFacts(NamedTuple):
@@ -60,12 +60,12 @@ class EngineOrder:
     def numbers(
         self, headers: Mapping[bytes, bytes], of_key: str | None, waited_s: float
     ) -> Callable[[int], int]:
-        """Return what one request's number is, by its tokens to compute; lower goes first.
+        """Return a function from one request's tokens to compute to its number; lower goes first.
 
         Args:
             headers: The request's, names in lower case.
             of_key: The highest class of its key.
-            waited_s: Since its arrival.
+            waited_s: Seconds since its arrival.
         Raises:
             BadRequest: Its header names no class.
         """

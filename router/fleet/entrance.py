@@ -1,7 +1,7 @@
-"""From a request's key and headers to its place in a line: whose it is, how urgent, until when.
+"""Reads a request's place in a line from its key and headers: tenant, class, deadline.
 
-What the gateways of the field call a header counts wherever the header does that is configured
-here, at every door: llm-d's names, and the older ones of the Gateway API's inference extension.
+Gateways' own names of a header count at every door where the configured header does: llm-d's names,
+and the older ones of the Gateway API's inference extension.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MAX_MS_DIGITS = 9
 
 
 def headers_read(config: OverloadConfig) -> frozenset[bytes]:
-    """All headers that decide on a request's place; names in lower case. Where nothing waits, that
-    is the engine's matter, which orders by priority alone."""
+    """All headers that decide on a request's place; names in lower case. Without a queue here the
+    order is the engine's, which orders by priority alone."""
     priority = _names(config.priority_header, _OBJECTIVE)
     if not config.is_queueing:
         return frozenset(priority)
@@ -49,7 +49,7 @@ def line_limits(config: OverloadConfig) -> LineLimits:
 
 
 class PriorityClasses:
-    """The classes, and which one a request has."""
+    """The priority classes, and a request's class."""
 
     def __init__(self, config: OverloadConfig) -> None:
         """
@@ -82,12 +82,12 @@ class PriorityClasses:
 
 
 class Entrance:
-    """Where requests come in."""
+    """Reads the places of requests."""
 
     def __init__(self, config: OverloadConfig, room: WaitingRoom) -> None:
         """
         Args:
-            config: Which headers are read, and the classes.
+            config: Has the headers to read, and the classes.
         """
         self.room = room
         self._max_wait_s = config.max_wait_s
@@ -123,7 +123,7 @@ class Entrance:
         priority: str | None = None,
         share: float = 1.0,
     ) -> Waiter:
-        """A request that needs room at a replica.
+        """Return a request that needs room at a replica.
 
         Args:
             headers: The request's, names in lower case.
@@ -149,7 +149,7 @@ class Entrance:
         return min(self._given_s(headers), self._objective_s(headers), self._max_wait_s)
 
     def _given_s(self, headers: Mapping[bytes, bytes]) -> float:
-        """After which the client wants no response any more."""
+        """Seconds after which the client wants no response any more."""
         header = _first(headers, self._timeout_headers)
         if header is None:
             return math.inf
@@ -163,7 +163,7 @@ class Entrance:
         return seconds
 
     def _objective_s(self, headers: Mapping[bytes, bytes]) -> float:
-        """After which a first token is of no use."""
+        """Seconds after which a first token is of no use."""
         header = _first(headers, self._objectives)
         if header is None:
             return math.inf
@@ -174,10 +174,10 @@ class Entrance:
 
 
 def _names(header: str | None, others: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """A header and what others call it; nothing where it is not read."""
+    """Return a header and its other names; nothing where it is not read."""
     return () if header is None else (header.encode(), *others)
 
 
 def _first(headers: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> bytes | None:
-    """The first of the headers that is there and not empty."""
+    """Return the first of the headers that is present and not empty."""
     return next((name for name in names if headers.get(name)), None)

@@ -33,13 +33,13 @@ BEING_PROBED = "being probed after it failed too many requests"
 PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BREAKER_OPEN, BEING_PROBED))
 """Obstacles for which it makes sense to wait. A tenant refused alone gets a `retry-after`."""
 MAX_TENANTS_BACKING_OFF = 1024
-"""At one replica; the one who may come back soonest is forgotten first."""
+"""The most at one replica; the one that may come back soonest is forgotten first."""
 SLOWEST = 0.1
-"""At the beginning of a slow start."""
+"""The share at the beginning of a slow start."""
 
 
 class GateOptions(NamedTuple):
-    """Holds what closes a gate; as `OverloadConfig` explains. None and 0 mean: nothing."""
+    """Holds the bounds that close a gate; see `OverloadConfig`. None and 0: no bound."""
 
     in_flight: int | None = None
     prefill_tokens: int | None = None
@@ -56,17 +56,17 @@ class GateFacts(NamedTuple):
     in_flight: int | None
     prefill_tokens: int | None
     open_until: float | None
-    """The breaker's, which is half open from then on; None: it is closed."""
+    """When the breaker becomes half open; None: it is closed."""
     probe_until: float
     backs_off_until: float
     tenants_back_off_until: list[tuple[str, float]]
     started_at: float | None
-    """Since when it starts slowly; None: it has grown."""
+    """The beginning of its slow start; None: it is over."""
     slow_start_s: float
 
 
 class Breaker(Enum):
-    """Its states."""
+    """The states of the breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -74,7 +74,7 @@ class Breaker(Enum):
 
 
 class ReplicaGate:
-    """The gate of one replica. It is informed of what happens there.
+    """The gate of one replica. The calls report what happens there.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -103,14 +103,14 @@ class ReplicaGate:
         self._open_until: float | None = None
         self._probe_until = 0.0
         self._back_off_until: dict[str, float] = {}
-        """By tenant; an empty name stands for all."""
+        """Ends of back-offs by tenant; an empty name stands for all."""
         self._started_at: float | None = None
         self.on_changed: Callable[[], None] | None = None
         """Called when its facts have changed."""
         self.opened = 0
         """Times that the breaker opened, from `CLOSED` or again."""
         self.times_busy = 0
-        """Times that the replica asked to be left alone."""
+        """Times that the replica answered that it is busy."""
 
     # --- what happens there -----------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class ReplicaGate:
         self._notify()
 
     def start_slowly(self) -> None:
-        """It has just joined others that can take its share meanwhile."""
+        """Begin a slow start: it has just joined others that can take its share meanwhile."""
         if self._options.slow_start_s:
             self._started_at = self._clock()
             self._notify()
@@ -196,12 +196,12 @@ class ReplicaGate:
 
     @property
     def backs_off_s(self) -> float:
-        """For how many seconds more it is left alone, since it asked for that."""
+        """Seconds for which it still gets no requests, as it asked."""
         return self._backs_off_s("")
 
     @property
     def speed(self) -> float:
-        """By how much it has grown since it joined: up to 1."""
+        """The share of its speed that counts since it joined: up to 1."""
         if self._started_at is None:
             return 1.0
         grown = (self._clock() - self._started_at) / self._options.slow_start_s
@@ -211,7 +211,7 @@ class ReplicaGate:
         return max(grown, SLOWEST)
 
     def shut(self, tenant: str = "") -> str | None:
-        """Why nothing of a tenant is sent there, whatever has room; None if something may be."""
+        """Return why no request of a tenant may be sent there, room or not; None if one may."""
         if self.backs_off_s:
             return BACKING_OFF
         if tenant and self._backs_off_s(tenant):
@@ -223,10 +223,10 @@ class ReplicaGate:
         return BEING_PROBED if is_probed else None
 
     def full(self, requests: int, prefill_tokens: int) -> str | None:
-        """Why it has no room for a request that can wait; None if it has.
+        """Return why it has no room for a request that can wait; None if it has.
 
         Args:
-            prefill_tokens: Of those, that are still to be computed.
+            prefill_tokens: Their prompt tokens still to be computed.
         """
         options = self._options
         if options.in_flight is not None and requests >= max(options.in_flight * self.speed, 1):
@@ -238,7 +238,7 @@ class ReplicaGate:
         return None
 
     def opens_in_s(self, tenant: str = "") -> float:
-        """After how many seconds it is not shut any more for a tenant, as far as that is known."""
+        """Return after how many seconds it opens for a tenant, as far as that is known."""
         opens_in_s = max((self._open_until or 0.0) - self._clock(), 0.0)
         return max(opens_in_s, self.backs_off_s, self._backs_off_s(tenant))
 

@@ -1,5 +1,4 @@
-"""When a replica counts as healthy: outcomes of checks and requests in, one word out. No clock, no
-I/O."""
+"""Decides whether a replica is healthy, by outcomes of checks and requests. No clock, no I/O."""
 
 from __future__ import annotations
 

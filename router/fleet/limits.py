@@ -25,12 +25,12 @@ _STEPS_PER_S = 2
 
 
 class KeyCounts(NamedTuple):
-    """Holds what was counted for one key at one router."""
+    """Holds the counts of one key at one router."""
 
     requests: int = 0
-    """In the last minute."""
+    """Requests of the last minute."""
     tokens: int = 0
-    """In the last minute: those of prompts and of responses."""
+    """Tokens of the last minute, of prompts and of responses."""
     in_flight: int = 0
 
 
@@ -83,7 +83,7 @@ class MinuteCount:
 
 
 class KeyUsage:
-    """Holds what the holder of one key uses, and may use. Belongs to one event loop.
+    """Counts and limits the usage of one key's holder. Belongs to one event loop.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -114,7 +114,7 @@ class KeyUsage:
         self.refusals = dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
 
     def counts(self) -> KeyCounts:
-        """Return what this router has counted."""
+        """Return this router's counts."""
         now = self._clock()
         return KeyCounts(self._requests.at(now), self._tokens.at(now), self._in_flight)
 
@@ -177,7 +177,7 @@ class KeyUsage:
 
     @property
     def is_for_all_models(self) -> bool:
-        """Return whether there is no model to keep its holder from."""
+        """Return whether the key is for every model."""
         return self._config.models is None
 
     def allows(self, model: str) -> bool:
@@ -186,7 +186,7 @@ class KeyUsage:
         return models is None or any(fnmatchcase(model, pattern) for pattern in models)
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Return what is left, in the headers that OpenAI's clients know."""
+        """Return what is left, in OpenAI's headers."""
         config, now = self._config, self._clock()
         found: list[tuple[bytes, bytes]] = []
         for name, limit, used in (
@@ -203,7 +203,7 @@ class KeyUsage:
     def _check(
         self, what: str, own: MinuteCount, elsewhere: int, amount: int, limit: int, now: float
     ) -> None:
-        """Refuse what would be over the limit."""
+        """Refuse more than the limit."""
         used = own.at(now) + elsewhere
         if _is_over(limit, used, amount):
             must_fall = min(used + amount - limit, used)
@@ -244,15 +244,14 @@ class KeyLimits:
         """By the name of the key."""
 
     def counts(self) -> dict[str, KeyCounts]:
-        """Return what this router has counted, to be published to others."""
+        """Return this router's counts, to be published to others."""
         return {name: usage.counts() for name, usage in self.usages.items()}
 
     def take_elsewhere(self, counts: Iterable[Mapping[str, KeyCounts]]) -> None:
-        """Replace what is known of other routers.
+        """Replace the counts of other routers.
 
         Args:
-            counts: Those of each of them, as `counts` there; names that are no keys here are left
-                out.
+            counts: From `counts` of each; names that are not keys here are left out.
         """
         reports = list(counts)
         for name, usage in self.usages.items():

@@ -37,7 +37,7 @@ _RATE_MEMORY_S = 10.0
 _MIN_STARTS = 5
 """Fewer make no rate: one request that runs for a minute shows little."""
 _LAST_RESPONSES = 32
-"""Over how many of them the usual length is taken."""
+"""How many of them the usual length is taken over."""
 _FEW = 16
 """Entries of requests that have left are cleared away once there are more than this, and more than
 of those that wait."""
@@ -66,7 +66,7 @@ class Waiter:
     start: Callable[[], object] = lambda: None
     """Called when it is its turn."""
     refuse: Callable[[RequestError], object] = lambda _error: None
-    """Called when it will not have one."""
+    """Called when it will not have its turn."""
     arrived: float = 0.0
     place: float = 0.0
     response_tokens: int = 0
@@ -75,10 +75,10 @@ class Waiter:
     is_charged: bool = False
     """True once its tenant has paid for it."""
     line: Line | None = None
-    """Where it entered: its model's may be another by the time it ends."""
+    """The line it entered: its model's may be another by the time it ends."""
 
     def let_go(self) -> None:
-        """It is over: the line may remember its place for a while, and nothing of the request."""
+        """Release the request: the line may remember its place for a while."""
         self.can_start, self.start, self.refuse = _never, _nothing, _nothing
         self.line = None
 
@@ -92,7 +92,7 @@ def _nothing(*_: object) -> None:
 
 
 class LineLimits(NamedTuple):
-    """Bounds on one line, and what orders it."""
+    """Bounds on one line, and its order."""
 
     waiting: int = 1024
     """Requests."""
@@ -110,7 +110,7 @@ _Entry = tuple[float, int, Waiter]
 
 
 def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
-    """Where a request stands among others; the lowest place is next.
+    """Return a request's place; the lowest is next.
 
     Args:
         arrived: In seconds.
@@ -120,8 +120,8 @@ def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
 
 
 class _Heap:
-    """The requests of one tenant and lane, by their places. Who leaves is skipped, and cleared away
-    now and then."""
+    """The requests of one tenant and lane, by their places. Those that leave are skipped, and
+    removed now and then."""
 
     __slots__ = ("_entries", "_gone")
 
@@ -141,7 +141,7 @@ class _Heap:
         return entries[0] if entries else None
 
     def left(self) -> None:
-        """One of them waits no longer."""
+        """Note that one of them waits no longer."""
         self._gone += 1
         if self._gone > max(_FEW, len(self._entries) // 2):
             self._entries = list(self.waiting())
@@ -153,7 +153,7 @@ class _Heap:
 
 
 class _Tenant:
-    """Holds what one tenant has waiting in one class, and what it may start."""
+    """Holds one tenant's waiting requests of one class, and its deficit."""
 
     __slots__ = ("deficit", "in_flight", "lanes", "name", "tokens", "waiting", "weight")
 
@@ -182,7 +182,7 @@ class _Tenant:
         return max(entry for heap in self.lanes.values() for entry in heap.waiting())[2]
 
     def tokens_before(self, place: float) -> int:
-        """Return what those cost that come before *place*."""
+        """Return the cost of those before *place*."""
         return sum(
             entry[2].tokens
             for heap in self.lanes.values()
@@ -198,12 +198,12 @@ class _Class:
 
     def __init__(self, quantum: float) -> None:
         self.tenants: dict[str, _Tenant] = {}
-        """Those that have requests waiting or in flight."""
+        """Tenants with requests waiting or in flight."""
         self.waiting = 0
         self.tokens = 0
         self._quantum = quantum
         self._ring: deque[_Tenant] = deque()
-        """Those with requests waiting. Whose turn it is stands first."""
+        """Tenants with requests waiting; the one whose turn it is stands first."""
         self._turn: _Tenant | None = None
 
     def tenant(self, waiter: Waiter) -> _Tenant:
@@ -230,7 +230,7 @@ class _Class:
         if not tenant.waiting:
             self._ring.remove(tenant)
             tenant.lanes.clear()
-            # What it did not use is lost, what it owes is not: as long as it has any in flight.
+            # Unused credit is lost, debt is kept: as long as it has any in flight.
             tenant.deficit = min(tenant.deficit, 0.0)
             self._forget_if_idle(tenant)
 
@@ -253,8 +253,8 @@ class _Class:
         return head
 
     def _choose(self, heads: list[tuple[_Tenant, Waiter]]) -> tuple[_Tenant, Waiter]:
-        """Deficit round robin: who has the turn keeps it while its deficit lasts; each one that
-        gets it has a quantum added. Rounds in which none can start are made at once."""
+        """Deficit round robin: a tenant keeps its turn while its deficit lasts; each one that gets
+        it has a quantum added. Rounds in which none can start are made at once."""
         tenant, head = heads[0]
         if tenant is self._turn is self._ring[0]:
             if tenant.deficit >= head.tokens:
@@ -293,7 +293,7 @@ class _Class:
 
 
 class _Rate:
-    """How many tokens a second were started lately."""
+    """Tokens per second that were started lately."""
 
     __slots__ = ("_at", "_since", "_starts", "_tokens")
 
@@ -310,7 +310,7 @@ class _Rate:
         self._at = now
 
     def per_s(self, now: float) -> float:
-        """0 where too little is known."""
+        """The rate; 0 where too little is known."""
         kept = math.exp(-(now - self._at) / _RATE_MEMORY_S)
         if self._starts * kept < _MIN_STARTS:
             return 0.0
@@ -319,7 +319,7 @@ class _Rate:
 
 
 class Line:
-    """Those who wait for one model, bounded."""
+    """The requests that wait for one model, bounded."""
 
     def __init__(self, limits: LineLimits) -> None:
         """
@@ -335,12 +335,12 @@ class Line:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """How many requests wait."""
         return sum(each.waiting for each in self._classes)
 
     @property
     def tokens(self) -> int:
-        """Return what they cost together."""
+        """Return their cost together."""
         return sum(each.tokens for each in self._classes)
 
     @property
@@ -349,7 +349,7 @@ class Line:
         return sum(len(each.tenants) for each in self._classes)
 
     def all_waiting(self) -> list[Waiter]:
-        """Everyone who waits."""
+        """All waiting requests."""
         return [
             entry[2]
             for each in self._classes
@@ -366,7 +366,7 @@ class Line:
         """Let a request wait.
 
         Returns:
-            Who has to go for it, perhaps itself. They wait no longer.
+            The requests displaced by it, perhaps itself. They wait no longer.
         """
         limits = self._limits
         self._arrive(waiter, now)
@@ -389,7 +389,7 @@ class Line:
         self._rate.add(waiter.tokens, now)
 
     def take(self, now: float) -> Waiter | None:
-        """The next one that can start; it waits no longer. None if none can.
+        """Return the next one that can start, which waits no longer; None if none can.
 
         `Waiter.can_start` is asked once for each lane.
         """
@@ -412,7 +412,7 @@ class Line:
         return None
 
     def leave(self, waiter: Waiter) -> None:
-        """It waits no longer; nothing if it did not."""
+        """Remove a request, if it waits."""
         if waiter.is_waiting:
             waiter.is_waiting = False
             self._classes[waiter.priority].remove(waiter)
@@ -432,7 +432,7 @@ class Line:
             self._classes[waiter.priority].ended(waiter, further)
 
     def expired(self, now: float) -> list[Waiter]:
-        """Those whose deadline has passed. They wait no longer."""
+        """Remove and return those whose deadline has passed."""
         found = []
         while self._deadlines and (
             self._deadlines[0][0] <= now or not self._deadlines[0][2].is_waiting
@@ -444,13 +444,12 @@ class Line:
         return found
 
     def wait_s(self, waiter: Waiter, now: float, behind_all: bool = False) -> float:
-        """How long a request that is like *waiter* would wait if it came now: what is started
-        before it, at the rate of the last seconds. 0 where no rate is known.
+        """Return how long a request like *waiter* would wait if it came now: the tokens before it,
+        at the rate of the last seconds. 0 without a rate.
 
         Args:
-            waiter: It; need not wait.
-            behind_all: Whether it would come after all that its tenant has waiting, whatever its
-                length.
+            waiter: It need not wait.
+            behind_all: True if it would come after all that its tenant has waiting.
         """
         rate = self._rate.per_s(now)
         if rate <= 0:

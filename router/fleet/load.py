@@ -1,6 +1,6 @@
-"""Counts what this router has in flight at each replica, and at each of its data-parallel ranks:
-prompt tokens until the first response token, then decoding requests. What other routers have in
-flight there is kept beside it. The compiled core keeps the sums: decisions there read them.
+"""Counts this router's requests in flight at each replica, and at each of its data-parallel ranks:
+prompt tokens until the first response token, then decoding requests. Other routers' are kept beside
+them. The compiled core keeps the sums: decisions there read them.
 
 Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
 not at all; after `ended` everything it added has been taken back. So the sums return to exactly
@@ -25,8 +25,7 @@ Place = str | tuple[str, int]
 
 
 class ReplicaLoad(msgspec.Struct):
-    """Holds what this router has in flight at one replica, or one rank of it. Readers get
-    copies."""
+    """Holds this router's load at one replica, or one rank of it. Readers get copies."""
 
     prefilling_requests: int = 0
     prefill_tokens: Annotated[int, gauge("kvroute_in_flight_prefill_tokens")] = 0
@@ -49,7 +48,7 @@ NO_LOAD = ReplicaLoad()
 
 
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
-    """Both together."""
+    """Return the sum of two loads."""
     return ReplicaLoad(
         one.prefilling_requests + other.prefilling_requests,
         one.prefill_tokens + other.prefill_tokens,
@@ -61,7 +60,7 @@ def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatistics:
-    """In flight by replica (only those with any), and requests since the start."""
+    """Loads by replica (only those with any), and requests since the start."""
 
     replicas: Mapping[str, ReplicaLoad]
     in_flight: int
@@ -76,10 +75,10 @@ class Follower(Protocol):
         """The first byte of its response has arrived."""
 
     def ended(self, was_served: bool = True) -> None:
-        """It is over there.
+        """The request is over there.
 
         Args:
-            was_served: Whether the replica may have computed it; if not, it failed.
+            was_served: True if the replica may have computed it; if not, it failed.
         """
 
 
@@ -105,37 +104,36 @@ class LoadTracker:
         Args:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
-            dp_rank: Of the replica's ranks the one that gets it; None if the engine chooses.
-            visit: Notes its first token and its end there.
+            dp_rank: The rank that gets it; None if the engine chooses.
+            visit: Records its first token and its end there.
         """
         flight = Flight(self.books, replica_id, uncached_tokens, prompt_tokens, dp_rank)
         return InFlight(flight, replica_id, visit)
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
-        """Return what this router has in flight at a replica; zeros for one that is unknown."""
+        """Return this router's load at a replica; zeros for an unknown one."""
         return ReplicaLoad(*self.books.load_of(replica_id))
 
     def look_at(self, replica_id: str) -> ReplicaLoad:
-        """Return what is known to be in flight there, that of others included."""
+        """Return the load there, other routers' included."""
         return ReplicaLoad(*self.books.look_at(replica_id))
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
-        """Return what is in flight at each rank of a replica, as far as is known. Requests whose
-        rank the engine chose are shared out equally, rounded up."""
+        """Return the load at each rank of a replica, as far as known. Requests whose rank the
+        engine chose are shared out equally, rounded up."""
         found = self.books.loads_of_ranks(replica_id, dp_ranks)
         return [ReplicaLoad(*load) for load in found]
 
     # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
-        """Yield what this router has in flight, by replica and rank; None stands for a whole
-        replica."""
+        """Yield this router's loads, by replica and rank; None stands for a whole replica."""
         return (
             (replica, dp_rank, ReplicaLoad(*load)) for replica, dp_rank, load in self.books.places()
         )
 
     def take_others(self, loads: Mapping[Place, ReplicaLoad]) -> None:
-        """Count what others have in flight, by replica or rank, in place of what they had."""
+        """Replace the loads of other routers, by replica or rank."""
         self.books.take_others(
             [
                 (*((place, None) if isinstance(place, str) else place), _fields_of(load))
@@ -144,7 +142,7 @@ class LoadTracker:
         )
 
     def others_at(self, replica_id: str) -> ReplicaLoad:
-        """Return what others have in flight at a replica."""
+        """Return other routers' load at a replica."""
         return ReplicaLoad(*self.books.others_at(replica_id))
 
     def statistics(self) -> LoadStatistics:
@@ -167,7 +165,7 @@ class InFlight:
     effect.
 
     Args:
-        visit: Notes its first token and its end there.
+        visit: Records its first token and its end there.
     """
 
     __slots__ = ("_flight", "_visit", "replica_id")
@@ -198,7 +196,7 @@ class InFlight:
         Args:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it there, if that is known.
-            visit: Notes its first token and its end there.
+            visit: Records its first token and its end there.
         """
         if not self._flight.retried(replica_id, uncached_tokens, dp_rank):
             return

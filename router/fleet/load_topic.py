@@ -1,5 +1,5 @@
-"""Reads what an engine publishes of its load: SGLang (0.5.23) with `--load-publish-endpoint`, on a
-PUB socket for each data-parallel rank.
+"""Reads the load that an engine publishes: SGLang (0.5.23) with `--load-publish-endpoint`, on a PUB
+socket for each data-parallel rank.
 
 Three frames, `[topic, seq: i64 big-endian, msgpack]`; the last one is `["LoadStat", running
 requests, waiting requests, KV tokens in use, KV tokens that fit, rank, ...]`. Changes come at once,
@@ -31,7 +31,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class LoadTopic(NamedTuple):
-    """Where one rank publishes its load."""
+    """The address of one rank's published load."""
 
     dp_rank: int
     endpoint: str
@@ -62,7 +62,7 @@ def read_load(frames: Sequence[bytes]) -> LoadStat | None:
 
 
 def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
-    """The load of a replica.
+    """Sum up the load of a replica.
 
     Args:
         stats: The latest of each rank.
@@ -104,11 +104,11 @@ class LoadTopics:
 
 
 class LoadFollower:
-    """Follows what one replica publishes of its load.
+    """Follows one replica's published load.
 
     Args:
         clock: A monotonic clock, in seconds.
-        allows: Whether an address may be connected to; None: every address.
+        allows: Returns whether an address may be connected to; None: every address.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class LoadFollower:
             await asyncio.sleep(RETRY_S)
 
     def _read(self, dp_rank: int, connection: SocketConnection) -> bool:
-        """Take the newest of what has come; whether that makes the load of all ranks known."""
+        """Take the newest message; return whether the load of all ranks is known now."""
         newest = None
         while (frames := connection.receive()) is not None:
             newest = read_load(frames) or newest

@@ -1,4 +1,4 @@
-"""How often replicas are asked about themselves: seldom while no request comes, as Envoy's
+"""Decides how often replicas are asked about themselves: seldom while no request comes, as Envoy's
 `no_traffic_interval` has it. Their last answers are enough until one does."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from router.config.health import HealthConfig
 
 QUIET_AFTER = 5
-"""Intervals without a request."""
+"""Intervals without a request that count as quiet."""
 
 
 class Traffic(NamedTuple):
-    """Holds what clients have asked of the router."""
+    """Holds the clients' traffic."""
 
     asked: int
     """Decisions and requests since the start."""
@@ -41,7 +41,7 @@ class Pace:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks at a replica of which nothing bad is known."""
+        """Seconds between two looks at a healthy replica."""
         config = self._config
         if not self.is_quiet:
             return config.interval_s
@@ -54,10 +54,10 @@ class Pace:
         """Learn whether requests have come since the last call.
 
         Args:
-            traffic: Up to now.
+            traffic: Counted up to now.
 
         Returns:
-            True where they come again after a while without: look at all replicas now.
+            True at the first requests after a quiet time: look at all replicas now.
         """
         was_quiet = self.is_quiet
         if traffic.asked != self._asked or traffic.in_flight:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LINE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 _Answer: TypeAlias = "asyncio.Future[tuple[int, bytes]]"
 _Place: TypeAlias = tuple[str, "Allows | None"]
-"""By what connections are shared: where they lead, and which addresses were allowed."""
+"""The key of shared connections: their origin, and the rule on addresses."""
 
 
 class ProbeFetch:
@@ -73,7 +73,7 @@ class ProbeFetch:
             connection.close()
 
     async def _only_address(self, origin: Origin) -> str | None:
-        """The address to connect to; None where there are several, or none that may be."""
+        """Return the address to connect to; None for several, or without an allowed one."""
         try:
             found = origin.allowed(await addresses(origin.host))
         except (OSError, UnicodeError, RuntimeError):
@@ -126,7 +126,7 @@ class ProbeFetch:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, over which one request after the other is asked."""
+    """One connection, for one request after the other."""
 
     def __init__(self) -> None:
         core = import_module("router._core")
@@ -146,7 +146,7 @@ class _Connection(asyncio.Protocol):
         self._content: list[bytes] = []
 
     async def ask(self, origin: Origin, asked: bytes, max_bytes: int) -> tuple[int, bytes]:
-        """Status and body of the response.
+        """Return status and body of the response.
 
         Raises:
             UpstreamError: No response.
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(KEPT_S, self.close)
 
     def close(self) -> None:
-        """Close it, whatever is under way."""
+        """Close it at once."""
         self._no_longer_kept()
         self._transport.abort()
 
@@ -260,7 +260,7 @@ def _closed(origin: Origin | None) -> str:
 
 
 def _request(origin: Origin, path: str, headers: Sequence[Header]) -> bytes:
-    """The whole request.
+    """Encode a request.
 
     Raises:
         ValueError: A path or a header would break its framing.

@@ -1,4 +1,4 @@
-"""Which requests had a replica to themselves: what those did to its cache is known."""
+"""Finds the requests that had a replica to themselves: their effect on its cache is known."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class _Requests:
 
 
 class Company(Protocol):
-    """Requests that others send to replicas, and count."""
+    """Requests that another part sends to replicas and counts."""
 
     def company(self, replica_id: str) -> tuple[int, int, float]:
-        """Under way, begun in all, and when the last ended: seconds by the same clock, or -inf."""
+        """Return those under way, those begun in all, and when the last ended: seconds by the same
+        clock, or -inf."""
 
     def begun(self) -> Mapping[str, int]:
-        """Begun in all at each replica."""
+        """Requests begun in all at each replica."""
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that was removed."""
@@ -44,8 +45,8 @@ class QuietSample(msgspec.Struct, frozen=True):
 
 
 class QuietMoments:
-    """Which requests had a replica to themselves. The caller passes the time, in seconds on a
-    monotonic clock.
+    """Finds the requests that had a replica to themselves. The caller passes the time, in seconds
+    on a monotonic clock.
 
     Args:
         quiet_s: Between the end of one request and the beginning of the next.
@@ -57,7 +58,7 @@ class QuietMoments:
         self._replicas: dict[str, _Requests] = {}
 
     def count_also(self, company: Company) -> None:
-        """From now on the requests of *company* are at the replicas as well."""
+        """Count the requests of *company* as well."""
         self._company = company
 
     def _met(self, replica_id: str) -> tuple[int, int, float]:

@@ -1,5 +1,4 @@
-"""Which replicas exist, whether they are healthy, and what they serve. None of it is kept on
-disk."""
+"""Keeps the replicas, their health, and the models they serve. Nothing is kept on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ MAX_REPLICAS = 4096
 class ReplicaListener(Protocol):
     """Receives changes, on the event loop and in their order. It must not block and must not raise.
 
-    A listener that inherits from this class overrides only what it wants to know.
+    A listener that inherits from this class overrides only the calls it needs.
     """
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
@@ -78,7 +77,7 @@ class ReplicaRegistry:
         load: Read for views, and to separate this router's requests from others' in the engines'
             load.
         clock: A monotonic clock, in seconds.
-        gates: When replicas are given no requests; None: whenever they are healthy.
+        gates: Makes their gates; None: every healthy replica gets requests.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class ReplicaRegistry:
         self._closed = False
         self._load_topics = LoadTopics()
         self.decisions: Callable[[], int] = lambda: 0
-        """How many were made, those included of which no request came here."""
+        """Decisions made, including those whose requests were sent elsewhere."""
         self.pace = Pace(health, clock)
         """How often healthy replicas are asked about themselves."""
         self._pacing: asyncio.Task[None] | None = None
@@ -122,10 +121,10 @@ class ReplicaRegistry:
         models are known.
 
         Args:
-            allows: Whether an address may be connected to for it; None: every address.
+            allows: Returns whether an address may be connected to for it; None: every address.
         Raises:
             ReplicaExists: Its id or its URL is taken.
-            BadRequest: There are `MAX_REPLICAS` already.
+            BadRequest: `MAX_REPLICAS` is reached.
             ShuttingDown: The registry was closed.
         """
         if self._closed:
@@ -226,7 +225,7 @@ class ReplicaRegistry:
         return tuple(self._replicas.values())
 
     def serving(self, model: str) -> tuple[Replica, ...]:
-        """Those that serve a model or an adapter, whatever their state; empty if none does."""
+        """Return the replicas that serve a model or an adapter, in any state."""
         return self._by_model.get(model, ())
 
     @property
@@ -253,7 +252,7 @@ class ReplicaRegistry:
         )
 
     def models(self) -> dict[str, str | None]:
-        """Everything that is served: each model's name -> None, each adapter's -> its model."""
+        """All served names: each model's -> None, each adapter's -> its model."""
         names: dict[str, str | None] = {}
         for replica in self._replicas.values():
             names.update(dict.fromkeys(replica.served.models))
@@ -266,7 +265,7 @@ class ReplicaRegistry:
         response, or a status of 502 to 504. A 4xx is the client's fault.
 
         Args:
-            replica_id: Where it failed; may have been removed since.
+            replica_id: The replica may have been removed since.
             why: Shown to operators, so it holds no prompt and no key.
         """
         replica = self._replicas.get(replica_id)

@@ -1,4 +1,4 @@
-"""One replica: what is configured, what it reports, and how it is doing."""
+"""One replica: its configuration, its reports, and its state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Replica:
     Args:
         record: Its health, still unknown.
         now: On the registry's clock.
-        allows: Whether an address may be connected to for it; None: every address.
-        gate: Whether it may be given requests; None: always.
+        allows: Returns whether an address may be connected to for it; None: every address.
+        gate: Decides whether it may get requests; None: always.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Replica:
         self.gate = gate or ReplicaGate(GateOptions())
         self.id = config.replica_id
         self.listeners: list[Callable[[Replica], None]] = []
-        """Called at every change of what decisions look at."""
+        """Called at every change that matters to decisions."""
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record
@@ -74,8 +74,8 @@ class Replica:
         record.on_changed = self.gate.on_changed = self._notify
 
     def look_at_gate(self) -> None:
-        """Something has happened there, or its gate is watching. With most replicas, nothing has to
-        be looked at for each request."""
+        """Check the gate, if it is watching or something has happened: most replicas need no check
+        for each request."""
         self._is_open = self._max_requests is None and not self.gate.is_watching
 
     @property
@@ -99,7 +99,7 @@ class Replica:
 
     @property
     def sources(self) -> tuple[EventSource, ...]:
-        """Those that were announced; none before its models are known."""
+        """Event sources that were announced; none before its models are known."""
         return self._sources
 
     @sources.setter
@@ -125,7 +125,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """Health, and whether it is draining, in one word."""
+        """Its health, or that it is draining."""
         return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
 
     @property
@@ -175,7 +175,7 @@ class Replica:
         Args:
             own_requests: This router's requests there at that time.
             now: That time, on the registry's clock.
-            own_by_rank: Of these, those at each rank; a rank without any may be missing.
+            own_by_rank: Those at each rank; a rank without any may be missing.
         """
         self.engine_load = load
         self.engine_load_at = now
@@ -190,7 +190,7 @@ class Replica:
 
         Args:
             own_requests: Those of this router and of others that are known there now.
-            own_by_rank: Of these, those at each rank; a rank without any may be missing.
+            own_by_rank: Those at each rank; a rank without any may be missing.
         """
         if self.engine_load is None:
             return
@@ -208,12 +208,12 @@ class Replica:
             listener(self)
 
     def obstacle(self, load: ReplicaLoad, is_new: bool = True, tenant: str = "") -> str | None:
-        """Why it cannot take a request; None if it can.
+        """Return why it cannot take a request; None if it can.
 
         Args:
-            load: What this router has in flight there.
-            is_new: Whether the request can wait for room. One that failed elsewhere has waited.
-            tenant: Whose request it is; empty where that is not known.
+            load: This router's there.
+            is_new: True if the request can wait for room. One that failed elsewhere has waited.
+            tenant: The request's; empty if unknown.
         """
         if self.record.health is not Health.HEALTHY:
             return "not healthy"
@@ -233,7 +233,7 @@ class Replica:
         """Return whether it serves its requests and has room for another, as far as is known.
 
         Args:
-            load: What this router has in flight there.
+            load: This router's there.
             now: On the registry's clock.
             engine_load_stale_after_s: The engine's own load is left out when it is older.
         """
@@ -246,7 +246,7 @@ class Replica:
         """Everything about it.
 
         Args:
-            load: What this router has in flight there.
+            load: This router's there.
             now: On the registry's clock.
         """
         record = self.record

@@ -17,18 +17,18 @@ from router.errors import NoReplica, QueueFull, QueueTimeout
 from router.fleet.line import Line, LineLimits, Waiter
 
 LOOK_S = 0.05
-"""How often deadlines are looked at, and whether a replica has room again for another reason than
-the end of a request."""
+"""How often to check deadlines, and whether a replica has room for another reason than the end of a
+request."""
 MAX_RETRY_AFTER_S = 600
 _SPREAD = 0.25
 """Clients that were refused together come back spread over this much more of their time."""
 
 
 class NoTurn:
-    """Why a request did not get its turn: the values of a label."""
+    """Reasons why a request did not get its turn: the values of a label."""
 
     FULL = "full"
-    """It came, or was displaced, while as many waited as may."""
+    """It came, or was displaced, while the line was full."""
     LATE = "late"
     """Its deadline would have passed before its turn, by the estimate at its arrival."""
     TIMEOUT = "timeout"
@@ -41,7 +41,7 @@ class NoTurn:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Holds what waits for one model in one class."""
+    """Holds the counts of one model and class."""
 
     requests: Annotated[int, gauge("kvroute_queue_requests")]
     """Requests that wait for room at a replica."""
@@ -51,7 +51,7 @@ class Waiting:
 
 
 class RoomListener(NamedTuple):
-    """Receives what becomes of requests: models, and classes by their number."""
+    """Receives the outcomes of requests, by model and class number."""
 
     started: Callable[[str, int, float], object] = lambda _model, _priority, _waited_s: None
     refused: Callable[[str, int, str], object] = lambda _model, _priority, _why: None
@@ -69,8 +69,8 @@ class WaitingRoom:
     ) -> None:
         """
         Args:
-            limits: Of each line.
-            listener: Receives what becomes of requests.
+            limits: Each line's.
+            listener: Receives the outcomes of requests.
             clock: A monotonic clock, in seconds.
             random: Spreads the times at which clients are to come back.
         """
@@ -87,14 +87,14 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, waiter: Waiter, is_room: bool) -> bool:
-        """A request has arrived.
+        """Admit a request, or let it wait.
 
         Args:
-            is_room: Whether a replica has room for it.
+            is_room: True if a replica has room for it.
         Returns:
-            Whether it may start at once. Else it waits, unless it has been started meanwhile.
+            True if it may start at once. Else it waits, unless it has been started meanwhile.
         Raises:
-            QueueFull: As many wait as may.
+            QueueFull: The line is full.
             QueueTimeout: Its deadline would pass before its turn.
         """
         now, model = self.clock(), waiter.model
@@ -145,7 +145,7 @@ class WaitingRoom:
         self.look()
 
     def look(self) -> None:
-        """Let in whom there is room for, and refuse those whose deadline has passed."""
+        """Start requests that have room now, and refuse those whose deadline has passed."""
         if not self._waiting:
             return
         now = self.clock()
@@ -158,7 +158,7 @@ class WaitingRoom:
         self._let_in()
 
     def forget(self, model: str) -> None:
-        """Refuse what waits for a model that no replica serves any more."""
+        """Refuse the requests for a model that no replica serves any more."""
         line = self._lines.pop(model, None)
         waiting = [] if line is None else line.all_waiting()
         self._count()
@@ -168,7 +168,7 @@ class WaitingRoom:
             waiter.refuse(NoReplica(model, "no replica serves it any more"))
 
     def statistics(self) -> Mapping[str, Sequence[Waiting]]:
-        """Return what waits, by model and class."""
+        """Return the counts, by model and class."""
         return {
             model: [Waiting(*counts) for counts in line.by_class()]
             for model, line in self._lines.items()
@@ -183,7 +183,7 @@ class WaitingRoom:
         return line
 
     def _let_in(self) -> None:
-        """Start as many as there is room for; the models take turns."""
+        """Start as many as have room; the models take turns."""
         if self._is_letting_in:
             return  # one that has just been started is over already
         self._is_letting_in = True

@@ -1,5 +1,4 @@
-"""Reads what a replica reports about itself, from its responses. Pure; the result is bounded,
-whatever a response holds.
+"""Reads a replica's reports about itself. Pure; the result is bounded.
 
 `GET /kv_event_sources` (vLLM 0.32) returns an object, data-parallel rank -> its publisher's
 configuration:
@@ -134,14 +133,14 @@ class ServerInfo(NamedTuple):
     load_topics: tuple[LoadTopic, ...] = ()
     """By rank."""
     retention_hints: int = 0
-    """Version of the hints that it takes on what to keep; 0: none."""
+    """Version of the retention hints that it takes; 0: none."""
     priority_order: PriorityOrder | None = None
-    """Which number goes first, where it orders what waits by the requests' priorities."""
+    """The priority number that goes first, where it orders its queue by priorities."""
 
 
 def parse_server_info(body: bytes, host: str) -> ServerInfo:
-    """Where SGLang publishes events and its load, and what kvroute's engine takes, by the response
-    to `GET /server_info`.
+    """Read SGLang's addresses of events and load, and what kvroute's engine takes, from the
+    response to `GET /server_info`.
 
     Args:
         host: The replica's own, which replaces wildcards.
@@ -248,7 +247,8 @@ def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
 
 
 def _replay_port(flag: str) -> int | None:
-    """The port of rank 0's replay endpoint in SGLang's `--kv-events-config`, if there is one."""
+    """Return the port of rank 0's replay endpoint in SGLang's `--kv-events-config`; None without
+    one."""
     try:
         endpoint = msgspec.json.decode(flag, type=_SglangFlag).replay_endpoint or ""
     except (msgspec.MsgspecError, RecursionError):

@@ -14,7 +14,7 @@ from router.fleet.load import ReplicaLoad
 
 
 class Health(Enum):
-    """Names what checks and requests show of a replica."""
+    """The health of a replica by its checks and requests."""
 
     STARTING = "starting"
     """Added, and no check has passed yet."""
@@ -23,7 +23,7 @@ class Health(Enum):
 
 
 class ReplicaState(Enum):
-    """Health, and whether the replica is draining, in one word."""
+    """The health of a replica, or that it is draining."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
@@ -33,24 +33,23 @@ class ReplicaState(Enum):
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """Where one data-parallel rank publishes its KV events. Addresses to connect to: without
-    wildcards."""
+    """The addresses of one data-parallel rank's KV events, to connect to: without wildcards."""
 
     dp_rank: int
     endpoint: str
-    """Its PUB address; `listen` where it connects to us; `http://` where it is asked."""
+    """Its PUB address; `listen` where it connects to us; `http://` where it is polled."""
     replay_endpoint: str | None = None
     """Its ROUTER address."""
     topic: str = ""
     """Its exact topic; an empty one takes every topic."""
     snapshot_endpoint: str | None = None
-    """Where it makes snapshots, if there is an address for these alone."""
+    """Its address for snapshots alone, if it has one."""
     server_key: str | None = None
-    """The publisher's public key, where it is its own."""
+    """The publisher's own public key, if it has one."""
 
 
 class ServedModels(msgspec.Struct, frozen=True):
-    """Holds what a replica serves."""
+    """Holds the models and adapters of a replica."""
 
     models: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
@@ -58,7 +57,7 @@ class ServedModels(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an operator wants to know of a replica at one moment. Secrets are left out."""
+    """The state of a replica at one moment, for operators. Secrets are left out."""
 
     id: str
     url: str

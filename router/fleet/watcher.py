@@ -1,5 +1,4 @@
-"""Watches one replica: one task checks its health, another asks what it serves and how loaded it
-is.
+"""Watches one replica: one task checks its health, another asks for its models and its load.
 
 Two tasks, so that a slow response to the second kind delays no check; one of each per replica, so
 that none waits for another replica and no check overlaps with the next.
@@ -52,21 +51,21 @@ class Fetch(Protocol):
     async def __call__(
         self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
-        """Status and body of the response to `GET <origin><path>`.
+        """Return status and body of the response to `GET <origin><path>`.
 
         Args:
             path: After the origin's base path.
-            headers: Beside those that every request has.
+            headers: Added to those of every request.
             max_bytes: Bound on the body.
         Raises:
-            UpstreamError: There is no response, or its body is longer than *max_bytes*.
-            OSError: There is no connection.
+            UpstreamError: No response, or its body is longer than *max_bytes*.
+            OSError: No connection.
             asyncio.TimeoutError: It took longer than *timeout_s*.
         """
 
 
 class WatchListener(Protocol):
-    """Receives what a watcher reports; a registry does."""
+    """Receives a watcher's reports; implemented by the registry."""
 
     def on_check(self, replica: Replica, error: str | None) -> None:
         """A check is over.
@@ -106,10 +105,10 @@ class Watcher:
         replica: To be watched; its counts and times are written here.
         listener: Receives every check and discovery.
         load: Separates this router's requests from others' in the engine's load.
-        config: How often, and how patiently.
+        config: Intervals and timeouts.
         clock: A monotonic clock, in seconds.
         load_topics: Makes the sockets of those that publish their load.
-        pace: How often a healthy replica is asked.
+        pace: The interval for healthy replicas.
     """
 
     def __init__(

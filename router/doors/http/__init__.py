@@ -3,11 +3,11 @@
 The files; each imports only what is listed above it:
 
     access_log.py         one line for each request
-    networks.py           which networks addresses belong to
-    proxied_paths.py      which paths go to a replica, and what decides to which
-    access.py             who may ask what: keys, peers, names, origins
+    networks.py           networks of addresses
+    proxied_paths.py      the paths that go to a replica, and how it is chosen
+    access.py             authorises requests: keys, peers, names, origins
     bodies.py             reads the bodies of requests, and one field of a form
-    forwarding.py         what of a client's request goes on to a replica
+    forwarding.py         the part of a client's request that goes on to a replica
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              bodies of responses as types: probes, errors, models
     route_views.py        where a request goes, and why

@@ -8,8 +8,8 @@ browser.
 
 A page that a browser shows can send requests to any address that browser reaches. Two checks stop
 it: `Host` must name this router (a page whose own name was rebound to this address sends its own),
-and what changes something must come from this router's page, as JSON. A page knows no key, so who
-sends one needs no check of `Host`.
+and a request that changes something must come from this router's page, as JSON. A page knows no
+key, so a request with one needs no check of `Host`.
 """
 
 from __future__ import annotations
@@ -80,16 +80,15 @@ class Key:
     usage: KeyUsage | None = field(default=None, repr=False, compare=False)
     """Its holder's usage, if that is limited."""
     owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
-    """Names the responses made with it, where there are several keys."""
+    """The owner of the responses made with it, where there are several keys."""
 
 
 @dataclass(eq=False, repr=False)
 class WrongKeys:
-    """Counts and logs wrong keys, and slows down who tries many.
-
-    An address gets some attempts for nothing; after those, each of its refusals is held back, at
-    first for a tenth of the bound, then for twice as long each time. A right key never waits. What
-    is kept is bounded: addresses are forgotten after a while, the oldest first.
+    """Counts and logs wrong keys, and slows down addresses that try many. An address gets some free
+    attempts; after those, each of its refusals is held back, at first for a tenth of the bound,
+    then for twice as long each time. A right key never waits. Memory is bounded: addresses are
+    forgotten after a while, the oldest first.
     """
 
     max_delay_s: float
@@ -104,10 +103,10 @@ class WrongKeys:
         self._held = 0
 
     def add(self, endpoint: str, address: str) -> float:
-        """Count one.
+        """Count a wrong key.
 
         Args:
-            endpoint: What was asked; a name of ours.
+            endpoint: Our name of the endpoint.
         Returns:
             For how many seconds to hold the refusal back.
         """
@@ -126,10 +125,10 @@ class WrongKeys:
         return float(min(self.max_delay_s, self.max_delay_s / 10 * 2**doublings))
 
     def hold(self, endpoint: str, address: str) -> float:
-        """Count one.
+        """Count a wrong key.
 
         Args:
-            endpoint: What was asked; a name of ours.
+            endpoint: Our name of the endpoint.
         Returns:
             For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
             afterwards.
@@ -141,17 +140,17 @@ class WrongKeys:
         return delay_s
 
     def let_go(self) -> None:
-        """A refusal that was held back is sent."""
+        """Note that a refusal that was held back is sent."""
         self._held -= 1
 
 
 class Guard:
-    """Checks who sends a request.
+    """Authorises requests.
 
     Args:
         server: The keys, and the names that the router goes by.
-        count_wrong_key: Called with the endpoint of each.
-        usages: Of the keys that have limits, by name.
+        count_wrong_key: Called with the endpoint of each wrong key.
+        usages: The usage of limited keys, by name.
         peer_key: The other routers' key; None: there are no others.
     """
 
@@ -181,7 +180,7 @@ class Guard:
         """Called with a `Host` by which the router may be called, when it is seen first."""
 
     def needs_key(self, role: Role) -> bool:
-        """Return whether the endpoints of *role* want a key."""
+        """Return whether the endpoints of *role* require a key."""
         return bool(self._keys[role])
 
     def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
@@ -193,7 +192,7 @@ class Guard:
             Unauthorized: The key is missing or wrong.
             ForeignHost: `Host` names another machine.
             LoopbackOnly: No operator key is set, and another machine asks.
-            UnknownPath: There are no peers.
+            UnknownPath: No peers are configured.
         """
         if self._keys[role]:
             return self._key(role, headers)
@@ -205,25 +204,25 @@ class Guard:
         return None
 
     def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
-        """For how many seconds to hold a refusal back; where that is more than 0, call `delay_over`
-        afterwards. A wrong key is counted and logged.
+        """Return for how many seconds to hold a refusal back; where that is more than 0, call
+        `delay_over` afterwards. A wrong key is counted and logged.
 
         Args:
-            endpoint: What was asked; a name of ours.
+            endpoint: Our name of the endpoint.
         """
         if isinstance(error, Unauthorized) and error.was_given:
             return self._wrong_keys.hold(endpoint, address)
         return 0.0
 
     def delay_over(self) -> None:
-        """A refusal that was held back is sent."""
+        """Note that a refusal that was held back is sent."""
         self._wrong_keys.let_go()
 
     async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
-        """Do what `delay_s` does, and wait for so long.
+        """Count a refusal like `delay_s`, and wait for the delay.
 
         Args:
-            endpoint: What was asked; a name of ours.
+            endpoint: Our name of the endpoint.
         """
         delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
         if delay_s:
@@ -245,7 +244,7 @@ class Guard:
         configuration.
 
         Args:
-            port: Where it listens.
+            port: The one it listens on.
         """
         for name in {"localhost", "127.0.0.1", "::1", *self._own} - {_ANY_HOST}:
             yield in_url(name).encode("latin-1")
@@ -316,7 +315,7 @@ def _given_key(headers: Headers) -> bytes:
 
 
 def _host_name(host: bytes) -> str:
-    """The name in a `Host` header, without the port, in lower case."""
+    """Return the name in a `Host` header, without the port, in lower case."""
     text = host.decode("latin-1").lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -331,7 +330,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
-    """Return whether this machine itself asks, and not for another through a reverse proxy."""
+    """Return whether the request comes from this machine, and not through a reverse proxy."""
     peer = _address((scope.get("client") or ("",))[0])
     if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
         peer = peer.ipv4_mapped
@@ -342,7 +341,7 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
-    """The salt of a client's key, and where it belongs; None where none is to be added.
+    """Return the salt of a client's key, and its fields; None where none is to be added.
 
     Args:
         key: The client's, where one is needed.

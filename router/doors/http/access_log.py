@@ -1,5 +1,4 @@
-"""One line for each request, with what became of it: fields for a log collector, and the same as
-text."""
+"""Logs one line for each request at its end: fields for a log collector, and the same as text."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
 
 
 class AccessLine:
-    """Collects what is known of one request by now. The query string is left out: some put keys
+    """Collects the fields of one request's line. The query string is left out: some put keys
     there."""
 
     routed: RoutedRequest | None = None
@@ -71,14 +70,14 @@ class AccessLine:
         request_id: bytes = b"",
         seconds: float | None = None,
     ) -> None:
-        """Write it: the request has ended.
+        """Write the line: the request has ended.
 
         Args:
-            status: Of the response; None if there was none.
-            body_bytes: Of its body that were sent.
+            status: The response's; None without one.
+            body_bytes: Bytes of its body that were sent.
             request_id: Ties the logs of client, router and engine together; requests that ASGI
                 served have none.
-            seconds: It took; None: since the line was begun.
+            seconds: Its duration; None: since the line was begun.
         """
         fields = self._fields
         fields["status"] = status
@@ -108,7 +107,7 @@ class AccessLine:
 
 
 def _shown(value: object) -> str:
-    """A value of one word; what a client chose cannot end the line or the word."""
+    """Return a value as one word; a client's text cannot end the line or the word."""
     if value is None:
         return "-"
     text = str(value)

@@ -476,7 +476,7 @@ async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
 
 
 def _add_snapshot(app: FastAPI, parts: ApiParts) -> None:
-    """Add the path at which another router that starts gets what this one knows of all caches."""
+    """Add the path at which a router that starts gets this one's index of all caches."""
     peer = Depends(Access("peer", parts.guard).check)
 
     @app.get("/snapshot", include_in_schema=False, dependencies=[peer])

@@ -26,7 +26,7 @@ _SEARCH_STEP_BYTES = 1024 * 1024
 _BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 _FIELD = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]*[ \t]*:[^\r\n]*")
-"""A line of a head, not folded, and no boundary."""
+"""A header line that is neither folded nor a boundary."""
 _PARAMETER = re.compile(
     rb""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|([^\s;"]*))\s*(?=;|\Z)"""
 )
@@ -61,7 +61,7 @@ async def read_body(
     Raises:
         BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
         BadRequest: It did not arrive within *timeout_s*.
-        ClientLeft: The client left in the middle.
+        ClientLeft: The client left before the end.
     """
     if announced_bytes(headers) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
@@ -254,7 +254,7 @@ def _ambiguous(place: str, found: bytes, rule: str) -> BadRequest:
 
 
 def _find(body: bytes, needle: bytes, start: int) -> int:
-    """Do what `bytes.find` does, but in steps."""
+    """Find like `bytes.find`, but in steps."""
     while start < len(body):
         found = body.find(needle, start, start + _SEARCH_STEP_BYTES + len(needle))
         if found >= 0:

@@ -1,8 +1,6 @@
-"""The paths of other indexers, under a prefix for each: `/mooncake`, `/dynamo`. What a program has
-as the base URL of one of those, it can have of this router.
-
-None of them knows KV cache groups, so their one number is what all groups allow, and what each
-would allow stands beside it.
+"""The paths of other indexers, under a prefix for each: `/mooncake`, `/dynamo`. A program's base
+URL of one of those can be replaced by this router's. None of them knows KV cache groups, so their
+one number is the hit that all groups allow; the groups' own stand beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _TokenIds = Annotated[
 ]
 _MOST_HASHES = 65_536
 _HASHES_AT_ONCE = 65_536
-"""Looked up before others have their turn on the event loop: some milliseconds."""
+"""Hashes looked up before others have their turn on the event loop: some milliseconds."""
 _MOST_HASH_DIGITS = 1024
 _Hashes = Annotated[list[int | str], msgspec.Meta(min_length=1, max_length=_MOST_HASHES)]
 """Hashes as the engine publishes them: numbers, or digests in hexadecimal digits."""
@@ -45,7 +43,7 @@ _MEMORY_TIERS = ("CPU", "cpu")
 
 
 class MooncakeQuery(msgspec.Struct, frozen=True):
-    """Holds what a conductor is asked."""
+    """A question to Mooncake's conductor."""
 
     model: _Text
     token_ids: _TokenIds
@@ -56,7 +54,7 @@ class MooncakeQuery(msgspec.Struct, frozen=True):
 
 
 class DynamoQuery(msgspec.Struct, frozen=True):
-    """Holds what an indexer is asked."""
+    """A question to Dynamo's indexer."""
 
     model_name: _Text
     token_ids: _TokenIds
@@ -123,11 +121,11 @@ _Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
 def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
-    """Add them.
+    """Add the endpoints.
 
     Args:
-        access: Who may ask what is cached.
-        operator: Who may register replicas.
+        access: For questions about caches.
+        operator: For registering replicas.
     """
     dialects = _Dialects(parts)
     asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
@@ -258,7 +256,7 @@ class _Dialects:
         return self._parts.router.models.resolve(model_name)
 
     def known(self, instance_id: str | int) -> Replica | None:
-        """The replica that another indexer's client names so."""
+        """The replica behind another indexer's name."""
         for replica in self._parts.router.registry.replicas():
             if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
                 return replica
@@ -336,12 +334,12 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 class Holding(NamedTuple):
-    """Holds what one cache would reuse of a prompt."""
+    """Holds the tokens of a prompt that one cache would reuse."""
 
     dp_rank: int
     gpu: int
     memory: int
-    """With what memory would bring back."""
+    """With the tokens that memory would bring back."""
     all_tiers: int
     groups: Sequence[Mapping[str, Any]]
     exactness: Mapping[str, Any] = {}
@@ -349,8 +347,8 @@ class Holding(NamedTuple):
 
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
-    """Return what each replica would reuse of a prompt, by replica and rank; nothing of those that
-    would reuse nothing.
+    """Return the tokens of a prompt that each replica would reuse, by replica and rank, without
+    zeros.
 
     Args:
         prompt: Prepared for its index.
@@ -387,7 +385,7 @@ def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict
     """Answer as `POST /query` of a conductor does.
 
     Args:
-        found: Of `holdings`.
+        found: From `holdings`.
     """
     return {
         tenant: {
@@ -409,7 +407,7 @@ def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
     """Answer as `POST /query` of an indexer does, which names workers by numbers.
 
     Args:
-        found: Of `holdings`.
+        found: From `holdings`.
     """
     named = {str(worker_number(replica)): ranks for replica, ranks in found.items()}
     return {

@@ -1,4 +1,4 @@
-"""Describes what goes on to a replica of a client's request, and what the router adds."""
+"""Makes the request to a replica from a client's, with the router's own headers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Forwarding:
         request_id: bytes,
         trace: Sequence[Header] = (),
     ) -> ProxyRequest:
-        """Return what is sent to a replica.
+        """Return the request to a replica.
 
         Args:
             request_id: Ties the logs of client, router and engine together.
@@ -83,7 +83,7 @@ class Forwarding:
 
 
 def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
-    """Those of a client that are not for replicas: the router writes its own, or none."""
+    """Return the client's headers that are not for replicas: the router writes its own, or none."""
     return frozenset(
         (
             *(b"x-request-id", TRACEPARENT, TRACESTATE),

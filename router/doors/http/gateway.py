@@ -61,8 +61,8 @@ class Gateway:
     def __init__(self, router: RouterParts, guard: Guard, paths: ProxiedPaths) -> None:
         """
         Args:
-            router: Decides where requests go, sends them there, and observes what becomes of them.
-            paths: Those that go to a replica.
+            router: Decides where requests go, sends them there, and observes them to their end.
+            paths: The paths that go to a replica.
         """
         config = router.config
         self.router, self.server, self.guard = router, config.server, guard
@@ -79,7 +79,7 @@ class Gateway:
         path: str,
         query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
     ) -> Callable[[PlaneExchange], Passage] | None:
-        """Return what serves a request; None if it does not go to a replica."""
+        """Return the server of a request; None if it does not go to a replica."""
         found = self._paths.find(path)
         # A HEAD request is a GET request whose response is sent without its body.
         if found is None or ("GET" if method == "HEAD" else method) not in found.methods:
@@ -89,13 +89,10 @@ class Gateway:
     def decide(
         self, path: ProxiedPath, body: bytes, terms: Terms, usage: KeyUsage | None = None
     ) -> Decision | Coroutine[Any, Any, Decision]:
-        """Decide where a request goes: at once, or in a coroutine where something has to be waited
-        for.
+        """Decide where a request goes: at once, or in a coroutine if it has to wait.
 
         Args:
-            path: What is known of its path.
-            terms: What else is known of it.
-            usage: What its client's key may use, if it is limited.
+            usage: Its key's, if it is limited.
         Raises:
             RequestError: It is refused.
         """
@@ -108,8 +105,8 @@ class Gateway:
         return self._decide_by_load(path, body, terms)
 
     async def _decide_for_key(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
-        """The same for a key that keeps its holder from something: an engine must read in the body
-        what the router reads there, and nothing else."""
+        """Decide for a key with restrictions: an engine must read the same in the body as the
+        router."""
         content_type = terms.headers.get(b"content-type", b"")
         if is_form(content_type) and body.strip():
             await asyncio.to_thread(check_form, content_type, body, b"model")
@@ -139,12 +136,12 @@ class Gateway:
         salt: TenantSalt | None,
         version: str | None = None,
     ) -> Terms:
-        """On what terms a request is decided.
+        """Return the terms of a request.
 
         Args:
             headers: The request's, names in lower case.
             key: The client's, where one is needed.
-            version: Of the model, that was chosen already.
+            version: The model's, if chosen already.
         """
         session = headers.get(self._session_header)
         return Terms(
@@ -179,10 +176,10 @@ class Gateway:
 
 @dataclass(slots=True)
 class Begun:
-    """Holds what was begun for a request where its prompt was read, for the code that serves it."""
+    """Holds the state made while a request's prompt was read, for its server."""
 
     usage: KeyUsage | None = None
-    """The usage of its key; it has entered."""
+    """The usage of its key, which counts it already."""
     has_spent: bool = False
     """True if its prompt's tokens are counted there."""
     context: TraceContext | None = None
@@ -190,9 +187,9 @@ class Begun:
     placed: PlacedTrace | None = None
     """Its trace, where the router has its own spans."""
     key: Key | None = None
-    """Its client's, where one is needed."""
+    """The client's key, where one is needed."""
     version: tuple[str, str] | None = None
-    """How its client names the model, and the version that was chosen."""
+    """The client's name of the model, and the version that was chosen."""
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -353,8 +350,8 @@ class Passage:
         self._stage = _Stage.READING
 
     def _check_content_type(self) -> None:
-        """Refuse two of them where the key keeps its holder from something: an engine may go by the
-        first, and the router goes by the last."""
+        """Refuse two content types for a key with restrictions: an engine may go by the first, and
+        the router goes by the last."""
         if self._salt is not None or self._usage is not None:
             count = sum(name == b"content-type" for name, _ in self._exchange.headers)
             if count > 1:
@@ -370,7 +367,7 @@ class Passage:
                     raise BadRequest(error.place, error.found, error.rule) from None
 
     def _enter(self) -> Key | None:
-        """Check that there is room, and who asks; return the client's key."""
+        """Check that there is room, and the client's key; return the key."""
         gateway = self._gateway
         gateway.router.admission.admit()
         self._is_admitted = True
@@ -528,8 +525,8 @@ class Passage:
         self._close()
 
     def _close(self) -> None:
-        """It is over, whatever became of it. The parts let go of each other: what refers to each
-        other in a circle is left for the garbage collector."""
+        """End it, in every case. The parts let go of each other: what refers to each other in a
+        circle is left for the garbage collector."""
         self._stage = _Stage.OVER
         self._leave()
         self._relay = None
@@ -555,7 +552,7 @@ class Passage:
         self._observer = None
 
     def _settle(self) -> None:
-        """Count what its response did cost, and let the next one have its room, or its place."""
+        """Count the cost of its response, and let the next one have its room, or its place."""
         observer, usage, waiter = self._observer, self._usage, self._waiter
         self._usage = self._waiter = None
         tokens = None
@@ -571,7 +568,8 @@ class Passage:
 
 
 def _rank(headers: dict[bytes, bytes]) -> int | None:
-    """The data-parallel rank that a request asks for; what is no number is left to the engine."""
+    """The data-parallel rank that a request asks for; anything else than a number is left to the
+    engine."""
     given = headers.get(RANK_HEADER, b"")
     return int(given) if given.isdigit() and len(given) <= MAX_RANK_DIGITS else None
 

@@ -1,4 +1,4 @@
-"""Which networks addresses belong to: of replicas that are added, and of proxies in front."""
+"""Lists of networks: of replicas that may be added, and of proxies in front."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Networks:
             self._core.add(*prefix)
 
     def prefixes(self) -> tuple[tuple[str, int], ...]:
-        """Each as an address, and how many of its first bits all addresses there have."""
+        """The networks, each as an address and the length of its prefix in bits."""
         return tuple((str(each.network_address), each.prefixlen) for each in self._networks)
 
     def __contains__(self, address: str) -> bool:
@@ -46,7 +46,7 @@ class Networks:
 
     async def check_replica(self, config: ReplicaConfig) -> None:
         """Check that a replica and its event streams lie in them, so that no operator's key can be
-        used to reach what only this machine reaches. Raises BadRequest as `check`."""
+        used to reach what only this machine reaches. Raises BadRequest like `check`."""
         host = config.origin.host
         await self.check("$.url", host)
         for index, source in enumerate(config.kv_events or ()):

@@ -123,7 +123,7 @@ def described(
 
     Args:
         responses: By status, from `sends`; the first one is the usual one.
-        access: Whose key it wants; None for no key.
+        access: The key it requires; None: no key.
         errors: One example of every error it may respond with, besides a refused key.
         operation: More of the OpenAPI operation: `requestBody`, `parameters`.
     """
@@ -224,7 +224,7 @@ def document(app: FastAPI, client: Access) -> dict[str, Any]:
 
     Args:
         app: With all endpoints that are not proxied.
-        client: Whose key those want that are.
+        client: The key of proxied paths.
     """
     found = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes

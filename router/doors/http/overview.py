@@ -33,7 +33,7 @@ from router.telemetry.request_log import RequestLog, Totals
 
 MAX_MODELS = 100
 MAX_UNKNOWN_TOPICS = 20
-"""In an overview; as many stores."""
+"""The most unknown topics in an overview, and the most stores."""
 
 
 class Headline(View, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class LastMinute(Totals, kw_only=True):
     """The last minute. The shares are for people; null where there was nothing."""
 
     seconds: float
-    """How much time this covers: a minute, less after the start."""
+    """The time covered: a minute, less after the start."""
     cached_share: str | None
     """The share of the compared prompt tokens that engines reported as cached."""
     predicted_share: str | None
@@ -82,7 +82,7 @@ class StoreSummary(View, frozen=True, kw_only=True):
     blocks: int
     """Over all KV cache groups, by any writer."""
     replicas: int
-    """That share it and are followed."""
+    """Replicas that share it and are followed."""
 
 
 class ReplicaSummary(View, frozen=True, kw_only=True):
@@ -139,11 +139,11 @@ class Overview(View, frozen=True, kw_only=True):
     """The tokeniser of each configured model's prompts: `fastokens`, `tokenizers` with the reason
     why it is not fastokens, or `replica`. The first hundred."""
     tiers: list[str]
-    """That any replica has, the fastest first."""
+    """Tiers that any replica has, the fastest first."""
     stores: list[StoreSummary] = msgspec.field(default_factory=list)
     """Stores that replicas share, by model and name. The first hundred."""
     listeners: list[ListenerStatistics] = msgspec.field(default_factory=list)
-    """Where publishers connect to (`events.listen`)."""
+    """The addresses that publishers connect to (`events.listen`)."""
     kinds: dict[str, str]
     """Words for the kinds of KV cache groups."""
     replicas: list[ReplicaSummary]
@@ -151,12 +151,12 @@ class Overview(View, frozen=True, kw_only=True):
 
 
 def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:
-    """The router at a glance: what is wrong, the last minute, and of each replica what a person
-    looks for first. Every open page asks for it once a second; all of `/replicas` would be a
+    """The router at a glance: what is wrong, the last minute, and of each replica the fields that a
+    person looks at first. Every open page asks for it once a second; all of `/replicas` would be a
     megabyte for some hundred replicas.
 
     Args:
-        fleet: All replicas, and what else is known at this moment.
+        fleet: All replicas at this moment.
         policy: The name of the routing policy.
         under_way: Requests admitted and not ended.
     """
@@ -197,7 +197,7 @@ def _tiers(replicas: Sequence[ReplicaSummary]) -> list[str]:
 
 
 def _stores(fleet: Fleet) -> list[StoreSummary]:
-    """Each store once, whichever of the sources that share it is asked."""
+    """Return each store once, though several sources share it."""
     shared_by: dict[tuple[str, str], set[str]] = {}
     blocks: dict[tuple[str, str], int] = {}
     for source, cache in fleet.caches.items():

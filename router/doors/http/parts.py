@@ -1,4 +1,4 @@
-"""Holds what the endpoints read and change."""
+"""Holds the parts that the endpoints read and change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.telemetry.parts import RouterParts
 
 @dataclass(frozen=True, slots=True)
 class ApiParts:
-    """The router, and what stands between it and those who ask."""
+    """The router, and the parts between it and its clients."""
 
     router: RouterParts
     guard: Guard

@@ -1,4 +1,4 @@
-"""Which paths go to a replica, by which methods, and how that replica is chosen."""
+"""Defines the paths that go to a replica, their methods, and how that replica is chosen."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from router.prompt import Endpoint
 
 
 class RoutedBy(Enum):
-    """Names what decides where a request goes."""
+    """Names the way in which a request's replica is chosen."""
 
     CACHE = "cache"
-    """Placed by what replicas have cached of its prompt."""
+    """By the prompt's tokens that replicas have cached."""
     LOAD = "load"
-    """Load, among the replicas of the model that its body names."""
+    """By load, among the replicas of the model that its body names."""
     ANY = "any"
     """The same, but it need not name a model, and may have any body."""
     RESPONSE = "response"
-    """Which replica has the stored response that its path names."""
+    """By the stored response that its path names."""
 
 
 class ProxiedPath(NamedTuple):
-    """Holds what is known of a path that goes to a replica."""
+    """A path that goes to a replica."""
 
     routed_by: RoutedBy
     methods: tuple[str, ...] = ("POST",)
@@ -57,7 +57,7 @@ RENDER_PATHS = tuple(
     f"{path.value}/render"
     for path in (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES)
 )
-"""vLLM's: a body in, what `/inference/v1/generate` takes for it out; nothing is computed."""
+"""vLLM's paths that turn a body into one for `/inference/v1/generate`; nothing is computed."""
 LOAD_PATHS = (
     "/tokenize",
     "/detokenize",
@@ -89,7 +89,7 @@ class ProxiedPaths:
     """Every path that goes to a replica.
 
     Args:
-        extra: What the operator adds to the built-in ones; an asterisk may end a path.
+        extra: The operator's additions to the built-in ones; an asterisk may end a path.
     """
 
     def __init__(self, extra: Sequence[str] = ()) -> None:
@@ -107,7 +107,7 @@ class ProxiedPaths:
         self._prefixes.sort(key=lambda entry: len(entry[0]), reverse=True)
 
     def find(self, path: str) -> ProxiedPath | None:
-        """Return what is known of *path*; None if it does not go to a replica."""
+        """Return the entry of *path*; None if it does not go to a replica."""
         found = self._exact.get(path)
         if found is None and not _DOT_SEGMENTS.isdisjoint(path.split("/")):
             # Where a server behind it resolves them (RFC 3986 5.2.4), it would be another path.
@@ -122,7 +122,7 @@ class ProxiedPaths:
             if path.startswith(prefix) and len(path) > len(prefix):
                 if not path.startswith(_RESPONSES):
                     return proxied
-                # Whatever an engine offers there, it is about a stored response.
+                # All that engines offer there is about a stored response.
                 response_id = path.removeprefix(_RESPONSES).partition("/")[0]
                 return proxied._replace(routed_by=RoutedBy.RESPONSE, response_id=response_id)
         return None

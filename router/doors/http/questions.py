@@ -42,7 +42,7 @@ class RouteQuestions:
     ) -> None:
         """
         Args:
-            metrics: Counted and timed into.
+            metrics: Count and time questions.
             session_header: The header that names a client's session, in lower case.
         """
         self._gateway = gateway
@@ -55,7 +55,7 @@ class RouteQuestions:
     def opens(
         self, method: str, path: str, query: bytes
     ) -> Callable[[PlaneExchange], Passage] | None:
-        """Return what serves a request; None if that is the API."""
+        """Return the server of a request; None if it is for the API."""
         if path == _PATH:
             is_short = method == "POST" and not query
             return functools.partial(RouteQuestion, self, self._gateway) if is_short else None
@@ -113,7 +113,7 @@ class RouteQuestion(Passage):
 
 
 def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
-    """How the body of a question is encoded.
+    """Return the encoding of a question's body.
 
     Args:
         headers: The request's, names in lower case.
@@ -123,8 +123,8 @@ def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
 
 
 def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes]:
-    """The type and the body of an answer: msgpack where the client accepts it, or sent it and
-    accepts anything.
+    """Return the type and the body of an answer: msgpack where the client accepts it, or sent it
+    and accepts anything.
 
     Args:
         headers: The request's, names in lower case.

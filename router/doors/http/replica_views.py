@@ -1,4 +1,4 @@
-"""Replicas in full: their state, their event streams, and what is known of their caches."""
+"""Replicas in full: their state, their event streams, and the index's view of their caches."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Fleet:
     tokenizer_disagreements: Mapping[tuple[str, str], int]
     """By model and replica: probes that it tokenises differently from the router."""
     trusts: Mapping[SourceId, TrustStatistics] = field(default_factory=dict)
-    """How far the predictions for a source are believed, once one was compared."""
+    """The trust in the predictions for a source, once one was compared."""
     approximate: Mapping[SourceId, ApproximateStatistics] | None = None
     """The caches whose hits are estimates; None where nothing is estimated."""
     listeners: Sequence[ListenerStatistics] = ()
-    """Where publishers connect to."""
+    """The addresses that publishers connect to."""
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     """The tokeniser, by model."""
     shortages: Sequence[str] = ()
@@ -55,11 +55,11 @@ class BlockCount(View, frozen=True, kw_only=True):
 
 
 class CacheView(View, frozen=True, kw_only=True):
-    """Holds what the index knows of one cache, and what it assumes. Sizes in tokens."""
+    """The index's knowledge of one cache, and its assumptions. Sizes in tokens."""
 
     blocks: list[BlockCount]
     stores: dict[str, list[BlockCount]] = msgspec.field(default_factory=dict)
-    """By name of the stores that it shares: blocks there, by any writer."""
+    """Blocks in the stores that it shares, by store and by any writer."""
     unplaced_blocks: int
     """Their prefix is not known; without a known hash function no prompt can find them."""
     waiting_runs: int
@@ -76,7 +76,7 @@ class CacheView(View, frozen=True, kw_only=True):
     eagle: Sequence[int] | None
     """Groups that drop a block of each hit, since they hold a drafter's layers."""
     prefix_replay_tokens: int | None
-    """A hit that is no longer is worth nothing."""
+    """Hits up to this length are worth nothing."""
     assumptions: Sequence[str]
     """Facts that are assumed rather than known, in sentences."""
 
@@ -86,7 +86,7 @@ class ApproximateView(View, frozen=True, kw_only=True):
 
     dp_rank: int
     tokens: int
-    """That the cache may hold."""
+    """Tokens that the cache may hold."""
     capacity_tokens: int
     """The size up to which reuse was seen to last."""
     trust: float
@@ -118,8 +118,8 @@ class ReplicaList(View, frozen=True, kw_only=True):
 
 
 def replica_details(fleet: Fleet) -> list[ReplicaDetails]:
-    """Every replica: its state, its load, and each of its event streams with what is known of the
-    cache and what is assumed."""
+    """Every replica: its state, its load, and each of its event streams with the state of its
+    cache."""
     return [_details(replica, fleet) for replica in fleet.replicas]
 
 

@@ -38,7 +38,7 @@ TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
 class ProxiedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what all of them have in common."""
+    """The fields that all of them have."""
 
     model: str | None = None
     """A model, an alias or an adapter; needed where the router serves several."""
@@ -141,13 +141,13 @@ class TokenIdsRequest(ProxiedRequest, frozen=True, kw_only=True):
 
     token_ids: TokenIds
     lora_name: str | None = None
-    """The adapter they are for, where `model` names the base model."""
+    """The adapter, where `model` names the base model."""
     cache_salt: str | None = None
 
 
 class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
-    """Holds what a gateway asks about: token ids, or in their place the body of any endpoint with a
-    prompt, beside these fields, which are the router's."""
+    """A gateway's question: token ids, or in their place the body of any endpoint with a prompt,
+    beside these fields, which are the router's."""
 
     model_name: str | None = None
     """Another name of `model`."""
@@ -161,15 +161,15 @@ class SelectionRequest(ProxiedRequest, frozen=True, kw_only=True):
     replicas: Names | None = None
     """Only these may be chosen: ids, URLs, or `host:port`."""
     avoid: Names | None = None
-    """These may not, as after one of them has failed."""
+    """These may not be chosen, such as one that has failed."""
     allowed_worker_ids: Numbers | None = None
     """The `replicas` allowed, by `worker_id`."""
     dp_rank: Rank | None = None
-    """The data-parallel rank it is for, where the gateway chooses it."""
+    """The data-parallel rank, where the gateway chooses it."""
 
 
 class ReservationRequest(SelectionRequest, frozen=True, kw_only=True):
-    """Holds what to reserve: a selection by its id, or a request with the replica it was sent
+    """A reservation to make: of a selection by its id, or of a request with the replica it was sent
     to."""
 
     replica: ReplicaName | None = None
@@ -179,10 +179,10 @@ class ReservationRequest(SelectionRequest, frozen=True, kw_only=True):
 
 
 class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what has come of a response."""
+    """The tokens of a response since the last report."""
 
     tokens: TokenCount = 0
-    """More of them since the last report."""
+    """Output tokens since the last report."""
     usage: EngineUsage | None = None
     """The usage of the engine's response, or of its last event."""
     cached_tokens: TokenCount | None = None
@@ -190,7 +190,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReservationEnd(OutputReport, frozen=True, kw_only=True):
-    """How a request ended, and what had come of it."""
+    """The end of a request, and its tokens."""
 
     outcome: Literal["completed", "client_left", "failed"] = "completed"
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
@@ -200,7 +200,7 @@ class ReservationEnd(OutputReport, frozen=True, kw_only=True):
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts from which the router learns what was cached: each API has its own."""
+    """The counts from which the router learns the cached tokens: each API has its own."""
 
     prompt_tokens: int | None = None
     input_tokens: int | None = None

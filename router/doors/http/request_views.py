@@ -18,7 +18,7 @@ class RequestView(RequestFacts, kw_only=True):
 
     reason: str
     predicted: HitView
-    """By what was cached when it was sent."""
+    """Tokens predicted to be cached, by the state when it was sent."""
     expected: int | None
     """Tokens predicted to be cached when the engine admits it: requests ahead of it store their
     prompts and evict others. Null where that is not known."""
@@ -28,7 +28,7 @@ class RequestView(RequestFacts, kw_only=True):
     """The prediction compared with the report; `over` promised too much. An approximate one is
     never `exact`, but `near` where less than 64 tokens are between the two."""
     failed: bool
-    """Through no fault of the client."""
+    """True if it failed through no fault of the client."""
     first_byte_ms: float | None
     total_ms: float | None
 
@@ -98,9 +98,10 @@ class HourView(View, frozen=True, kw_only=True):
     mispredicted_share: list[float | None]
     """The share of the predictions that could be compared."""
     gpu_blocks: list[float | None]
-    """Held at the end of the step, over all groups."""
+    """Blocks held at the end of the step, over all groups."""
     removed_blocks: list[int]
-    """That left the GPUs in this time, by KV cache group: evicted, or slid out of a window."""
+    """Blocks that left the GPUs in this time, by KV cache group: evicted, or slid out of a
+    window."""
 
 
 class HistoryView(View, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ class HitView(View, frozen=True, kw_only=True):
 
     gpu_cached_tokens: int
     cached_tokens: int
-    """With what lower tiers would bring back."""
+    """With the tokens that lower tiers would bring back."""
     by_tier: dict[str, int] = msgspec.field(default_factory=dict)
     """Tokens that each lower tier, by its name in events, or shared store adds to the GPU's; `PEER`
     is another replica's memory."""
@@ -45,7 +45,7 @@ class PromptView(View, frozen=True, kw_only=True):
     tokens: int
     """Its length, as far as its token ids are known."""
     coverage: Literal["whole", "prefix", "unknown"]
-    """How much of the prompt those tokens are."""
+    """The part of the prompt that those tokens cover."""
     reason: str | None
     """Why the coverage is not `whole`."""
     lora_name: str | None
@@ -76,7 +76,7 @@ class ExcludedReplica(View, frozen=True, kw_only=True):
 
 
 class RouteView(View, frozen=True, kw_only=True):
-    """Where a request would go; all else that is known only with `explain`."""
+    """A replica for a request; more fields with `explain`."""
 
     replica: str
     dp_rank: int | None
@@ -84,7 +84,7 @@ class RouteView(View, frozen=True, kw_only=True):
     model: str
     policy: str
     prompt_tokens: int
-    """Over all prompts, as far as they are known."""
+    """Tokens of all prompts, as far as they are known."""
     cost: float
     """For the default policy, the delay in prefill tokens."""
     hit: HitView
@@ -159,7 +159,7 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
 
 
 def hit_view(candidate: Candidate) -> HitView:
-    """Return what a candidate would reuse."""
+    """Return the tokens that a candidate would reuse."""
     return HitView(
         gpu_cached_tokens=candidate.gpu_cached_tokens,
         cached_tokens=candidate.cached_tokens,
@@ -180,14 +180,14 @@ class OverlapView(View, frozen=True, kw_only=True):
     """Prompt tokens that the chosen replica would reuse, in the words of other indexers."""
 
     longest_matched: int
-    """All of them; where a model has several KV cache groups, what all groups allow."""
+    """All of them; where a model has several KV cache groups, the hit that all groups allow."""
     gpu: int
     dp: dict[str, int] = msgspec.field(default_factory=dict)
     """On the GPU, by data-parallel rank."""
     cpu: int
-    """With what memory would bring back."""
+    """With the tokens that memory would bring back."""
     disk: int
-    """With what all lower tiers would bring back."""
+    """With the tokens that all lower tiers would bring back."""
 
 
 class PrefillView(View, frozen=True, kw_only=True):
@@ -206,10 +206,10 @@ class PrefillView(View, frozen=True, kw_only=True):
 
 
 class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a gateway should send a request."""
+    """A replica for a gateway's request."""
 
     selection_id: str = ""
-    """The id of the reservation, where there is one."""
+    """The id of the reservation, if one was made."""
     model_name: str
     routing_group: str = "default"
     replica: str
@@ -222,16 +222,16 @@ class SelectionView(View, frozen=True, kw_only=True, omit_defaults=True):
     address: str
     """Its `host:port`."""
     headers: dict[str, str] = msgspec.field(default_factory=dict)
-    """To be sent with the request."""
+    """Headers to send with the request."""
     body_fields: dict[str, Any] = msgspec.field(default_factory=dict)
-    """To be set in its body."""
+    """Fields to set in its body."""
     block_size: int
     """Tokens of a block."""
     overlap: OverlapView
     isl_tokens: int
     """The prompt's length, as far as its token ids are known."""
     effective_prefill_tokens: int
-    """Prompt tokens to be computed, wherever."""
+    """Prompt tokens to be computed, at any replica."""
     prefill: PrefillView | None = None
     """The replica that computes them, where that is another one: it is in `headers`, for llm-d's
     sidecar."""
@@ -253,12 +253,12 @@ def selection_view(
     selection_id: str = "",
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> SelectionView:
-    """Where a gateway should send a request. Some replica must be able to serve it.
+    """Return the replica for a gateway's request. Some replica must be able to serve it.
 
     Args:
-        attempt: How it is sent there, where that is booked.
-        selection_id: Of the reservation, or of what may be reserved later.
-        fields: To be set in the body.
+        attempt: The booked one, if it is booked.
+        selection_id: The reservation's, or that of a selection that may be reserved later.
+        fields: Set in the body.
     """
     best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
     candidate = best.candidate

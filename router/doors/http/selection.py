@@ -1,5 +1,5 @@
-"""Where gateways that send requests themselves ask over HTTP: `/select`, `/select_and_reserve` and
-`/reservations`."""
+"""The HTTP endpoints for gateways that send requests themselves: `/select`, `/select_and_reserve`
+and `/reservations`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
 
 
 def _take_the_short_way(app: FastAPI, access: Access) -> None:
-    """Serve what is asked for every request without FastAPI's dependencies, which take half of the
+    """Serve the questions of every request without FastAPI's dependencies, which take half of the
     time; errors are handled as all others."""
     for route in [each for each in app.routes if isinstance(each, APIRoute)]:
         if route.path.startswith(_EVERY_REQUEST):
@@ -218,12 +218,12 @@ def _add_reports(app: FastAPI, doors: _Doors, access: Access) -> None:
 def take_report(
     reservations: Reservations, _number: int, reservation_id: str, kind: str, body: bytes, at: float
 ) -> None:
-    """Note what a gateway has reported to the core of a reservation that it has made there.
+    """Take over a gateway's report to the core on a reservation of the core.
 
     Args:
-        reservation_id: Of the reservation, which may have ended meanwhile.
+        reservation_id: The reservation may have ended meanwhile.
         kind: `first_token`, `output` or `end`.
-        body: As it came, and plain.
+        body: As received, without compression.
         at: When, by the clock.
     """
     try:
@@ -252,7 +252,7 @@ def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None
 
 
 class _Doors:
-    """Holds what the endpoints have in common."""
+    """The common part of the endpoints."""
 
     def __init__(self, parts: ApiParts) -> None:
         self.desk = parts.desk
@@ -313,7 +313,7 @@ def caller_of(key: Key | None, path: str) -> Caller:
     """The caller, and its rights.
 
     Args:
-        key: The one that was given, where one is needed.
+        key: The client's, where one is needed.
     """
     if key is None:
         return ANONYMOUS
@@ -322,12 +322,12 @@ def caller_of(key: Key | None, path: str) -> Caller:
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """A report, all of which may be left out."""
+    """Decode a report; all fields are optional."""
     return decode_body(body, kind) if body.strip() else kind()
 
 
 def _eligible(fields: Any) -> IsEligible | None:
-    """Which replicas a question allows."""
+    """Return which replicas a question allows."""
     only = None if fields.replicas is None else frozenset(fields.replicas)
     numbers = None if fields.allowed_worker_ids is None else frozenset(fields.allowed_worker_ids)
     chosen, number = getattr(fields, "replica", None), getattr(fields, "worker_id", None)
@@ -349,7 +349,7 @@ def _eligible(fields: Any) -> IsEligible | None:
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do *work* as long as the client is there."""
+    """Run *work* until it is done or the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

@@ -22,7 +22,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
-    """Shows whether the router is alive, or ready."""
+    """Whether the router is alive, or ready."""
 
     status: Literal["ok", "ready", "not ready"]
     reason: str | None = None
@@ -30,7 +30,7 @@ class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ErrorDetails(View, frozen=True, kw_only=True):
-    """Holds what was wrong with a request."""
+    """The error of a request."""
 
     message: str
     """Place, value and rule; never anything of a prompt."""

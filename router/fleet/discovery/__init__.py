@@ -1,11 +1,11 @@
-"""Where replicas come from: lists that change, and the registry made to follow them.
+"""Follows changing lists of replicas, and makes the registry match them.
 
-A provider reports the complete list of its replicas whenever it changes; what it cannot find out it
-reports as a failure, and the last list stays.
+A provider reports the complete list of its replicas whenever it changes; a list that it cannot get
+it reports as a failure, and the last one stays.
 
 The files; each imports only what is listed above it:
 
-    provider.py        what a provider is, and what it reports to; waits after failures
+    provider.py        the interfaces of a provider and its listener; delays after failures
     file.py            a file that is watched
     dns.py             A, AAAA and SRV records
     kubernetes_api.py  a collection of objects, kept true by a list and watches

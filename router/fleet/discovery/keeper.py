@@ -1,8 +1,8 @@
 """Makes the registry follow what providers report: new replicas are added, those that none names
 any more are drained, and removed when they have been away for a while.
 
-What an operator does by hand stands: a replica that he drained stays drained, and one that he
-removed stays away until its provider has ceased to name it. Replicas that he added are not touched.
+An operator's actions stand: a drained replica stays drained, and a removed one stays away until its
+provider has ceased to name it. Replicas that the operator added are not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _ERROR_CHARACTERS = 1000
 _TRY_AGAIN_S = 5.0
-"""After a replica could not be added: another may be in its way for a while."""
+"""The delay after a replica could not be added: another may be in its way for a while."""
 
 CONFIGURATION = "configuration"
 """The name of the provider that stands for `replicas` in the configuration."""
@@ -36,7 +36,7 @@ CONFIGURATION = "configuration"
 
 @dataclass(frozen=True, slots=True)
 class ProviderStatistics:
-    """How one provider does."""
+    """The state of one provider."""
 
     replicas: Annotated[int, gauge("kvroute_discovery_replicas")]
     """Replicas that a provider names; `configuration` stands for `replicas`."""
@@ -78,7 +78,7 @@ class _Kept:
 
 
 class ReplicaKeeper:
-    """The one that adds and removes replicas for the providers. Belongs to one event loop."""
+    """Adds and removes replicas for the providers. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ReplicaKeeper:
         """Keep nothing yet.
 
         Args:
-            linger_s: How long one that is no longer named is kept, draining.
+            linger_s: How long a replica that is no longer named is kept, draining.
             clock: A monotonic clock, in seconds.
             restart_s: When to follow a provider again that has ended, as none should.
         """
@@ -101,7 +101,7 @@ class ReplicaKeeper:
         self._provided: dict[str, _Provided] = {CONFIGURATION: _Provided()}
         self._kept: dict[str, _Kept] = {}
         self._dismissed: set[str] = set()
-        """Removed by hand while a provider names them."""
+        """Replicas that an operator removed while a provider names them."""
         self._refused: dict[str, str] = {}
         """Why a replica that is named could not be added."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -138,7 +138,7 @@ class ReplicaKeeper:
 
         Args:
             replicas: All of its replicas; of those with one id the first counts.
-            broken: What it named besides and cannot be one, each with the reason.
+            broken: Entries that cannot be replicas, each with the reason.
         """
         provided = self._provided.setdefault(provider, _Provided())
         provided.reports += 1
@@ -180,7 +180,7 @@ class ReplicaKeeper:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """By id of a replica that is named and could not be added, why."""
+        """The reasons why named replicas could not be added, by id."""
         return self._refused
 
     async def close(self) -> None:
@@ -265,14 +265,14 @@ class ReplicaKeeper:
             self._kept[replica_id] = _Kept(config)
 
     def _make_way(self, config: ReplicaConfig) -> None:
-        """Remove the one that leaves this address: another has it now."""
+        """Remove the replica that leaves this address: another has it now."""
         for replica_id, kept in self._kept.items():
             if kept.leaves_at is not None and kept.config.origin == config.origin:
                 self._remove(replica_id)
                 return
 
     def _remove_due(self) -> None:
-        """Remove what has been away for long enough, and come back for the next."""
+        """Remove replicas that have been away for long enough, and schedule the next."""
         now = self._clock()
         for replica_id, kept in list(self._kept.items()):
             if kept.leaves_at is not None and kept.leaves_at <= now:

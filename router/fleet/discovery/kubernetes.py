@@ -137,7 +137,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """At which each of its pods is a replica."""
+        """The ports at which each of its pods is a replica."""
         return tuple(port.number for port in self.spec.target_ports)
 
 
@@ -152,8 +152,8 @@ class _PodOptions(ReplicaOptions, frozen=True):
     path: UrlPath | None = None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Event streams on the router's own machine, and requests to anywhere but the pod, besides
-        the usual ones."""
+        """Refuse event streams on the router's own machine, and requests to anywhere but the
+        pod."""
         yield from super().contradictions()
         for index, source in enumerate(self.kv_events or ()):
             if source.endpoint.startswith(POLLED):
@@ -186,8 +186,8 @@ class KubernetesProvider:
         """Ask nothing yet.
 
         Args:
-            config: Which pods, and where the API server is.
-            environ: Where a pod finds the server's address, as `os.environ`.
+            config: Selects the pods, and has the API server's address.
+            environ: Has a pod's address of the server, as `os.environ`.
         """
         self.name = config.title
         self._config = config
@@ -309,7 +309,7 @@ class KubernetesProvider:
                 yield _PodPlace(name or address.replace(":", "-"), address, ports)
 
     def _ports(self, named: Mapping[str, int], given: Sequence[int] = ()) -> tuple[int, ...]:
-        """The configured one, else those that a pool gives, else the only one there is."""
+        """The configured port, else those of the pool, else the only one."""
         port = self._config.port
         if isinstance(port, int):
             return (port,)
@@ -352,7 +352,7 @@ class KubernetesProvider:
             return f"{where}: {error}"
 
     def _replicas_at(self, place: _PodPlace) -> Iterator[ReplicaConfig]:
-        """The replica at a place; of several ports one for each."""
+        """The replicas at a place, one for each port."""
         fields = msgspec.json.decode(place.annotation) if place.annotation else {}
         options = _PodOptions.model_validate(fields)
         own = {name: getattr(options, name) for name in options.model_fields_set}
@@ -378,7 +378,7 @@ class KubernetesProvider:
 
 
 def _pass_on(task: asyncio.Task[None], ended: asyncio.Future[None]) -> None:
-    """Let who waits for *ended* have the error of a task."""
+    """Pass the error of a task to *ended*."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not ended.done():
         ended.set_exception(error)
@@ -390,7 +390,7 @@ def _pass_on(task: asyncio.Task[None], ended: asyncio.Future[None]) -> None:
 def _connection(
     config: KubernetesDiscovery, environ: Mapping[str, str]
 ) -> tuple[Origin, Callable[[], str | None], ssl.SSLContext | None]:
-    """The API server, the account's token, and whom to trust."""
+    """The API server, the account's token, and the trusted authorities."""
     if config.api_server is not None:
         origin = Origin.parse(config.api_server)
     else:

@@ -48,7 +48,7 @@ class KubernetesError(RouterError):
 
 
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
-    """Holds what every object has."""
+    """The metadata of an object."""
 
     name: str = ""
     resource_version: str = ""
@@ -58,7 +58,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
 
 
 class KubernetesObject(Protocol):
-    """Describes what every type of object has."""
+    """The fields that every type of object has."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -102,8 +102,8 @@ class KubernetesApi:
         """Ask nothing yet; make it inside a running event loop.
 
         Args:
-            token: Gives the account's token; asked for every request, since it is renewed.
-            tls: Which certificates are trusted; None: the system's.
+            token: Returns the account's token; called for every request, since it is renewed.
+            tls: The trusted certificates; None: the system's.
         """
         self._origin = origin
         self._token = token
@@ -120,7 +120,7 @@ class KubernetesApi:
             selector: `labelSelector` or `fieldSelector`.
         Raises:
             KubernetesError: The server refuses, or its answer cannot be read.
-            UpstreamError: There is no answer.
+            UpstreamError: No answer.
         """
         found: list[bytes] = []
         page = _ListMetadata()
@@ -142,9 +142,9 @@ class KubernetesApi:
         """Yield what changes from *version* on, as it arrives, until the server ends the watch.
 
         Args:
-            version: Of the list, or of the last change.
+            version: The list's, or the last change's.
         Raises:
-            KubernetesError: As `list_all`; its status is 410 where *version* is too old.
+            KubernetesError: See `list_all`; its status is 410 where *version* is too old.
             UpstreamError: The connection broke.
         """
         query = {
@@ -207,7 +207,7 @@ def _decode(data: bytes | msgspec.Raw, kind: type[Any]) -> Any:
 
 
 async def _lines(response: UpstreamResponse) -> AsyncIterator[list[bytes]]:
-    """The lines of a body, as many at a time as arrive together."""
+    """Yield the lines of a body, as many at a time as arrive together."""
     rest = b""
     while (chunk := await response.read_chunk()) is not None:
         *whole, rest = (rest + chunk).split(b"\n")
@@ -230,7 +230,7 @@ class Collection(Generic[T]):
 
         Args:
             selector: `labelSelector` or `fieldSelector`.
-            kind: What an object is read as.
+            kind: The type that an object is read as.
         """
         self._api = api
         self._path = path
@@ -241,13 +241,13 @@ class Collection(Generic[T]):
         self.objects: dict[str, T] = {}
         """By name."""
         self.unreadable: dict[str, str] = {}
-        """By name of an object that cannot be read, why."""
+        """The reasons why objects cannot be read, by name."""
 
     async def follow(self, changed: Callable[[], None], on_failure: Callable[[str], None]) -> None:
         """Keep the objects true until cancelled.
 
         Args:
-            changed: Called whenever they may be others.
+            changed: Called whenever they may have changed.
             on_failure: Called with the reason when the server cannot be asked; the objects stay.
         """
         while True:
@@ -263,7 +263,7 @@ class Collection(Generic[T]):
             await self._follow_once(changed)
         except (KubernetesError, UpstreamError, OSError) as error:
             if isinstance(error, KubernetesError):
-                self._version = ""  # whatever it is, a new list settles it
+                self._version = ""  # a new list settles any error
             if getattr(error, "status", None) != _GONE:
                 on_failure(f"{type(error).__name__}: {error}"[:300])
             return self._retry.next_delay()

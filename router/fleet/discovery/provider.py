@@ -1,4 +1,4 @@
-"""Defines what a provider of replicas is, and what it reports to."""
+"""Defines the interfaces of a provider of replicas and of its listener."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Protocol
 from router.config import ReplicaConfig
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
-"""After a failure, and after many in a row."""
+"""The delay after a failure, and after many in a row."""
 
 
 class ProviderListener(Protocol):
-    """Receives what one provider finds, on the event loop."""
+    """Receives one provider's reports, on the event loop."""
 
     def on_replicas(self, replicas: Sequence[ReplicaConfig], broken: Sequence[str] = ()) -> None:
-        """These are all of its replicas from now on.
+        """Take the complete list of its replicas.
 
         Args:
             replicas: In any order.
-            broken: What it named besides and cannot be one, each with the reason.
+            broken: Entries that cannot be replicas, each with the reason.
         """
 
     def on_failure(self, why: str) -> None:
@@ -27,12 +27,11 @@ class ProviderListener(Protocol):
 
 
 class ReplicaProvider(Protocol):
-    """One place that knows of replicas."""
+    """One source of replicas."""
 
     name: str
-    """For logs, metrics and messages: its kind and its place."""
+    """Its kind and its place, for logs, metrics and messages."""
 
     async def follow(self, listener: ProviderListener) -> None:
-        """Report to *listener* until cancelled. Whatever goes wrong on the way is reported and
-        tried again."""
+        """Report to *listener* until cancelled. Errors are reported, and it tries again."""
         ...
