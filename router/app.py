@@ -1,4 +1,4 @@
-"""The ASGI application of one router, and what is served beside it."""
+"""The ASGI application of one router, and the requests served beside it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class RouterApp:
         self.gateway = Gateway(service, guard, paths)
         self.paths = paths
         self.desk = _desk(service)
-        """Where gateways ask that send requests themselves."""
+        """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         parts = ApiParts(service, guard, paths, self.desk, service.render_metrics, traces)
         self._api = create_api(parts, _with_picker(service.lifespan, self, service))
         self.direct = RouteQuestions(self.gateway, service.dispatcher, service.metrics, header)
-        """Serves what does not go through ASGI."""
+        """Serves the requests that do not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Serve an ASGI request."""
         if scope["type"] != "http":
             await self._api(scope, receive, send)
         elif self._logs_access:

@@ -1,5 +1,5 @@
-"""A client for programs that send requests themselves: ask where, send, report what became of it.
-Needs the extra `client`.
+"""A client for programs that send requests themselves: ask where, send, report the outcome. Needs
+the extra `client`.
 
 ```python
 with SelectionClient("http://router:8080") as router:
@@ -54,7 +54,7 @@ class SelectionError(Exception):
 
 @dataclass
 class Selection:
-    """Where a request should go."""
+    """A replica for a request."""
 
     id: str
     """The id of its reservation."""
@@ -68,9 +68,9 @@ class Selection:
     """Prompt tokens that it is predicted to reuse."""
     reason: str
     headers: Mapping[str, str]
-    """To be sent with the request."""
+    """Headers to send with the request."""
     body_fields: Mapping[str, Any]
-    """To be set in its body."""
+    """Fields to set in its body."""
     answer: Mapping[str, Any] = field(repr=False)
     """The router's whole answer."""
     usage: Mapping[str, Any] | None = None
@@ -134,7 +134,7 @@ class SelectionClient:
     """Asks one router.
 
     Args:
-        api_key: Of a client, where it wants one.
+        api_key: A client's, where the router requires one.
         timeout_s: For each answer, with the time that a request waits for its turn.
     """
 
@@ -165,15 +165,15 @@ class SelectionClient:
         return _selection(self._http.post("/select_and_reserve", json=body))
 
     def prefill_complete(self, selection: Selection) -> None:
-        """The first token is there."""
+        """Report the first token."""
         _check(self._http.post(f"/reservations/{selection.id}/prefill_complete"))
 
     def output(self, selection: Selection, tokens: int) -> None:
-        """So many more tokens are there."""
+        """Report more output tokens."""
         _check(self._http.post(f"/reservations/{selection.id}/output", json={"tokens": tokens}))
 
     def end(self, selection: Selection, outcome: str = "completed") -> None:
-        """It is over: `completed`, `client_left` or `failed`."""
+        """End it: `completed`, `client_left` or `failed`."""
         report = selection.report(outcome)
         _check(self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
 
@@ -219,16 +219,16 @@ class AsyncSelectionClient:
         return _selection(await self._http.post("/select_and_reserve", json=body))
 
     async def prefill_complete(self, selection: Selection) -> None:
-        """The first token is there."""
+        """Report the first token."""
         _check(await self._http.post(f"/reservations/{selection.id}/prefill_complete"))
 
     async def output(self, selection: Selection, tokens: int) -> None:
-        """So many more tokens are there."""
+        """Report more output tokens."""
         path = f"/reservations/{selection.id}/output"
         _check(await self._http.post(path, json={"tokens": tokens}))
 
     async def end(self, selection: Selection, outcome: str = "completed") -> None:
-        """It is over."""
+        """End it."""
         report = selection.report(outcome)
         _check(await self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
 

@@ -141,7 +141,7 @@ class PromptTooLong(BadRequest):
     """A prompt is longer than any replica of its model takes.
 
     Args:
-        longest: That a replica takes, prompt and response together.
+        longest: The most that a replica takes, prompt and response together.
     """
 
     code = "context_length_exceeded"
@@ -386,11 +386,11 @@ class NoReplica(_NotNow):
 
 
 class KeyLimitReached(_NotNow):
-    """The holder of the key has used what it may for now.
+    """The holder of the key has reached a limit.
 
     Args:
-        limit: What it may use.
-        retry_after_s: When there is some of it again, for the `Retry-After` header.
+        limit: The limit.
+        retry_after_s: When it has some left again, for the `Retry-After` header.
     """
 
     status = 429

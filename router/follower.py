@@ -1,4 +1,5 @@
-"""Follows the replicas: their streams, their models, and what is forgotten when one goes."""
+"""Reacts to changes of replicas: their streams, their models, and what is forgotten when one
+goes."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ class ReplicaFollower(ReplicaListener):
 
     def __post_init__(self) -> None:
         self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
-        """Ends what the data plane has under way at an origin."""
+        """Ends the data plane's requests at an origin."""
         self.on_gone: Callable[[str], object] = lambda _: None
-        """Ends what gateways have reserved at a replica."""
+        """Ends the gateways' reservations at a replica."""
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
 
@@ -64,8 +65,8 @@ class ReplicaFollower(ReplicaListener):
         self._compare_tokenizers(replica)
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """Send elsewhere what waits there for a first byte, and end the streams that are silent.
-        One that still flows is left alone: then it is only the checks that come too late."""
+        """Send requests that wait there for a first byte elsewhere, and end silent streams. One
+        that still flows is left alone: then only the checks are late."""
         self.give_up(replica.origin.key, for_s)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
@@ -91,7 +92,7 @@ class ReplicaFollower(ReplicaListener):
         """Nothing follows: decisions read the current options."""
 
     def on_removed(self, replica: Replica) -> None:
-        """Forget it."""
+        """Forget the replica."""
         self.planner.note_streams(replica)
         self.planner.forget(replica.id)
         self.parts.tokenizer_check.forget(replica.id)

@@ -105,7 +105,7 @@ def give_up_unwritten_log() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Return a listening socket.
 
     Args:
         host: An address, or a name for one.

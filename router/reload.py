@@ -38,7 +38,7 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Do what is asked, until cancelled."""
+        """Reload when asked, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -48,7 +48,7 @@ class Reloader:
         """Ask whenever a file changes, until cancelled.
 
         Args:
-            interval_s: How often it is looked at.
+            interval_s: Between two looks at it.
         """
         seen: Stamp | None = await asyncio.to_thread(stamp_of, path)
         while True:

@@ -1,4 +1,4 @@
-"""The parts of one router, wired: what is made, in which order, and who closes it."""
+"""Makes and wires the parts of one router, and closes them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RouterService(RouterParts):
 
         Args:
             config: The whole configuration.
-            registry: Where the metrics are registered; None: a registry of their own.
+            registry: Takes the metrics; None: a registry of their own.
             new_index: Makes the index of a model; see `ModelSet`.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
@@ -159,8 +159,8 @@ class RouterService(RouterParts):
         self._exchanging: asyncio.Task[None] | None = None
 
     def _make_overload(self) -> None:
-        """The replicas, each with what it may be given; what the holders of keys may use; and where
-        requests wait for room, if they do."""
+        """Make the replicas with their limits, the limits of keys, and the queue for room, if
+        any."""
         config, overload, metrics = self.config, self.config.overload, self.metrics
         self.registry = ReplicaRegistry(
             self._probes, config.health, self._load, gates=gate_options(config)
@@ -181,7 +181,7 @@ class RouterService(RouterParts):
         self.entrance = Entrance(overload, WaitingRoom(line_limits(overload), listener))
 
     def _make_caches(self, new_index: Callable[..., PrefixIndex]) -> None:
-        """Make what is known of models and caches, and how it is kept true."""
+        """Make the models, and the parts that follow caches."""
         config = self.config
         tokenizers = ReplicaTokenizers(
             self._upstream,
@@ -227,7 +227,7 @@ class RouterService(RouterParts):
         )
 
     def _make_routing(self) -> RoutePlanner:
-        """Make what decides, and what sends."""
+        """Make the parts that decide and send."""
         config = self.config
         planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
@@ -257,16 +257,16 @@ class RouterService(RouterParts):
 
     @property
     def parts_in_core(self) -> tuple[Ranker, Mirror, LoadTracker]:
-        """Return what decides in the core."""
+        """Return the parts that decide in the core."""
         return self._planner.ranker, self.mirror, self._load
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
-        """Have *call* end what is under way at a replica that does not respond: by the key of its
+        """Have *call* end the requests at a replica that does not respond: by the key of its
         origin, and the least silence of a stream in seconds."""
         self._follower.give_up = call
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
-        """Return what the caches of each replica hold and have lost."""
+        """Return the blocks that the caches of each replica hold and have lost."""
         held = {replica.id: 0 for replica in self.registry.replicas()}
         removed: dict[str, Counter[int]] = {name: Counter() for name in held}
         caches = self.models.index_statistics()
@@ -284,7 +284,7 @@ class RouterService(RouterParts):
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
     def _make_observation(self, planner: RoutePlanner) -> None:
-        """Make what follows requests and replicas."""
+        """Make the parts that observe requests and replicas."""
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
@@ -304,7 +304,7 @@ class RouterService(RouterParts):
         self._follower.on_gone = self.reservations.replica_gone
 
     def _make_snapshots(self) -> None:
-        """Make what was known of caches before the start, and what keeps it over the next one."""
+        """Make the parts that restore snapshots of caches and write them."""
         state, secret = self.config.state, self._secret
         self.snapshots = self.peers = self.sender = None
         self.peer_key: str | None = None
@@ -327,7 +327,7 @@ class RouterService(RouterParts):
         self._beginning = Beginning(places, self.feed, self.config.board.secret is not None)
 
     def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
-        """Make what publishes to the others, and receives what they publish."""
+        """Make the exchange with other routers."""
         sharing = self.sharing = Sharing(
             self._load,
             self.mirror,
@@ -344,7 +344,7 @@ class RouterService(RouterParts):
         return exchange
 
     def publish_soon(self) -> None:
-        """Something has begun that routers which share their load should know of."""
+        """Publish soon, since other routers should know of a new prompt."""
         if self.exchange is not None:
             self.exchange.soon()
 

@@ -43,7 +43,7 @@ _RESPONSE_S = 2.0
 
 
 def with_live_options(old: RouterConfig, new: RouterConfig) -> RouterConfig:
-    """*old* with what a running router takes over of *new*."""
+    """Return *old* with the options of *new* that a running router takes over."""
     level = {"log_level": new.observability.log_level}
     return old.model_copy(
         update={
@@ -93,7 +93,7 @@ class ReplicaResponses:
 
 
 def secret_of(config: RouterConfig) -> bytes | None:
-    """Return what routers share; None: no other router understands our keys of prefixes."""
+    """Return the routers' shared secret; None: no other router understands our keys of prefixes."""
     secret = config.board.secret
     return None if secret is None else secret.get_secret_value().encode()
 
@@ -112,7 +112,7 @@ def gate_options(config: RouterConfig) -> GateOptions:
 
 
 def make_tracing_of(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing | None:
-    """Make what sends traces; None where nothing does.
+    """Make the sender of traces; None without one.
 
     Raises:
         ConfigError: OpenTelemetry is not installed, or a variable of it has an unsupported value.
@@ -168,7 +168,7 @@ def repair_times(config: RouterConfig) -> RepairTimes:
 
 
 def hold_hash_key(config: RouterConfig) -> None:
-    """Have the key of streams without token ids.
+    """Set the key of streams without token ids.
 
     Raises:
         ConfigError: The file cannot be used.

@@ -2,7 +2,7 @@
 
 The files; each imports only what is listed above it:
 
-    signals.py            run until done or until a signal
+    signals.py            runs a command until done or until a signal
     running_router.py     queries to a router over HTTP; text made safe for a terminal
     recordings.py         does the index predict a recorded stream?
     serve_command.py      run the router

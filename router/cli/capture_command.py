@@ -160,7 +160,7 @@ class CaptureLimits:
 
     batches: int | None = None
     queries: int | None = None
-    """That the engine has reported on."""
+    """Queries that the engine has reported on."""
     seconds: float | None = None
 
     def are_reached(self, captured: Captured) -> bool:
@@ -176,14 +176,14 @@ class Captured:
 
     batches: int = 0
     queries: int = 0
-    """That the engine has reported on."""
+    """Queries that the engine has reported on."""
     problem: str | None = None
     """Why nothing was recorded, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAddress:
-    """Where an engine publishes."""
+    """The addresses of an engine's stream."""
 
     endpoint: str
     """Its PUB address."""
@@ -196,8 +196,7 @@ class StreamAddress:
 
 
 class _Output:
-    """The file, made with its first line: an error leaves none behind, nor does it cost what was
-    there before.
+    """The file, made with its first line: an error leaves no empty file, and keeps the old one.
 
     Args:
         header: The first line; None: it comes with the others.
@@ -355,7 +354,7 @@ async def capture_lines(
         limits: When to stop; the seconds are the caller's.
         output: The file to write; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
-        captured: Counted into.
+        captured: Takes the counts.
     Raises:
         RecordingError: The file cannot be written, or a line is not a recording's.
     """

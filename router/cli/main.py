@@ -105,7 +105,7 @@ def _imported(name: str, entry: EntryPoint | None) -> ModuleType:
 
 
 def _check_core(error: ImportError) -> None:
-    """Have the reason raised where the compiled core is what cannot be imported."""
+    """Raise the reason where the compiled core cannot be imported."""
     if error.name == "router._core":
         import_module("router.index.compiled")
 

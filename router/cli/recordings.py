@@ -57,7 +57,7 @@ class Header(msgspec.Struct):
     source: str | None = None
     """The engine, as in `vllm 0.33.0`."""
     eagle_groups: list[int] | None = None
-    """The groups where *eagle* is true of some: the form of `CacheLayout`."""
+    """The groups where *eagle* is true of some, as in `CacheLayout`."""
     prefix_replay_tokens: int = 0
 
     def hints(self, learn_layout: bool) -> LayoutHints:

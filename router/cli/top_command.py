@@ -306,7 +306,7 @@ def _store(store: StoreSummary) -> Text:
 
 
 def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:
-    """A line each, the worst first."""
+    """The problems, one on each line, the worst first."""
     wrong = [(replica.id, problem) for replica in replicas for problem in replica.problems]
     wrong.sort(key=lambda each: each[1].level.severity)
     shown = len(wrong) if len(wrong) <= most else most - 1
@@ -319,7 +319,7 @@ def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:
 
 
 def _totals(overview: Overview) -> list[Text]:
-    """The last minute."""
+    """The totals of the last minute."""
     minute = overview.minute
     rate = minute.requests / max(minute.seconds, 1.0)
     traffic = f"{rate:,.1f} requests/s, {overview.under_way:,} under way, {minute.failed:,} failed"

@@ -1,4 +1,4 @@
-"""The interface of a board, and what keeps a process and its board in step.
+"""The interface of a board, and what synchronises a process with it.
 
 One's own slot is published and the others' are read in the background. No request waits for it.
 """
@@ -18,16 +18,16 @@ from router.sharing.slots import Slot, SlotError, decode_slot, encode_slot
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.02
-"""Between two looks at what changed."""
+"""The time between two looks for changes."""
 SPACING_S = 0.002
-"""Between two that are asked for."""
+"""The least time between two that are asked for."""
 MOST_SHARE = 0.05
 """The most of a processor's time that publishing may take, and receiving as well: where much is to
 be published, it is published less often."""
 MOST_PAUSE_S = 0.25
-"""But no less often than this, however much that is."""
+"""The longest pause that this makes."""
 MOST_DELAY_S = 2 * MOST_PAUSE_S
-"""From what happens at one router to what another knows: it is published, and it is received."""
+"""The longest time from an event at one router until another knows of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Board(Protocol):
     """Slots of bytes by writer. Belongs to one event loop; no call waits or does I/O but `run`."""
 
     kind: str
-    """For metrics: `valkey`."""
+    """The kind in metrics: `valkey`."""
 
     def publish(self, slot: bytes) -> None:
         """Publish this from now on, in place of what was published before."""
@@ -69,13 +69,13 @@ class Board(Protocol):
         """The fresh slots of the others, by writer. One that has not changed is the same object."""
 
     def note_broken(self) -> None:
-        """A slot could not be read."""
+        """Count a slot that could not be read."""
 
     def statistics(self) -> BoardStatistics:
         """Its state now."""
 
     async def run(self, on_news: Callable[[], None]) -> None:
-        """Do what has to be waited for, until cancelled.
+        """Exchange with the board's server until cancelled.
 
         Args:
             on_news: Called when a slot of another has changed, where the board notices it.
@@ -84,10 +84,10 @@ class Board(Protocol):
 
 @dataclass(eq=False, repr=False)
 class BoardExchange:
-    """Keeps one process and its board in step. Belongs to one event loop."""
+    """Synchronises one process with its board. Belongs to one event loop."""
 
     board: Board
-    """Where to publish, and from where to receive."""
+    """The board."""
     collect: Callable[[], Slot]
     take: Callable[[Mapping[str, Slot]], None]
     """Takes what all others publish, by writer, whenever it has changed."""
@@ -102,7 +102,7 @@ class BoardExchange:
         self._received: dict[str, tuple[bytes, Slot | None]] = {}
         self._soon: asyncio.TimerHandle | None = None
         self._publish_after = self._receive_after = 0.0
-        """Not before these times, on the clock."""
+        """The earliest time to publish again, on the clock."""
 
     async def run(self) -> None:
         """Exchange until cancelled."""
@@ -123,7 +123,7 @@ class BoardExchange:
             await asyncio.wait([running])
 
     def soon(self) -> None:
-        """Something has begun that the others should know of before the next look."""
+        """Publish before the next look."""
         if self._soon is None:
             delay_s = max(SPACING_S / 2, self._publish_after - self.clock())
             self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)
@@ -151,7 +151,8 @@ class BoardExchange:
         self._publish_after = self.clock() + self._pause_s(begun_at)
 
     def _pause_s(self, begun_at: float) -> float:
-        """Until the next time, after work that began at *begun_at* of the processor's clock."""
+        """Seconds until the next time, after work that began at *begun_at* of the processor's
+        clock."""
         return min((self.cpu_clock() - begun_at) / MOST_SHARE, MOST_PAUSE_S)
 
     def _read(self) -> None:

@@ -36,10 +36,10 @@ from router.sharing.board import MOST_DELAY_S, Board
 from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitting
 
 MAX_COMPARED = 16
-"""Prompts that another one with the same beginning is compared with, at one cache."""
+"""The most prompts at one cache that one with the same beginning is compared with."""
 
-_Named = tuple[str, int]
-"""A writer, and one of its prefixes."""
+_WriterPrefix = tuple[str, int]
+"""One prefix of a writer."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,10 +50,10 @@ class Sharing:
     """The requests in flight at each replica."""
     mirror: Mirror
     recent: RecentPrefixes
-    """Which prefixes were just sent where."""
+    """The prefixes that were just sent, by cache."""
     registry: ReplicaRegistry
     quiet: QuietMoments
-    """When nothing else runs at a replica."""
+    """The moments with one request at a replica."""
     models: ModelSet
     """Their indexes read the keys of prefixes."""
     keys: KeyLimits
@@ -63,7 +63,7 @@ class Sharing:
 
     def __post_init__(self) -> None:
         self._packed: dict[int, SharedPrefix] = {}
-        self._known: dict[_Named, Prefilling] = {}
+        self._known: dict[_WriterPrefix, Prefilling] = {}
         self._unhealthy: dict[str, frozenset[str]] = {}
         self._begun: dict[str, Mapping[str, int]] = {}
         self.foreign_prefixes = 0
@@ -191,7 +191,7 @@ class Sharing:
 
 
 def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
-    """The board on a server; None where none is configured.
+    """The board on a server; None if no server is configured.
 
     Raises:
         ConfigError: The client library is missing, or a certificate cannot be read.

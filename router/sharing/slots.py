@@ -25,7 +25,7 @@ _KEY_BYTES = 8
 
 
 class SlotError(RouterError):
-    """Bytes that are no slot of this version."""
+    """Bytes that are not a slot of this version."""
 
 
 class SharedLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ def encode_slot(slot: Slot) -> bytes:
 
 
 def decode_slot(data: bytes) -> Slot:
-    """The slot behind *data*.
+    """Read a slot.
 
     Raises:
         SlotError: It is not one of this version; the message quotes nothing of it.
@@ -104,7 +104,7 @@ def decode_slot(data: bytes) -> Slot:
 
 
 def fitting(prefixes: Sequence[SharedPrefix]) -> tuple[SharedPrefix, ...]:
-    """The latest of *prefixes* that a slot has room for."""
+    """Return the latest of *prefixes* that fit into a slot."""
     kept, room = 0, MAX_PREFIX_BYTES
     for prefix in reversed(prefixes):
         room -= len(prefix.keys)

@@ -6,16 +6,16 @@ trip, in a task of their own, with at most one under way. While the server is aw
 published expires here as it does there, and each process goes on with what it knows itself.
 
 What comes from the server is sealed with the secret that all share: without it no one who reaches
-the server can make up load or read whose keys are whose. Nor can messages be repeated that someone
-recorded there. Sealed with them are a name that each process draws at its start, a number that
-grows with every word, and the time:
+the server can make up load or read whose keys are whose. Nor can recorded messages be repeated.
+Sealed with them are a name that each process draws at its start, a number that grows with every
+message, and the time:
 
     seal 16 | name 16 | number 8 | time 8 | slot
 
-A word of a known name must have a higher number than the last one. Any word must be of the present:
-a process that has just started knows no names yet. A name is known for longer than its words are of
-the present, so no recorded message counts but to a process that did not receive it, and to that for
-a few seconds.
+A message of a known name must have a higher number than the last one. Any message must be recent: a
+process that has just started knows no names yet. A name is known for longer than its messages are
+recent, so a recorded message counts only at a process that did not receive it, and there for a few
+seconds.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ BEAT_S = 0.4
 EXPIRY_S = 2.0
 MAX_WRITERS = 1024
 MOST_OFF_S = 5.0
-"""A word is of the present up to this age by the clock here, and as far ahead of it: so much may
-the clocks of routers differ, the two seconds for which a word holds included. NTP keeps them within
+"""A message is recent up to this age by the clock here, and as far ahead of it: the clocks of
+routers may differ by as much, with the two seconds for which a message holds. NTP keeps them within
 a hundredth of that."""
 KNOWN_S = 3 * MOST_OFF_S
-"""For which a name is known after its last word; that can be repeated for `2 * MOST_OFF_S`."""
+"""How long a name is known after its last message, which can be repeated for `2 * MOST_OFF_S`."""
 WARNED_S = 60.0
-"""Between two warnings of a clock."""
+"""The least time between two warnings of a clock."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
-"""Before the next try, while the server is away."""
+"""Delays before the next try, while the server is away."""
 TIMEOUT_S = 2.0
-"""For one round trip."""
+"""The longest round trip."""
 _SEAL_BYTES = 16
 _NAME_BYTES = 16
 _STAMP = struct.Struct(">Qd")
@@ -79,7 +79,7 @@ def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> V
     """A board on a server, which is connected to when it runs.
 
     Args:
-        credentials: Who the router is to it.
+        credentials: The router's to the server.
     """
     tls: dict[str, Any] = {
         "ssl_ca_certs": credentials.ca,
@@ -97,8 +97,8 @@ def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> V
     return ValkeyBoard(server, prefix, secret)
 
 
-class _Word(NamedTuple):
-    """The last one that arrived under a name."""
+class _Message(NamedTuple):
+    """The last message under a name."""
 
     number: int
     at: float
@@ -125,7 +125,7 @@ class ClockDoubt:
         return self._off_s if is_present else 0.0
 
     def note(self, off_s: float) -> None:
-        """A word of another time has come.
+        """A message of another time has come.
 
         Args:
             off_s: Its age by the clock here.
@@ -138,8 +138,8 @@ class ClockDoubt:
             self._warned = now
             side = "ahead of" if off_s > 0 else "behind"
             logger.warning(
-                "board: the clock here is %.1f s %s another router's, whose words are not believed:"
-                " they must agree within %g s (NTP); or old messages are repeated",
+                "board: the clock here is %.1f s %s another router's, whose messages are not "
+                "believed: they must agree within %g s (NTP); or old messages are repeated",
                 abs(off_s),
                 side,
                 MOST_OFF_S,
@@ -147,11 +147,11 @@ class ClockDoubt:
 
 
 class ValkeyBoard(Board):
-    """One process's end of it.
+    """One process's end of the board.
 
     Args:
         server: Has no connection yet; closed at the end of `run`.
-        prefix: Of the key and the channel: boards of other prefixes are others.
+        prefix: Of the key and the channel; it separates boards.
         clock: A monotonic clock, in seconds.
         wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
     """
@@ -176,8 +176,8 @@ class ValkeyBoard(Board):
         self._number = 0
         self._slot = b""
         self._is_new = asyncio.Event()
-        self._received: dict[bytes, _Word] = {}
-        """By name."""
+        self._received: dict[bytes, _Message] = {}
+        """The last messages, by name."""
         self._doubt = ClockDoubt(clock)
         self._is_publishing = self._is_subscribed = False
         # The client may swallow a cancellation that meets the end of a call.
@@ -193,13 +193,15 @@ class ValkeyBoard(Board):
 
     @override
     def refresh(self) -> None:
-        """The task does, by itself."""
+        """Nothing to do: the task refreshes by itself."""
 
     @override
     def read(self) -> Mapping[str, bytes]:
         oldest = self._clock() - KNOWN_S
-        self._received = {name: word for name, word in self._received.items() if word.at >= oldest}
-        return {name.hex(): word.slot for name, word in self._fresh()}
+        self._received = {
+            name: message for name, message in self._received.items() if message.at >= oldest
+        }
+        return {name.hex(): message.slot for name, message in self._fresh()}
 
     @override
     def note_broken(self) -> None:
@@ -208,7 +210,7 @@ class ValkeyBoard(Board):
     @override
     def statistics(self) -> BoardStatistics:
         now = self._clock()
-        ages = [now - word.at for _, word in self._fresh()]
+        ages = [now - message.at for _, message in self._fresh()]
         return BoardStatistics(
             self._is_publishing and self._is_subscribed,
             len(ages),
@@ -218,9 +220,9 @@ class ValkeyBoard(Board):
             self._doubt.off_s,
         )
 
-    def _fresh(self) -> list[tuple[bytes, _Word]]:
+    def _fresh(self) -> list[tuple[bytes, _Message]]:
         oldest = self._clock() - EXPIRY_S
-        return [(name, word) for name, word in self._received.items() if word.at >= oldest]
+        return [(name, message) for name, message in self._received.items() if message.at >= oldest]
 
     @override
     async def run(self, on_news: Callable[[], None]) -> None:
@@ -310,7 +312,9 @@ class ValkeyBoard(Board):
                 on_news()
                 quiet_since = self._clock()
             elif self._clock() - quiet_since > EXPIRY_S:
-                await channel.ping()  # our own words come back, too: so it is cut, or overloaded
+                await (
+                    channel.ping()
+                )  # our own messages come back as well: the connection is cut, or overloaded
                 quiet_since = self._clock()
 
     def _take(self, message: object) -> None:
@@ -340,7 +344,7 @@ class ValkeyBoard(Board):
             return
         # The same object while it is the same, so that it is not decoded again.
         kept = known.slot if known is not None and known.slot == slot else slot
-        self._received[name] = _Word(number, self._clock(), kept)
+        self._received[name] = _Message(number, self._clock(), kept)
 
     def _note_away(self, was_up: bool, error: BaseException) -> None:
         self._failures += 1
