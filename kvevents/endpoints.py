@@ -121,7 +121,6 @@ def open_socket(socket: Socket, place: str, endpoint: ZmqEndpoint, may_connect: 
     Args:
         socket: Not yet bound or connected.
         place: The setting's name; error messages begin with it.
-        may_connect: Whether connecting is allowed.
 
     Raises:
         EndpointError: Neither is possible.

@@ -113,7 +113,6 @@ def longest_run(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
 
     Args:
         limit: Longest prefix wanted, in tokens.
-        prompt_tokens: Length of the prompt.
     """
     run, reach = limit, _reach(layout, limit, prompt_tokens)
     for members in equal_groups(layout):
@@ -158,7 +157,6 @@ def longest_extended_hit(
     Args:
         below: The tier's units, by the token at which they end.
         gpu_hit: The result of `longest_hit` for the GPU.
-        prompt_tokens: Length of the prompt.
         units: The tokens of a unit by group, each a multiple of the group's block size; None: a
             unit is a block.
         as_vllm: Ask for as many units as vLLM does: for a window of 17 those of 17 tokens, although

@@ -225,7 +225,6 @@ class Listener:
 
     Args:
         socket: Bounds of messages, and of how many wait.
-        limits: The other bounds.
     """
 
     def __init__(

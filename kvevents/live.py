@@ -116,7 +116,6 @@ class LiveStream:
         returned None.
 
         Args:
-            timeout_s: How long.
             take: Called on the event loop whenever a batch may have come. It takes batches until
                 `next` returns None, or comes back on its own for the rest.
         """

@@ -105,7 +105,6 @@ class Backoff:
 
     Args:
         first_s: The first delay, in seconds.
-        cap_s: The longest.
     """
 
     def __init__(self, first_s: float, cap_s: float) -> None:

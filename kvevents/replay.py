@@ -79,7 +79,6 @@ class ReplayClient:
 
     Args:
         topic: The only topic that replies may carry; None allows any.
-        limits: Bounds of each answer.
     """
 
     def __init__(
@@ -213,11 +212,7 @@ class SnapshotEndpoint:
 
 
 class SnapshotClient:
-    """The reply of a snapshot endpoint, payload by payload.
-
-    Args:
-        limits: Bounds of the reply.
-    """
+    """The reply of a snapshot endpoint, payload by payload."""
 
     def __init__(self, connection: SocketConnection, limits: ReplayLimits) -> None:
         self._connection = connection

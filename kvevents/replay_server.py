@@ -201,11 +201,7 @@ class ReplayServer:
 
 
 def prepare_router(router: Socket, limits: ReplyLimits) -> None:
-    """Set options of a ROUTER for untrusted clients, before it is bound.
-
-    Args:
-        limits: Bounds of its queues.
-    """
+    """Set options of a ROUTER for untrusted clients, before it is bound."""
     # Mandatory: a full queue and a client that left raise errors instead of losing messages.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, limits.queued_messages)

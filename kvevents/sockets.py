@@ -65,7 +65,6 @@ def bound(socket: Socket, limits: SocketLimits) -> None:
 
     Args:
         socket: Not connected or bound yet.
-        limits: Its bounds.
     """
     for option, value in (
         (zmq.LINGER, 0),

@@ -117,7 +117,6 @@ class Stream(Generic[Item]):
         """Open the sockets and start the thread.
 
         Args:
-            config: Addresses and bounds.
             source: Writes payloads, and keeps the state that snapshots are made of.
             rank: Data-parallel rank; ports move along by it.
             context: Whose sockets to use; None: its own, or `zmq.Context.instance()` for `inproc`.

@@ -100,7 +100,6 @@ class Subscriber:
             is a snapshot.
         snapshot_endpoint: Its socket for snapshots alone, if it has one.
         topic: What to subscribe to, matched exactly; None takes every topic.
-        options: Bounds and delays.
         context: Where the sockets live; None: a context of its own for each run.
         pacer: Shared by all subscribers of an event loop.
         resume: Where the consumer's picture is from, in place of nothing. The publisher is asked

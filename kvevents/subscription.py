@@ -14,7 +14,6 @@ class Subscription(SocketConnection):
 
     Args:
         endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
-        limits: Bounds, and keys.
     """
 
     def __init__(self, context: Context, endpoint: str, topic: bytes, limits: SocketLimits) -> None:

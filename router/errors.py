@@ -357,11 +357,7 @@ class _NotNow(RequestError):
 
 
 class Overloaded(_NotNow):
-    """A bound of the router itself is reached.
-
-    Args:
-        retry_after_s: For the `Retry-After` header.
-    """
+    """A bound of the router itself is reached."""
 
     code = "overloaded"
 
@@ -374,7 +370,6 @@ class NoReplica(_NotNow):
 
     Args:
         why: The reasons, counted; without a client's data.
-        retry_after_s: For the `Retry-After` header.
     """
 
     code = "no_replica"
@@ -389,7 +384,6 @@ class KeyLimitReached(_NotNow):
     """The holder of the key has reached a limit.
 
     Args:
-        limit: The limit.
         retry_after_s: When it has some left again, for the `Retry-After` header.
     """
 

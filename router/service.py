@@ -118,7 +118,6 @@ class RouterService(RouterParts):
         """Load tokenizers and make the parts, each from parts that exist already.
 
         Args:
-            config: The whole configuration.
             registry: Takes the metrics; None: a registry of their own.
             new_index: Makes the index of a model; see `ModelSet`.
         Raises:

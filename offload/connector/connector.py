@@ -155,7 +155,6 @@ class OffloadingConnector:
 
         Args:
             request: Need not have begun.
-            most: How many at most.
         """
         return self._loads.keys(request, most)
 

@@ -95,11 +95,7 @@ class LoadPlanner:
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
 
     def keys(self, request: CacheRequest, most: int) -> list[OffloadKey]:
-        """All blocks of a request that a tier might hold, from the prompt's start.
-
-        Args:
-            most: How many at most.
-        """
+        """All blocks of a request that a tier might hold, from the prompt's start."""
         found = sorted(
             (end, manager.group_idx)
             for manager in self._managers

@@ -44,7 +44,6 @@ def encode_header(
     """The header that precedes the payload.
 
     Args:
-        payload: Its bytes.
         block_hashes: The hashes of the GPU blocks it covers, its own last; empty for a single one.
     """
     return _header(key, payload, b"".join(block_hashes[:-1]))

@@ -196,7 +196,6 @@ class BlockStore(BlockFiles):
         """Write a block's file, replacing an older one.
 
         Args:
-            payload: Its bytes.
             block_hashes: The hashes of the GPU blocks it covers, its own last, where the store
                 keeps them.
 

@@ -316,11 +316,7 @@ class GroupManager(ABC):
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks are needed for some tokens.
-
-    Args:
-        num_tokens: How many tokens.
-    """
+    """How many blocks are needed for some tokens."""
     return -(-num_tokens // block_size)
 
 

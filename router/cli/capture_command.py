@@ -279,7 +279,6 @@ async def capture(
     """Record an engine's stream until a limit is reached or *done* is set.
 
     Args:
-        limits: When to stop.
         output: The file to write, once there is a batch; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
         done: Ends the recording; None leaves that to the limits.
@@ -354,7 +353,6 @@ async def capture_lines(
         limits: When to stop; the seconds are the caller's.
         output: The file to write; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
-        captured: Takes the counts.
     Raises:
         RecordingError: The file cannot be written, or a line is not a recording's.
     """

@@ -110,7 +110,6 @@ class RouterConfig(Section, frozen=True):
 
         Args:
             environ: Where `${NAME}` is looked up, as `os.environ`.
-            overrides: From the command line.
         Raises:
             ConfigError: The file cannot be read, or has problems; the message lists all of them.
         """

@@ -53,10 +53,8 @@ class Adopted:
         """A gateway got a replica for its request, which is booked there.
 
         Args:
-            number: The gateway's question's, in the core.
             booking: Follows the request in the core's books.
             place: Its place among all reservations.
-            reason: The reason of the choice.
             by_tier: Tokens of its prompt in lower tiers.
             record: `Plane`'s record of a request that it served, with what its gateway has reported
                 by now.

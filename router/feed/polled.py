@@ -60,9 +60,7 @@ class Poller:
 
     Args:
         endpoint: What is asked, with its path.
-        headers: Sent along.
         allows: Whether an address may be connected to; None: every address.
-        max_bytes: Bound of a response.
     """
 
     def __init__(

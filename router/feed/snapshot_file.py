@@ -18,11 +18,7 @@ FILE_NAME = "index.snapshot"
 
 
 class SnapshotKeeper:
-    """Writes a snapshot from time to time. Belongs to one event loop.
-
-    Args:
-        interval_s: How often.
-    """
+    """Writes a snapshot from time to time. Belongs to one event loop."""
 
     def __init__(self, feed: Feed, directory: Path, interval_s: float) -> None:
         self._feed = feed

@@ -152,11 +152,7 @@ class Taps:
             self.on_change()
 
     def end(self, source: SourceId, reason: str) -> None:
-        """Give every listener of a cache the last line.
-
-        Args:
-            reason: Why nothing more comes.
-        """
+        """Give every listener of a cache the last line."""
         for tap in self.of(source):
             tap.end(reason)
 

@@ -322,10 +322,6 @@ class Line:
     """The requests that wait for one model, bounded."""
 
     def __init__(self, limits: LineLimits) -> None:
-        """
-        Args:
-            limits: Bounds and order.
-        """
         self._limits = limits
         self._classes = [_Class(limits.quantum_tokens) for _ in range(limits.classes)]
         self._deadlines: list[_Entry] = []

@@ -103,7 +103,6 @@ class LoadTracker:
 
         Args:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
-            prompt_tokens: The whole prompt.
             dp_rank: The rank that gets it; None if the engine chooses.
             visit: Records its first token and its end there.
         """

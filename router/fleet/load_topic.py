@@ -85,11 +85,7 @@ class LoadTopics:
         self._context: zmq.Context[Any] | None = None
 
     def connection(self, topic: LoadTopic, limits: SocketLimits) -> SocketConnection:
-        """A connection to a rank's socket, not open yet.
-
-        Args:
-            limits: Bounds.
-        """
+        """A connection to a rank's socket, not open yet."""
         if self._context is None:
             self._context = zmq.Context()
         return SocketConnection(

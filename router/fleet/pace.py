@@ -53,9 +53,6 @@ class Pace:
     def look(self, traffic: Traffic) -> bool:
         """Learn whether requests have come since the last call.
 
-        Args:
-            traffic: Counted up to now.
-
         Returns:
             True at the first requests after a quiet time: look at all replicas now.
         """

@@ -211,9 +211,7 @@ class Replica:
         """Return why it cannot take a request; None if it can.
 
         Args:
-            load: This router's there.
             is_new: True if the request can wait for room. One that failed elsewhere has waited.
-            tenant: The request's; empty if unknown.
         """
         if self.record.health is not Health.HEALTHY:
             return "not healthy"
@@ -233,7 +231,6 @@ class Replica:
         """Return whether it serves its requests and has room for another, as far as is known.
 
         Args:
-            load: This router's there.
             now: On the registry's clock.
             engine_load_stale_after_s: The engine's own load is left out when it is older.
         """
@@ -246,7 +243,6 @@ class Replica:
         """Everything about it.
 
         Args:
-            load: This router's there.
             now: On the registry's clock.
         """
         record = self.record

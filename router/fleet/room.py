@@ -69,7 +69,6 @@ class WaitingRoom:
     ) -> None:
         """
         Args:
-            limits: Each line's.
             listener: Receives the outcomes of requests.
             clock: A monotonic clock, in seconds.
             random: Spreads the times at which clients are to come back.

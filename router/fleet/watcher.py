@@ -56,7 +56,6 @@ class Fetch(Protocol):
         Args:
             path: After the origin's base path.
             headers: Added to those of every request.
-            max_bytes: Bound on the body.
         Raises:
             UpstreamError: No response, or its body is longer than *max_bytes*.
             OSError: No connection.
@@ -105,7 +104,6 @@ class Watcher:
         replica: To be watched; its counts and times are written here.
         listener: Receives every check and discovery.
         load: Separates this router's requests from others' in the engine's load.
-        config: Intervals and timeouts.
         clock: A monotonic clock, in seconds.
         load_topics: Makes the sockets of those that publish their load.
         pace: The interval for healthy replicas.

@@ -64,7 +64,6 @@ class PrefixIndex:
     def __init__(self, limits: SourceLimits | None = None, secret: bytes | None = None) -> None:
         """
         Args:
-            limits: Of each source.
             secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
         self.limits = limits or SourceLimits()

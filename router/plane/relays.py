@@ -65,7 +65,6 @@ class PlaneProxy:
     def __init__(self, settings: ProxySettings, on_shortage: Callable[[str], object]) -> None:
         """
         Args:
-            settings: Bounds on every request.
             on_shortage: Called with what the system refused.
         """
         self.settings = settings

@@ -82,7 +82,6 @@ class RemoteTokenizer:
 
         Args:
             fetch: Sends a body to a replica.
-            limits: Bounds on the ids.
             cache_bytes: Room for whole prompts; 0 caches nothing.
             large_work: Reads large responses; None reads them here.
         """

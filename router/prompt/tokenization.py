@@ -289,7 +289,6 @@ class _Threads:
     """A few threads and a bounded queue before them.
 
     Args:
-        max_waiting: The bound.
         warm: Done at once in each thread; None starts them when they are needed.
     """
 

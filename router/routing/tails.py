@@ -64,7 +64,6 @@ class Tails:
         up to it.
 
         Args:
-            prompt_tokens: Length of the prompt.
             known_tokens: Of these, the leading ones that others have had: no guess lies there.
         """
         if self._parted.value < LEAST_SHARE:

@@ -144,7 +144,6 @@ class NativeDecisions(ReplicaListener):
         """
         Args:
             service: Has the models and replicas.
-            addresses: Looks up replicas' hosts.
             shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
@@ -432,7 +431,6 @@ def native_decisions(
     """Return the core's decisions; None where the configuration asks for more than the core knows.
 
     Args:
-        addresses: Looks up replicas' hosts.
         shows_hits: True if clients see hits.
     """
     parts = Parts(*service.parts_in_core)

@@ -402,11 +402,6 @@ class ServedMetrics:
     )
 
     def __init__(self, metrics: RouterMetrics, model: str, replica: str) -> None:
-        """
-        Args:
-            model: Their label.
-            replica: Their label.
-        """
         self._metrics = metrics
         self._model = model
         self._replica = replica
@@ -458,7 +453,6 @@ class ServedMetrics:
             predicted: Prompt tokens the router predicted to be cached there.
             actual: Prompt tokens the engine reported as cached.
             by_tier: Of those predicted, what each lower tier or shared store has.
-            prompt_tokens: The whole prompt.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         for tier, tokens in by_tier:

@@ -56,7 +56,6 @@ class TracedAttempt:
         """
         Args:
             span_id: The replica's parent span.
-            began: When.
         """
         self.attempt = attempt
         self.span_id = span_id
@@ -103,7 +102,6 @@ class RequestTrace:
         """
         Args:
             trace_id: 32 hexadecimal digits.
-            context: The client's.
             is_sampled: True if it is recorded; if not, only its ids are passed on.
             sink: Takes it at its end, if it is recorded.
         """
@@ -154,11 +152,7 @@ class RequestTrace:
         self.steps.append(Step("route", began, now))
 
     def waited(self, name: str, seconds: float) -> None:
-        """It has waited until now.
-
-        Args:
-            seconds: How long.
-        """
+        """It has waited until now."""
         now = time.perf_counter_ns()
         self.steps.append(Step(name, now - int(seconds * 1e9), now))
 
@@ -212,8 +206,6 @@ class PlacedTrace:
     def placed(self, tokenization_s: float) -> tuple[Header, ...]:
         """Its token ids are known by now: it is about to be sent.
 
-        Args:
-            tokenization_s: How long that took.
         Returns:
             To send to the replica.
         """
@@ -345,7 +337,6 @@ class Tracer:
         """A request has arrived.
 
         Args:
-            context: The client's.
             route: The same of a fixed set, where it is of one.
         """
         trace_id = _new_id(32) if context is None else context.trace_id

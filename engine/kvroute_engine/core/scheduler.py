@@ -76,7 +76,6 @@ def most_blocks_held(cache: CacheManager, num_tokens: int) -> int:
 
     Args:
         cache: The cache with its groups; a sliding window holds no more than its window needs.
-        num_tokens: Length of the sequence.
     """
     return sum(
         min(blocks_for(num_tokens, manager.block_size), manager.max_held_blocks())
@@ -100,7 +99,6 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            config: The bounds.
             hasher: Hashes the blocks of prompts.
             eos_token_id: Ends a sequence; -1 if the model has none.
             connector: To lower tiers, if there are any.
@@ -179,7 +177,6 @@ class Scheduler:
 
         Args:
             request: Need not be queued. May be called from any thread.
-            most: How many at most.
         """
         if self._connector is None:
             return []

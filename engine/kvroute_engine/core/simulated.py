@@ -144,7 +144,6 @@ class SimulatedBackend:
         """
         Args:
             time_model: How long steps and copies take.
-            clock: The engine's clock.
             vocab_size: Of the model that is simulated.
             block_bytes: Bytes of a GPU block of that model.
         """

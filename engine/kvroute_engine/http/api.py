@@ -91,8 +91,6 @@ def create_app(
 
     Args:
         service: The engine; the caller closes it.
-        tokenizer: Text <-> token ids.
-        registry: What `/metrics` shows.
     """
     app = FastAPI(
         title="kvroute engine",

@@ -27,7 +27,6 @@ def json_response(value: object, status: int = 200) -> Response:
 
     Args:
         value: Anything that msgspec can encode.
-        status: HTTP status.
     """
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 

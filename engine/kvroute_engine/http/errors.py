@@ -55,7 +55,6 @@ class ApiError(OffloadError):
         """
         Args:
             message: Field, value and rule, without a client's content.
-            status: HTTP status.
             kind: The error's type, as vLLM names it.
             param: Path of the field at fault, such as `messages[0].role`.
         """

@@ -87,12 +87,7 @@ class RequestMetrics:
             self._following.observe(gap_s / count)
 
     def on_end(self, since_arrival_s: float, reason: FinishReason) -> None:
-        """Observe the end of a request.
-
-        Args:
-            since_arrival_s: Seconds since its arrival.
-            reason: Why it ended.
-        """
+        """Observe the end of a request."""
         self._whole.observe(since_arrival_s)
         self._ended.labels(*self._labels, reason.value).inc()
 

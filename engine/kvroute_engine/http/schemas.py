@@ -251,9 +251,6 @@ _NEUTRAL_TOP_K = (None, 0, -1)
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Read a body.
 
-    Args:
-        kind: What it must be.
-
     Raises:
         InvalidRequest: It is not JSON, or breaks a rule of *kind*. The error names types and
             fields, and quotes nothing.

@@ -58,7 +58,6 @@ def run(engine: Engine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServ
 
     Args:
         engine: What to serve; closed at the end.
-        tokenizer: Text <-> token ids.
 
     Returns:
         The exit code of the process.

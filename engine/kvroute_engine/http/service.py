@@ -39,7 +39,6 @@ class LatencyObserver(Protocol):
         """A request ended.
 
         Args:
-            since_arrival_s: Seconds since its arrival.
             reason: Why; `ABORT` also if the engine died.
         """
 
@@ -101,7 +100,6 @@ class Generation:
 
         Args:
             request_id: The request; nothing happens if it has ended.
-            reason: Why, for the statistics.
         """
         if request_id in self._open:
             self._open.discard(request_id)

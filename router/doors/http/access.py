@@ -105,8 +105,6 @@ class WrongKeys:
     def add(self, endpoint: str, address: str) -> float:
         """Count a wrong key.
 
-        Args:
-            endpoint: Our name of the endpoint.
         Returns:
             For how many seconds to hold the refusal back.
         """
@@ -127,8 +125,6 @@ class WrongKeys:
     def hold(self, endpoint: str, address: str) -> float:
         """Count a wrong key.
 
-        Args:
-            endpoint: Our name of the endpoint.
         Returns:
             For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
             afterwards.
@@ -205,11 +201,7 @@ class Guard:
 
     def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
         """Return for how many seconds to hold a refusal back; where that is more than 0, call
-        `delay_over` afterwards. A wrong key is counted and logged.
-
-        Args:
-            endpoint: Our name of the endpoint.
-        """
+        `delay_over` afterwards. A wrong key is counted and logged."""
         if isinstance(error, Unauthorized) and error.was_given:
             return self._wrong_keys.hold(endpoint, address)
         return 0.0
@@ -219,11 +211,7 @@ class Guard:
         self._wrong_keys.let_go()
 
     async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
-        """Count a refusal like `delay_s`, and wait for the delay.
-
-        Args:
-            endpoint: Our name of the endpoint.
-        """
+        """Count a refusal like `delay_s`, and wait for the delay."""
         delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
         if delay_s:
             try:

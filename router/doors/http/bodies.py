@@ -55,7 +55,6 @@ async def read_body(
 
     Args:
         headers: The request's, names in lower case.
-        limit_bytes: Bound on the body.
         timeout_s: Time within which a body that comes in pieces must be complete.
         hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
     Raises:
@@ -142,7 +141,6 @@ def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
 
     Args:
         content_type: The header, which names the boundary between parts.
-        body: The whole form.
     """
     span = _field_span(content_type, body, name)
     if span is None:
@@ -155,7 +153,6 @@ def with_form_field(content_type: bytes, name: bytes, body: bytes, value: str) -
     """A form with another value of one field; all other bytes stay. The form itself if it has none.
 
     Args:
-        body: The whole form.
         value: Without line ends.
     """
     span = _field_span(content_type, body, name)
@@ -189,8 +186,6 @@ def _field_span(content_type: bytes, body: bytes, name: bytes) -> tuple[int, int
 def check_form(content_type: bytes, body: bytes, name: bytes) -> None:
     """Check that everybody who reads a form finds the same value of one field, or none.
 
-    Args:
-        body: The whole form.
     Raises:
         BadRequest: Of two values, or of two ways to read it, an engine may take the other one.
     """

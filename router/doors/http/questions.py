@@ -42,7 +42,6 @@ class RouteQuestions:
     ) -> None:
         """
         Args:
-            metrics: Count and time questions.
             session_header: The header that names a client's session, in lower case.
         """
         self._gateway = gateway

@@ -258,7 +258,6 @@ def selection_view(
     Args:
         attempt: The booked one, if it is booked.
         selection_id: The reservation's, or that of a selection that may be reserved later.
-        fields: Set in the body.
     """
     best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
     candidate = best.candidate

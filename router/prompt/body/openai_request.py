@@ -121,7 +121,6 @@ def template_arguments(
 
     Args:
         fields: The decoded body; its `chat_template_kwargs` come first.
-        limits: Bounds on their nesting.
         reasoning_effort: The request's, from which the engine derives `enable_thinking`.
     Raises:
         RequestBodyError: `chat_template_kwargs` is not an object, or is too large.

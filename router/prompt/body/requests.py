@@ -434,7 +434,6 @@ def read_request(
     """Read a body, take out the fields that the router owns, and put a tenant's salt in.
 
     Args:
-        limits: Bounds on the prompt.
         drops_priority: True to take the client's `priority` out.
     Returns:
         Its fields, with the tenant's salt; and the body to send, None if that is *body*.

@@ -203,11 +203,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Jinja's hook for operators.
-
-        Args:
-            left: The first operand.
-        """
+        """Jinja's hook for operators."""
         if operator == "**" and not (abs(left) <= _MAX_POWER[0] and abs(right) <= _MAX_POWER[1]):
             raise SecurityError("power too large")
         if operator == "*":

@@ -101,11 +101,7 @@ class SegmentCache:
             return {key: self._ids_at(self._places[key]) for key in keys if key in self._places}
 
     def put(self, key: SegmentKey, ids: TokenIds) -> None:
-        """Keep a copy of ids, unless they would evict half of everything else by themselves.
-
-        Args:
-            ids: Their token ids.
-        """
+        """Keep a copy of ids, unless they would evict half of everything else by themselves."""
         data = ids.tobytes()
         if _text_bytes(key) + len(data) > self._max_bytes // 2:
             return

@@ -35,10 +35,6 @@ class EndFinder:
     """Finds them for one tokenizer."""
 
     def __init__(self, segmenter: Segmenter, anchor_ids: Mapping[str, int]) -> None:
-        """
-        Args:
-            anchor_ids: Their token ids.
-        """
         self._segmenter = segmenter
         self._anchor_ids = anchor_ids
 

@@ -108,7 +108,6 @@ class LocalTokenizer:
 
         Args:
             chat: How the engine's server renders chats.
-            limits: Bounds on a prompt.
             use_native: Tokenise by fastokens where that is right.
             cache_bytes: Bound on the memory of the segment cache where it is not.
             now: Clock for templates that write the date.
