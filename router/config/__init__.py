@@ -8,22 +8,22 @@ The files; each imports only what is listed above it:
     files.py          has a watched file changed?
     origin.py         where a server is; timeouts
     document.py       YAML text -> plain data; pydantic's errors -> ours
-    values.py         what one value may be
-    section.py        what all mappings have in common
+    values.py         the rules of single values
+    section.py        the base of all mappings
     replica.py        one replica
-    discovery.py      where more of them come from
+    discovery.py      discovery of more of them
     tls.py            certificates
     certificates.py   our identity and trusted authorities, from these files; kept fresh
-    state.py          what outlives a restart
+    state.py          the state kept over a restart
     board.py          where routers publish their load to each other
-    keys.py           who may come in, and what comes with a key
-    overload.py       what waits when replicas have no room
-    doors.py          what gateways that send requests themselves may hold
+    keys.py           keys and their options
+    overload.py       queues for replicas without room
+    doors.py          limits of gateways that send requests themselves
     observability.py  logs, metrics, traces
-    approximate.py    what stands in for event streams that are not there
+    approximate.py    estimates in place of missing event streams
     versions.py       names that stand for several versions of a model
     models.py         models, and what events leave out about their caches
-    server.py         where the router listens, who may come in, its limits
+    server.py         addresses, keys and limits of the server
     policy.py         how it chooses
     prefill.py        when prompts are computed elsewhere
     health.py         how replicas are watched

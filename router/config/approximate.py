@@ -1,4 +1,4 @@
-"""Configures what stands in for event streams that are not there."""
+"""Configures the estimates in place of missing event streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.config.values import PLAIN, Seconds
 
 
 class ApproximateConfig(Section, frozen=True):
-    """Estimates of what caches without events hold."""
+    """Estimates of caches without events."""
 
     enabled: bool = True
     """Change it when replicas without events should be routed by load alone, and hits that are

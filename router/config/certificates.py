@@ -17,7 +17,7 @@ from router.errors import ConfigError, ConfigProblem
 logger = logging.getLogger(__name__)
 
 LISTENER, REPLICAS, PEERS = "server.tls", "server.replica_tls", "state.peer_tls"
-"""Where they are configured."""
+"""Their places in the configuration."""
 _WATCH_S = 5.0
 
 
@@ -29,7 +29,7 @@ class Certificate(NamedTuple):
     certificate: str | None = None
     key: str | None = None
     authorities: str | None = None
-    """That are trusted; None: the system's, or no certificate is asked for."""
+    """Trusted authorities; None: the system's, or no certificate is asked for."""
 
     def load(self) -> None:
         """Read the files (again).
@@ -47,12 +47,12 @@ class Certificate(NamedTuple):
             raise _refusal(f"{self.place}.certificate", self.certificate, error) from None
 
     def stamp(self) -> list[Stamp | None]:
-        """Another one when a file has changed."""
+        """A value that changes when a file changes."""
         return [stamp_of(Path(path)) for path in (self.certificate, self.key) if path]
 
 
 def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
-    """Return what the listener shows and asks for; None for plain HTTP.
+    """Return the listener's certificate; None for plain HTTP.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -70,11 +70,11 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
 
 
 def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:
-    """Return what replicas are asked for and shown; None to trust the system's authorities and to
-    show nothing.
+    """Return the certificate towards replicas; None to trust the system's authorities and to show
+    nothing.
 
     Args:
-        place: Where it stands in the configuration.
+        place: Its path in the configuration.
     Raises:
         ConfigError: A file cannot be used.
     """
@@ -133,5 +133,5 @@ def _refusal(place: str, path: str, error: Exception) -> ConfigError:
 
 
 def _no_password() -> str:
-    """Asked for by OpenSSL for an encrypted key, which must not wait for a terminal."""
+    """Give OpenSSL no password for an encrypted key: it must not wait for a terminal."""
     raise ValueError("the key is encrypted; it must have no password")

@@ -39,7 +39,7 @@ _EXPECTED = {
 
 
 def read_text(path: Path) -> str:
-    """The content of a configuration file, or as much of it as shows that it is too long.
+    """The content of a configuration file, or enough of it to show that it is too long.
 
     Raises:
         ConfigError: The file cannot be read, or is not UTF-8.
@@ -128,7 +128,7 @@ def problems_in(error: ValidationError, kind: type, root: str = "") -> list[Conf
     Unknown keys come before the other problems of their mapping: they are the likely cause.
 
     Args:
-        kind: The model of the whole document, searched for the keys that were meant.
+        kind: The model of the whole document, searched for the intended keys.
         root: The path of the document itself.
     """
     details = error.errors(include_url=False)

@@ -1,4 +1,4 @@
-"""Configures what gateways that send requests themselves may hold here, and where they ask."""
+"""Configures the endpoints and limits of gateways that send requests themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of clients and operators, and what comes with a key."""
+"""The keys of clients and operators, and their options."""
 
 from __future__ import annotations
 

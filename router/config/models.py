@@ -1,4 +1,5 @@
-"""Models: their names, tokenizers and templates, and what events leave out about their caches."""
+"""Models: their names, tokenizers and templates, and the facts about their caches that events leave
+out."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class LowerTierConfig(Section, frozen=True):
 
 
 class LayoutConfig(Section, frozen=True):
-    """Holds what the engines' events leave out about a model's cache. Everything is optional."""
+    """Holds facts about a model's cache that events leave out. Everything is optional."""
 
     groups: Items[GroupConfig] = ()
     """By group index.

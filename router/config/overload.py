@@ -1,4 +1,4 @@
-"""Configures what becomes of requests when the replicas have no room for more."""
+"""Configures queues and refusals for replicas without room."""
 
 from __future__ import annotations
 

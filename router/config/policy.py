@@ -1,4 +1,4 @@
-"""How the router chooses."""
+"""Configures the policy."""
 
 from __future__ import annotations
 

@@ -68,13 +68,13 @@ class PeerTierConfig(Section, frozen=True):
 
 
 PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
-"""Which of two numbers an engine serves first."""
+"""The order in which an engine serves priority numbers."""
 Role: TypeAlias = Literal["both", "prefill", "decode"]
 """A replica's part, where prompts and responses may be computed apart."""
 
 
 class ReplicaAddress(Section, frozen=True):
-    """Where a replica is, and what it is called."""
+    """The URL and the id of a replica."""
 
     url: Url
     """Without user, password, query or fragment."""
@@ -145,7 +145,7 @@ class ReplicaOptions(Section, frozen=True):
                 yield index, source.dp_rank
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ranks that appear twice, and what a source that is asked cannot have."""
+        """Ranks that appear twice, and options that a polled source cannot have."""
         for index, source in enumerate(self.kv_events or ()):
             for name in ("replay_endpoint", "snapshot_endpoint", "server_key", "topic"):
                 if source.endpoint.startswith(POLLED) and getattr(source, name):

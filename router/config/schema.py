@@ -51,10 +51,10 @@ class Overrides(NamedTuple):
     """Options of `observability`."""
     threads: int | None = None
     ext_proc: str | None = None
-    """Where gateways ask by external processing."""
+    """The address of external processing."""
 
     def applied_to(self, data: object) -> object:
-        """A document with these values in it; what is not a document is left to be refused."""
+        """Return a document with these values; anything else is left to be refused."""
         if not isinstance(data, dict):
             return data
         server, replicas = data.get("server") or {}, data.get("replicas") or []
@@ -148,7 +148,7 @@ class RouterConfig(Section, frozen=True):
         return config if base_directory is None else config._relative_to(base_directory)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Yield the options that ask for a key or a priority class that is not there."""
+        """Yield the options that name a missing key or priority class."""
         if self.observability.metrics_need_key and not self.server.operator_keys:
             place: Location = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
@@ -180,7 +180,7 @@ class RouterConfig(Section, frozen=True):
         return any(each.priority_order is not None for _, each in self._options())
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
-        """Sources that connect to where nothing listens, and keys that are not checked there."""
+        """Sources without a listener to connect to, and keys that are not checked there."""
         events = self.events
         if events.listen is not None and events.curve_server_key is not None:
             rule = "events.curve_server_key is set, and who connects to the router shows no key"
@@ -227,7 +227,7 @@ class RouterConfig(Section, frozen=True):
 
     @property
     def weights(self) -> Weights:
-        """Those of the policy, with a cost for every shared store: one that they do not name costs
+        """The policy's weights, with a cost for every shared store: one that they do not name costs
         what the slowest tier behind it does."""
         weights = self.policy.weights
         costs = dict(weights.tier_token)

@@ -1,4 +1,4 @@
-"""Defines what every mapping of the configuration has in common."""
+"""Defines the base of every mapping of the configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Section(
     """A mapping in the configuration."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Yield what values that are valid by themselves break together, each with its location in
+        """Yield the rules that values break together though each is valid, with their locations in
         this section."""
         yield from ()
 

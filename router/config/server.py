@@ -1,4 +1,4 @@
-"""Where the router listens, who may come in, and its limits."""
+"""Addresses, keys and limits of the server."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class ServerConfig(Section, frozen=True):
-    """Where the router listens, who may come in, and its limits."""
+    """Addresses, keys and limits of the server."""
 
     host: Name = "127.0.0.1"
     """Change it when other machines should reach the router: `0.0.0.0`, `::` or one address."""
@@ -189,14 +189,14 @@ class ServerConfig(Section, frozen=True):
 
     @property
     def client_keys(self) -> tuple[ClientKeyConfig, ...]:
-        """All of them; the one without a name is called `default`."""
+        """All keys; the one without a name is called `default`."""
         if self.client_api_key is None:
             return self.client_api_keys
         return ClientKeyConfig(name="default", key=self.client_api_key), *self.client_api_keys
 
     @property
     def operator_keys(self) -> tuple[OperatorKeyConfig, ...]:
-        """All of them; the one without a name is called `default`."""
+        """All keys; the one without a name is called `default`."""
         if self.operator_api_key is None:
             return self.operator_api_keys
         return OperatorKeyConfig(name="default", key=self.operator_api_key), *self.operator_api_keys

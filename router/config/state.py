@@ -1,4 +1,4 @@
-"""Configures what a router knows when it starts."""
+"""Configures the snapshots that a router starts from."""
 
 from __future__ import annotations
 

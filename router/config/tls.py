@@ -10,7 +10,7 @@ from router.config.values import PlacedPath
 
 
 class ListenerTlsConfig(Section, frozen=True):
-    """How the router shows who it is, and whom it lets in. PEM files, read again when they
+    """The router's certificate, and the clients it accepts. PEM files, read again when they
     change."""
 
     certificate: PlacedPath | None = None

@@ -1,4 +1,4 @@
-"""Defines what one value of the configuration may be: its bounds, and what it may not hold.
+"""Defines the rules of single values of the configuration: bounds and forbidden content.
 
 Environment variables can stand for API keys only. A URL from the environment would end up in logs
 and responses; a key never does.
@@ -80,7 +80,7 @@ def _drafter_groups(data: object) -> object:
 def _resolve_key(data: object, info: ValidationInfo) -> object:
     """A key, or the value of the variable that `${NAME}` names.
 
-    No message repeats the data: what looks like the name of a variable may be the key itself.
+    No message repeats the data: the name of a variable may be the key itself.
     """
     if isinstance(data, SecretStr):
         return data

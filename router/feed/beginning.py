@@ -1,4 +1,4 @@
-"""Finds what a router that starts knows already: from the first place that has a snapshot."""
+"""Finds a snapshot for a router that starts: from the first place that has one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from router.index import PrefixIndex
 
 @dataclass(eq=False, repr=False)
 class Beginning:
-    """Fills indexes with what was known before the start. Belongs to one event loop."""
+    """Fills indexes from a snapshot. Belongs to one event loop."""
 
     places: Sequence[Callable[[], Awaitable[IndexSnapshot | None]]]
-    """Where a snapshot may be had, the best one first; None from one that has none."""
+    """Sources of snapshots, the best one first; each returns None if it has none."""
     feed: Feed
     needs_own_keys: bool
     """True if an index must keep its own keys, since others share them."""
@@ -25,7 +25,7 @@ class Beginning:
         self._found: IndexSnapshot | None = None
 
     async def find(self) -> None:
-        """Get a snapshot, if there is one anywhere; no stream may be followed before."""
+        """Get a snapshot, if any place has one; no stream may be followed before."""
         for place in self.places:
             self._found = await place()
             if self._found is not None:
@@ -44,6 +44,6 @@ class Beginning:
             self.feed.expect(each)
 
     def forget(self) -> None:
-        """Drop what was not asked for."""
+        """Drop the parts that were not used."""
         self._found = None
         self.feed.forget_expected()

@@ -45,14 +45,14 @@ _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 
 
 class Reach(NamedTuple):
-    """How a source is reached, besides its addresses."""
+    """The options of a source's connection, besides its addresses."""
 
     allows: Callable[[str], bool] | None = None
     """Returns whether an address may be connected to; None: every address."""
     names: Sequence[str] = ()
     """Names of pods in the topics of publishers that connect to us."""
     headers: Sequence[Header] = ()
-    """Sent along where it is asked."""
+    """Sent along where it is polled."""
 
 
 ANYHOW = Reach()
@@ -85,24 +85,24 @@ class Feed:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._listeners: list[Listener] = []
-        """By data-parallel rank."""
+        """The listeners, by data-parallel rank."""
         self._pollers = Pollers(client, self._options.socket.message_bytes)
         self._sources: dict[SourceId, SourceFeed] = {}
         self._saved: dict[SourceId, SavedSource] = {}
         """Sources that the indexes hold from before the start, until each is followed."""
         self.resumed = 0
-        """Sources that went on from there."""
+        """Sources that went on from a snapshot."""
         self.suspects: set[SourceId] = set()
-        """Those whose hits should be discounted. One that is not followed has no hits."""
+        """Sources whose hits should be discounted. One that is not followed has no hits."""
         self._complained: set[str] = set()
         self.on_change: Callable[[], object] = lambda: None
-        """Called when the stream of a source is in another state."""
+        """Called when the state of a source's stream changes."""
 
     def listen(self, endpoint: str, ranks: int = 1) -> None:
-        """Bind where publishers connect to, from now on.
+        """Bind the addresses that publishers connect to.
 
         Args:
-            endpoint: Of rank 0; the others' are at the ports that follow.
+            endpoint: Rank 0's; the others' are at the ports that follow.
         Raises:
             EndpointError: An address cannot be bound.
         """
@@ -115,11 +115,11 @@ class Feed:
             _log.info("event streams: publishers of rank %d at %s", rank, listener.endpoint)
 
     def listeners(self) -> list[ListenerStatistics]:
-        """Where publishers connect to, by rank."""
+        """The addresses that publishers connect to, by rank."""
         return [listener.statistics() for listener in self._listeners]
 
     def pollers(self) -> list[PollerStatistics]:
-        """Servers that are asked for events."""
+        """The polled servers."""
         return self._pollers.statistics()
 
     @staticmethod
@@ -137,8 +137,9 @@ class Feed:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
         Args:
-            published: Where one of the replica's ranks publishes. Without a replay endpoint, events
-                that are lost stay lost and leave the source suspect, unless it makes snapshots.
+            published: The addresses of one of the replica's ranks. Without a replay endpoint,
+                events that are lost stay lost and leave the source suspect, unless it makes
+                snapshots.
             hints: The configuration of its cache.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
@@ -173,7 +174,7 @@ class Feed:
                 has_unique_numbers=endpoint.startswith(POLLED),
             )
         except EndpointError:
-            feed.on_left()  # what listens for it would keep its name
+            feed.on_left()  # its listener would keep its name
             raise
         if resume is None:
             feed.index.add(source, hints)
@@ -183,7 +184,7 @@ class Feed:
     def _listen_for(
         self, source: SourceId, feed: SourceFeed, names: Sequence[str], topic: str | None
     ) -> tuple[str, Callable[[], Connection]]:
-        """Where a publisher connects to, and what comes from it."""
+        """Return the connection of a publisher that connects to us."""
         if source.dp_rank >= len(self._listeners):
             raise EndpointError(
                 f"replica {source.replica} rank {source.dp_rank}: nothing listens for it; "
@@ -197,7 +198,7 @@ class Feed:
     def _ask_for(
         self, source: SourceId, feed: SourceFeed, endpoint: str, reach: Reach
     ) -> Callable[[], Connection]:
-        """Return what brings the events of a server that is asked for them."""
+        """Return the connection to a polled server."""
         poller, connect = self._pollers.register(
             endpoint, source.dp_rank, reach.headers, reach.allows
         )
@@ -219,7 +220,7 @@ class Feed:
     def _options_of(
         self, allows: Callable[[str], bool] | None, server_key: str | None
     ) -> SubscriberOptions:
-        """One source's."""
+        """Return one source's options."""
         key = server_key or self._server_key
         curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
         sockets = replace(self._options.socket, allows=allows, curve=curve)
@@ -228,11 +229,12 @@ class Feed:
     # --- over a restart ---------------------------------------------------------------------------
 
     def expect(self, saved: SavedSource) -> None:
-        """The index of its model holds this source: go on from there when it is followed."""
+        """Note that the index of its model holds this source: go on from there when it is
+        followed."""
         self._saved[saved.source] = saved
 
     def forget_expected(self) -> None:
-        """Drop what was restored and has not been named since."""
+        """Drop the restored sources that were not named since."""
         for source, saved in self._saved.items():
             with contextlib.suppress(KeyError):  # no replica serves its model
                 index = self._index_of(saved.model)
@@ -241,13 +243,13 @@ class Feed:
         self._saved.clear()
 
     def save(self, source: SourceId) -> tuple[SavedSource, list[bytes]] | None:
-        """One source and its blocks, now; None where they are not whole, or nothing could prove
+        """Export one source and its blocks; None where they are incomplete, or nothing could prove
         later that its stream went on from here."""
         feed = self._sources.get(source)
         return None if feed is None else feed.save()
 
     def _resume(self, source: SourceId, feed: SourceFeed) -> StreamPosition | None:
-        """Where a source was when it was saved, if that is still of use."""
+        """Return the position of a source when it was saved, if it is still of use."""
         saved = self._saved.pop(source, None)
         if saved is None or not feed.takes(saved):
             return None
@@ -281,11 +283,11 @@ class Feed:
         self._context.term()
 
     def sources(self) -> list[SourceId]:
-        """Those that are followed."""
+        """The sources that are followed."""
         return list(self._sources)
 
     def state(self, source: SourceId) -> SourceState:
-        """How far a source's hits can be trusted; one that is not followed is dead."""
+        """Return how far a source's hits can be trusted; one that is not followed is dead."""
         feed = self._sources.get(source)
         return feed.state if feed else SourceState.DEAD
 
@@ -297,18 +299,18 @@ class Feed:
             feed.rebuild()
 
     def has_caught_up(self, source: SourceId) -> bool:
-        """Return whether all that can be known of a source is known. Of one that is suspect or
-        whose feed has died there is no more to come; of one that is not followed yet there is."""
+        """Return whether nothing more of a source is to come. That holds for one that is suspect or
+        whose feed has died, not for one that is not followed yet."""
         return source in self._sources and self.state(source) not in _CATCHING_UP
 
     def lost_since(self, source: SourceId) -> float | None:
-        """Since when the events of a source have not been whole, on the monotonic clock: from the
-        beginning of time where none are followed. None: they are."""
+        """Return since when the events of a source have been incomplete, on the monotonic clock:
+        minus infinity where none are followed. None: they are complete."""
         feed = self._sources.get(source)
         return -math.inf if feed is None else feed.lost_since
 
     def record(self, source: SourceId) -> Tap:
-        """Listen to a source: its state now, and all that happens from now on.
+        """Record a source: its state now, and all later events.
 
         Raises:
             NotRecordable: It is not followed, or `Taps.open` refuses.
@@ -323,7 +325,7 @@ class Feed:
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
     def _tidy(self, index: PrefixIndex) -> None:
-        """Take away what was dropped or cleared, a little in each pass of the event loop."""
+        """Remove dropped and cleared blocks, a little in each pass of the event loop."""
 
         def work(_: float) -> bool:
             self._tidy(index)

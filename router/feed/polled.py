@@ -1,11 +1,9 @@
-"""Events that are asked for: TensorRT-LLM's, over HTTP.
+"""Polls events over HTTP: TensorRT-LLM's.
 
-A `Poller` asks one server, again and again, and gives each rank's events to the connection of its
-subscriber. Each event is returned once, so that no one else may ask. What a response that got lost
-had, shows as a number that is missing.
-
-Memory is bounded: the server is asked again once everybody has taken what the last response
-brought.
+A `Poller` polls one server, and gives each rank's events to the connection of its subscriber. Each
+event is returned once, so no one else may poll. Events of a lost response show as a missing number.
+Memory is bounded: the server is polled again once every rank has taken its part of the last
+response.
 """
 
 from __future__ import annotations
@@ -47,20 +45,20 @@ class PollFailed(KVEventsError):
 
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
-    """One server that is asked, in numbers."""
+    """The counts of one polled server."""
 
     endpoint: str
     polls: Annotated[dict[str, int], counter("kvroute_event_polls", "outcome")]
-    """Requests for the events of servers that have to be asked, by what became of them: `events`,
-    `empty`, `malformed` or `failed`."""
+    """Requests for the events of polled servers, by outcome: `events`, `empty`, `malformed` or
+    `failed`."""
 
 
 class Poller:
-    """Asks one server while its events are wanted. Belongs to one event loop.
+    """Polls one server while its events are wanted. Belongs to one event loop.
 
     Args:
-        endpoint: What is asked, with its path.
-        allows: Whether an address may be connected to; None: every address.
+        endpoint: The URL, with its path.
+        allows: Returns whether an address may be connected to; None: every address.
     """
 
     def __init__(
@@ -80,9 +78,9 @@ class Poller:
         self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
-        """The ranks of those that are followed."""
+        """The ranks that are followed."""
         self._connections: dict[int, PolledConnection] = {}
-        """By rank, while they are open."""
+        """Open connections, by rank."""
         self._task: asyncio.Task[None] | None = None
         self._polls: Counter[str] = Counter()
         self._strangers: set[int] = set()
@@ -100,7 +98,7 @@ class Poller:
         return bool(self._ranks)
 
     def register(self, rank: int) -> Callable[[], PolledConnection]:
-        """Follow a rank; returns what makes a connection to it.
+        """Follow a rank; return the function that makes a connection to it.
 
         Raises:
             EndpointError: It is followed already, and each event is returned once.
@@ -121,14 +119,14 @@ class Poller:
     # --- for its connections ----------------------------------------------------------------------
 
     def join(self, rank: int, connection: PolledConnection) -> None:
-        """Ask, from now on, for a rank."""
+        """Poll for a rank from now on."""
         self._connections[rank] = connection
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._ask_on(), name=self.endpoint)
             self._task.add_done_callback(self._on_end)
 
     def leave(self, rank: int, connection: PolledConnection) -> None:
-        """Ask for nothing more, once the last one leaves."""
+        """Stop polling for a rank, and altogether with the last one."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
             self._taken.set()
@@ -137,7 +135,7 @@ class Poller:
             self._task = None
 
     def note_taken(self) -> None:
-        """A connection has nothing left."""
+        """Note that a connection has nothing left."""
         self._taken.set()
 
     # --- inside -----------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ class Poller:
             await asyncio.sleep(pause.next_delay())
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """It ends only when nothing is asked any more; anything else is our bug, and shows."""
+        """It ends only when nothing is polled any more; anything else is our bug, and is logged."""
         if task.cancelled() or task is not self._task:
             return
         self._task = None
@@ -194,10 +192,10 @@ class Poller:
         return body
 
     def _take(self, body: bytes) -> bool:
-        """Give events to whom they belong; returns whether there were any.
+        """Give events to their ranks; return whether there were any.
 
         Raises:
-            MalformedBatch: The response holds none.
+            MalformedBatch: The response holds no events.
         """
         found = read_response(body)
         if found.unreadable:
@@ -244,7 +242,7 @@ class Poller:
 
 
 class PolledConnection:
-    """The way to one rank, for a subscriber (see `kvevents.live.Connection`).
+    """The connection of one rank, for a subscriber (see `kvevents.live.Connection`).
 
     It outlasts requests that fail: events wait in the engine meanwhile.
     """
@@ -308,7 +306,7 @@ class PolledConnection:
         self._wake.set()
 
     def note_response(self) -> None:
-        """The server has answered; what it had is among what waits."""
+        """Note that the server has answered; its events wait already."""
         if not self._is_answered:
             self._is_answered = True
             self._wake.set()
@@ -325,10 +323,10 @@ class PolledConnection:
 
 
 class Pollers:
-    """All servers that are asked.
+    """All polled servers.
 
     Args:
-        client: Sends the requests; None: nothing can be asked.
+        client: Sends the requests; None: nothing can be polled.
         max_bytes: Bound of a response, where it is below `MAX_RESPONSE_BYTES`.
     """
 
@@ -340,16 +338,16 @@ class Pollers:
     def register(
         self, endpoint: str, rank: int, headers: Sequence[Header], allows: Allows | None
     ) -> tuple[Poller, Callable[[], PolledConnection]]:
-        """Follow a rank of a server; returns who asks, and what makes a connection.
+        """Follow a rank of a server; return its poller, and the function that makes a connection.
 
         Args:
-            endpoint: What is asked, with its path.
-            rank: Which of its events are meant.
+            endpoint: The URL, with its path.
+            rank: The rank whose events are wanted.
             headers: Sent along; those of the first rank that registers.
-            allows: Whether an address may be connected to.
+            allows: Returns whether an address may be connected to.
 
         Raises:
-            EndpointError: Nothing can be asked, or the rank is followed already.
+            EndpointError: Nothing can be polled, or the rank is followed already.
         """
         if self._client is None:
             raise EndpointError(f"{endpoint}: events are not polled here")

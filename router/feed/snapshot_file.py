@@ -25,7 +25,7 @@ class SnapshotKeeper:
         self._directory = directory
         self._interval_s = interval_s
         self.saved = self.failures = 0
-        """Snapshots."""
+        """Snapshots written."""
         self.saved_bytes = 0
         """The size of the last one."""
 
@@ -36,7 +36,7 @@ class SnapshotKeeper:
             await self.save()
 
     async def save(self) -> None:
-        """Write one now; a failure is logged and counted, and the one before stays."""
+        """Write a snapshot now; a failure is logged and counted, and the old one stays."""
         try:
             pieces = [piece async for piece in pieces_of(self._feed)]
             self.saved_bytes = await asyncio.to_thread(_write, pieces, self._directory)
@@ -47,7 +47,7 @@ class SnapshotKeeper:
 
 
 def _write(pieces: list[bytes], directory: Path) -> int:
-    """Put a snapshot in the place of the one before; return its size."""
+    """Replace the old snapshot; return the new one's size."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE_NAME
     written = path.with_suffix(f".{os.getpid()}")
@@ -65,8 +65,8 @@ def _write(pieces: list[bytes], directory: Path) -> int:
 
 
 def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
-    """The snapshot in a directory; None, with the reason in the log, where it has no usable one.
-    May take a while.
+    """Read the snapshot in a directory; None, with the reason in the log, where it has no usable
+    one. May take a while.
 
     Args:
         max_age_s: See `read`.

@@ -28,29 +28,29 @@ PATH = "/snapshot"
 MAX_ADDRESSES = 256
 _CONNECT_S, _SILENCE_S = 2.0, 3.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
-"""Before all are asked again that had no time."""
+"""Delays before those that were busy are asked again."""
 
 
 def peer_key(secret: bytes) -> str:
-    """Return what routers that share a secret show each other."""
+    """Return the key that routers with one secret show each other."""
     return hashlib.blake2b(secret, digest_size=32, person=b"snapshot peer").hexdigest()
 
 
 class PeerLimits(NamedTuple):
-    """Bounds on what is taken from others."""
+    """Bounds on snapshots of others."""
 
     within_s: float
-    """In all, over all peers."""
+    """The time for all peers together."""
     max_bytes: int
     max_age_s: float
 
 
 class Peers:
-    """The routers beside this one.
+    """The other routers.
 
     Args:
-        urls: Where they listen; each address behind a name is one of them.
-        trusted: For https; None: the system's authorities.
+        urls: Each address behind a name is one of them.
+        trusted: Authorities for https; None: the system's.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Peers:
         self._limits = limits
         self._trusted = trusted
         self.taken = self.refused = 0
-        """Snapshots, and answers of no use."""
+        """Counts of snapshots, and of answers of no use."""
 
     async def fetch(self) -> IndexSnapshot | None:
-        """The snapshot of the first that has one; None, with the reasons in the log, where none
-        does in time."""
+        """Return the snapshot of the first that has one; None, with the reasons in the log, where
+        none has one in time."""
         client = UpstreamClient(ssl_context=self._trusted)
         try:
             async with timeout(self._limits.within_s):
@@ -110,7 +110,7 @@ class Peers:
         return None
 
     async def _ask(self, client: UpstreamClient, origin: Origin) -> bytearray | None:
-        """All bytes of the snapshot of one; None if it has no time now."""
+        """Return all bytes of a peer's snapshot; None if it is busy."""
         headers = [(b"authorization", b"Bearer " + peer_key(self._secret).encode())]
         times = Timeouts(_CONNECT_S, _SILENCE_S, _SILENCE_S)
         response = await client.send(origin, b"GET", PATH.encode(), headers, b"", times)

@@ -33,22 +33,22 @@ class SavedHead(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotSource(msgspec.Struct, frozen=True, tag=True):
-    """One source: where its stream was, and its blocks, as its index exports them."""
+    """One source: the position of its stream, and its blocks as its index exports them."""
 
     saved: SavedSource
     records: list[bytes]
 
 
 class SnapshotError(RouterError):
-    """There is no snapshot that is of use."""
+    """A snapshot is of no use."""
 
 
 class IndexSnapshot(NamedTuple):
-    """One that was read."""
+    """A snapshot that was read."""
 
     age_s: float
     sources: dict[str, list[SnapshotSource]]
-    """By model."""
+    """The sources, by model."""
 
 
 async def pieces_of(feed: Feed) -> AsyncIterator[bytes]:
@@ -73,12 +73,12 @@ def _record_of(feed: Feed, source: SourceId) -> bytes | None:
 def read(
     data: bytes | memoryview, max_age_s: float, now: float, ahead_s: float = 1.0
 ) -> IndexSnapshot:
-    """The snapshot behind the bytes of one. To be called before any stream is followed.
+    """Read a snapshot, before any stream is followed.
 
     Args:
         max_age_s: An older one is not used: its engines have gone on for too long.
         now: Unix time.
-        ahead_s: How far the clock of who wrote it may be ahead.
+        ahead_s: How far the writer's clock may be ahead.
     Raises:
         SnapshotError: It is too old, or from the future.
         DumpError: It is damaged, or of another version.

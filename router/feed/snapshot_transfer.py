@@ -1,5 +1,5 @@
 """A snapshot on its way to another process: bounded, and sealed with the secret that both share, so
-that nothing is decoded but what one of ours has sent."""
+that only our own processes' bytes are decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEAL_BYTES = 32
 
 @dataclass(eq=False, repr=False)
 class Sender:
-    """Gives others what this process knows of caches. Belongs to one event loop."""
+    """Sends snapshots to others. Belongs to one event loop."""
 
     feed: Feed
     secret: bytes
@@ -35,14 +35,14 @@ class Sender:
     def __post_init__(self) -> None:
         self._under_way = 0
         self.sent = 0
-        """Snapshots, whole."""
+        """Snapshots sent whole."""
 
     def open(self) -> AsyncIterator[bytes]:
-        """A snapshot as of now, to be sent piece by piece, and its seal.
+        """Make a snapshot, to be sent piece by piece, and its seal.
 
         Raises:
-            NoSnapshot: Nothing is known here that would be of use.
-            Overloaded: As many as may be sent at a time are under way.
+            NoSnapshot: Nothing here is of use to others.
+            Overloaded: The most that may be sent at a time are under way.
         """
         sources = self.feed.sources()
         if not any(self.feed.state(source) is SourceState.LIVE for source in sources):
@@ -72,15 +72,15 @@ class Sender:
 
 
 def read_sealed(data: bytes | bytearray, secret: bytes, max_age_s: float) -> IndexSnapshot:
-    """The snapshot that another process sent. May take a while.
+    """Read a snapshot that another process sent. May take a while.
 
     Args:
         data: All bytes of it.
-        secret: As of `Sender`.
-        max_age_s: As of `read`, and how far its clock may be ahead.
+        secret: See `Sender`.
+        max_age_s: See `read`; also how far its clock may be ahead.
     Raises:
         SnapshotError: It is not whole, sealed with another secret, or too old.
-        DumpError: As of `read`.
+        DumpError: See `read`.
     """
     view = memoryview(data)
     content, found = view[:-_SEAL_BYTES], bytes(view[-_SEAL_BYTES:])

@@ -54,17 +54,17 @@ class AppliedEvents:
 
 @dataclass(slots=True, kw_only=True)
 class SourceFeedStatistics(AppliedEvents):
-    """One source: the state of its stream, and what its events did."""
+    """The state of one source's stream, and the counts of its events."""
 
     model: str
     """The model whose index it feeds."""
     state: SourceState
-    """How far the hits of this source can be trusted."""
+    """The trust in the hits of this source."""
     stream: SubscriberStatistics
 
 
 class SavedSource(msgspec.Struct, frozen=True):
-    """One source as it was saved, beside its blocks."""
+    """A saved source, without its blocks."""
 
     model: str
     source: SourceId
@@ -102,7 +102,7 @@ class SourceFeed:
         self._task: asyncio.Task[None] | None = None
 
     def takes(self, saved: SavedSource) -> bool:
-        """Go on from what was saved; False if it is of another stream, or not there any more."""
+        """Go on from a saved position; return False if it is of another stream, or gone."""
         is_same = (saved.model, saved.stream) == (self.model, self.stream)
         if not is_same or not self.index.holds(self.source):
             return False
@@ -237,7 +237,7 @@ class SourceFeed:
             self.complain(self.source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """A subscriber ends only when it is cancelled; anything else is our bug, and shows."""
+        """A subscriber ends only when it is cancelled; anything else is our bug, and is logged."""
         self._enter(SourceState.DEAD)
         error = None if task.cancelled() else task.exception()
         if error is not None:

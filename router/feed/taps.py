@@ -1,5 +1,5 @@
-"""Passes on what happens at one cache, as it happens, to a recorder: batches as they are
-applied, prompts as they are sent there, and what the engine then reports of them.
+"""Passes the events of one cache to a recorder as they happen: batches applied, prompts sent there,
+and the engine's reports on them.
 
 Nothing is kept without a listener. The lines are those of `router/cli/recordings.py`.
 """
@@ -36,7 +36,7 @@ class Tap:
         self._news = asyncio.Event()
 
     def begin(self, state: Iterable[bytes]) -> None:
-        """Give the header, and the cache as the index has it now.
+        """Write the header, and the cache as the index has it now.
 
         Raises:
             NotRecordable: It is too large for a line.
@@ -49,7 +49,7 @@ class Tap:
         self._put({"state": [_text(record) for record in records]}, is_bounded=False)
 
     def batch(self, payload: bytes) -> None:
-        """Give a batch that is about to be applied."""
+        """Write a batch that is about to be applied."""
         self._put({"frame": _text(payload)})
 
     def query(
@@ -59,7 +59,7 @@ class Tap:
         lora: str | None,
         extra_keys: Iterable[Any] | None,
     ) -> int:
-        """Give a prompt that is about to be sent there; returns its number.
+        """Write a prompt that is about to be sent there; return its number.
 
         Args:
             salt: The request's `cache_salt`.
@@ -71,7 +71,7 @@ class Tap:
         return self._numbers
 
     def hit(self, number: int, tokens: int) -> None:
-        """Give what the engine reused of a prompt.
+        """Write the tokens of a prompt that the engine reused.
 
         Args:
             number: The prompt's, from `query`.
@@ -79,13 +79,13 @@ class Tap:
         self._put({"number": number, "hit": tokens})
 
     def end(self, reason: str) -> None:
-        """Give the last line."""
+        """Write the last line."""
         if not self._ended:
             self._put({"end": reason}, is_bounded=False)
         self._ended = True
 
     async def lines(self, patience_s: float) -> AsyncIterator[bytes]:
-        """Everything given from `begin` to `end`; an empty line after every *patience_s* without
+        """Yield the lines from `begin` to `end`; an empty line after every *patience_s* without
         any."""
         while self._lines or not self._ended:
             if not self._lines:
@@ -130,9 +130,9 @@ class Taps:
         """Begin to listen to a cache. The caller closes the tap.
 
         Args:
-            state: What the index has of it now, as its records.
+            state: The index's records of it now.
         Raises:
-            NotRecordable: There are enough listeners, or the state is too large.
+            NotRecordable: Too many listeners, or the state is too large.
         """
         if sum(map(len, self._taps.values())) >= MAX_TAPS:
             raise NotRecordable(f"{MAX_TAPS} recordings are under way, which is the limit")
@@ -152,7 +152,7 @@ class Taps:
             self.on_change()
 
     def end(self, source: SourceId, reason: str) -> None:
-        """Give every listener of a cache the last line."""
+        """Write the last line to every listener of a cache."""
         for tap in self.of(source):
             tap.end(reason)
 

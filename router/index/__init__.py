@@ -1,8 +1,8 @@
-"""How much of a prompt would each replica reuse, and what will its cache evict next?
+"""Predicts how much of a prompt each replica would reuse, and what its cache will evict next.
 
 In come batches of events (`PrefixIndex.apply`) and prompts (`PrefixIndex.match`); out go hits, by
 source. Both are compiled (`router/core/index`, `router/core/mirror`); `tests/oracle` has them in
-Python that can be read, and defines what they answer: a change of a rule begins there.
+readable Python, and defines their answers: a change of a rule begins there.
 
 Events report what a cache holds, but not who used it last. The router knows: it sent the requests.
 So the mirror keeps, for every cache, the requests in the order of their end with what each was the

@@ -1,4 +1,4 @@
-"""Estimates what caches hold whose events are not there, as far as requests and responses show it.
+"""Estimates what caches without events hold, by requests and responses.
 
 What was sent to a cache was stored there, an engine evicts what was used longest ago, and responses
 report how much of their prompts was cached. From that follows an estimate, over the keys that the
@@ -22,18 +22,18 @@ from router.index.mirror_types import ApproximateHit, ApproximateStatistics
 
 
 class ApproximateCache:
-    """One such cache."""
+    """The estimate of one cache."""
 
     def __init__(self, estimate: Estimate) -> None:
         self._estimate = estimate
         self.eviction_age_s: Callable[[float], float | None] = estimate.eviction_age_s
 
     def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> ApproximateHit:
-        """Return what it may hold of a request's prompts.
+        """Return the tokens of a request's prompts that it may hold.
 
         Args:
             prompts: The keys of each, every `STEP` tokens.
-            most_tokens: Of all prompts, those that a hit may cover.
+            most_tokens: Tokens of all prompts that a hit may cover.
         """
         return ApproximateHit(*self._estimate.hit(prompts, most_tokens))
 
@@ -52,9 +52,9 @@ class ApproximateCaches:
     ) -> None:
         """
         Args:
-            lost_since: Since when the events of a source have not been whole, on *clock*; always,
-                where there is no stream; None: they are.
-            mirror: Knows what was sent where before the events were lost.
+            lost_since: Returns since when the events of a source have been incomplete, on *clock*;
+                minus infinity without a stream; None: they are complete.
+            mirror: Knows the requests sent before the events were lost.
             after_s: For how long they must have been incomplete.
             cache_tokens: Size of a cache where the engine does not report it.
             max_keys: Bound on the keys of all caches together.
@@ -70,11 +70,11 @@ class ApproximateCaches:
     def stand_in(
         self, source: SourceId, cache_tokens: int | None, now: float
     ) -> ApproximateCache | None:
-        """The estimate that stands in for a cache's events; None where they are whole, or have not
-        been missing for long.
+        """The estimate that stands in for a cache's events; None where they are complete, or not
+        missing for long.
 
         Args:
-            cache_tokens: Its size as the engine reports it; None: it does not.
+            cache_tokens: Its size by the engine; None: not reported.
             now: On the clock.
         """
         number, lost_since = self._mirror.number_of(source), self.lost_since(source)
@@ -88,7 +88,7 @@ class ApproximateCaches:
 
         Args:
             prompts: The keys of each of its prompts, every `STEP` tokens.
-            hit_tokens: That were predicted to be cached.
+            hit_tokens: Those predicted to be cached.
         """
         return self._core.visit(self._mirror.number_of(source), prompts, hit_tokens)
 

@@ -58,7 +58,7 @@ class StoreHint:
     """In upper case: blocks in these tiers are in the store, unless they are announced as local.
     None named: blocks of any lower tier that are announced as remote."""
     ownership: str | None = None
-    """Only blocks announced with it."""
+    """Only blocks announced with this ownership."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LayoutHints:
 
 @dataclass(frozen=True, slots=True)
 class SourceLimits:
-    """Bounds that keep one source's memory in hand, whatever it sends."""
+    """Bounds on one source's memory."""
 
     blocks: int = 4_194_304
     """Distinct (group, hash) held in one tier: a full one takes nothing from the others."""
@@ -119,7 +119,7 @@ def pack_keys(keys: Sequence[int]) -> bytes:
 
 
 def unpack_keys(packed: bytes) -> list[int]:
-    """The keys that were packed."""
+    """Unpack what `pack_keys` packed."""
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
@@ -134,7 +134,7 @@ class ApplyResult(msgspec.Struct, gc=False):
     waiting: int = 0
     """Stored blocks whose prefix is not known yet."""
     skipped: int = 0
-    """Events of unknown type, removals of unknown blocks, and what went over a limit."""
+    """Events of unknown type, removals of unknown blocks, and blocks over a limit."""
     overflow: int = 0
     """Part of *skipped*: blocks over a limit."""
     unreadable: int = 0
@@ -155,7 +155,7 @@ class ApplyResult(msgspec.Struct, gc=False):
 
 
 class Hit(NamedTuple):
-    """Holds what a source would reuse of a prompt."""
+    """Holds the tokens of a prompt that a source would reuse."""
 
     gpu_cached_tokens: int
     cached_tokens: int
@@ -192,7 +192,7 @@ def token_columns(
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
-    """The longest prefix that one group accepts on the GPU, whatever the others hold."""
+    """The longest prefix that one group by itself accepts on the GPU."""
 
     group: int
     kind: str
@@ -234,8 +234,8 @@ class SourceStatistics:
     unplaced: Annotated[int, gauge("kvroute_index_unplaced_blocks")]
     """Blocks held whose prefix is not known."""
     ambiguous: int
-    """Times two live hashes claimed one prefix: something the events do not show goes into the
-    hash."""
+    """Times two live hashes claimed one prefix: the hash covers something that events do not
+    show."""
     waiting: WaitingStatistics
     layout: KVCacheLayout | None
     """None while too little is known: the source then gets no hits."""

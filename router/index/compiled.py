@@ -1,4 +1,4 @@
-"""The compiled core: whether it is there, and the one that these sources were written for."""
+"""Checks that the compiled core is installed, and that its version fits these sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CoreUnavailable(RouterError):
 
 
 def check_core() -> None:
-    """Raises `CoreUnavailable`."""
+    """Raise `CoreUnavailable` if the core is missing or of another version."""
     try:
         core = import_module("router._core")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Layouts, tiers, events and hits in the form in which the core takes and gives them."""
+"""Layouts, tiers, events and hits in the core's form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_hits(layout: KVCacheLayout, accepted: Sequence[int]) -> tuple[GroupHit
 
 
 def key_drawn_from(secret: bytes) -> bytes:
-    """16 bytes that stand for a secret in the keys of prefixes."""
+    """Return 16 bytes that stand for a secret in the keys of prefixes."""
     return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
 
 
@@ -43,7 +43,7 @@ def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, in
 
 
 def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
-    """A layout, as the core takes it."""
+    """A layout in the core's form."""
     groups = [
         (
             _KINDS[group.kind],
@@ -64,12 +64,12 @@ def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
 
 
 def _size_or_none(size: int | None) -> int | None:
-    """A negative size is that of a group of another kind, and is not asked for."""
+    """Return None for a negative size, which a group of another kind has."""
     return None if size is None or size < 0 else size
 
 
 def canonical(event: Event) -> Event:
-    """The event with its tier spelled out."""
+    """Return the event with its tier spelled out."""
     assert not isinstance(event, CacheLayout)
     tier = event.tier
     return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)

@@ -42,7 +42,7 @@ def load(data: bytes, index: PrefixIndex) -> None:
     """Restore an index from the pieces of `dump`.
 
     Args:
-        index: Of the implementation that wrote them; what it holds is forgotten.
+        index: Of the implementation that wrote them; its content is replaced.
     Raises:
         DumpError: The bytes are not a whole, undamaged dump of this version and implementation.
             The index is as before.
@@ -54,7 +54,7 @@ class FrameWriter:
     """Frames records, one after the other.
 
     Args:
-        magic: What such a file begins with.
+        magic: The beginning of such a file.
     """
 
     def __init__(self, magic: bytes, version: int) -> None:
@@ -62,19 +62,19 @@ class FrameWriter:
         self._checksum = 0
 
     def framed(self, record: bytes) -> bytes:
-        """Return what stands in front of a record; the empty one is the end."""
+        """Return the frame in front of a record; an empty record is the end."""
         self._checksum = zlib.crc32(record, self._checksum)
         return _FRAME.pack(len(record), self._checksum)
 
 
 def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memoryview]:
-    """The records that a `FrameWriter` framed.
+    """Read the records that a `FrameWriter` framed.
 
     Args:
         data: The whole file.
-        magic: What it must begin with.
+        magic: The beginning it must have.
     Raises:
-        DumpError: It is not whole and undamaged, or of another version.
+        DumpError: It is incomplete, damaged, or of another version.
     """
     if bytes(data[: len(magic)]) != magic or len(data) < len(magic) + _VERSION.size:
         raise DumpError(f"index dump of {len(data)} bytes: it must start with {magic.decode()!r}")

@@ -1,4 +1,4 @@
-"""Finds out which hash function an engine uses, by trying the known ones on what it announced.
+"""Finds out which hash function an engine uses, by trying the known ones on its events.
 
 Only with the function can a block be found that no dense event ever placed: a prompt is then hashed
 as the engine would hash it.
@@ -17,7 +17,7 @@ from router.index.base import LayoutHints
 
 
 class HashFinder:
-    """Tries known functions until one explains what an engine announced.
+    """Tries known functions until one explains an engine's events.
 
     A wrong function is never taken for the right one, since a match is one of 64 bits or more.
     """
@@ -31,13 +31,13 @@ class HashFinder:
         self.chain: HashChain | None = None
         """The engine's function, once it is known."""
         self._withheld: HashChain | None = None
-        """The engine's function, where the key is not here under which its hashes are announced."""
+        """The engine's function, where the key of its hashes is missing here."""
         self._seeds = hints.hash_seeds
         self._effort = 0
 
     @property
     def may_find(self) -> bool:
-        """False once found, and once trying has proved useless."""
+        """Return False once found, and once trying has proved useless."""
         is_searching = self.chain is None and self._withheld is None
         return is_searching and self._effort < self.TOKENS_TO_HASH
 
@@ -47,7 +47,7 @@ class HashFinder:
             self.take(HashChain(event.hash_algorithm, event.none_hash, event.hash_key_id))
 
     def take(self, chain: HashChain | None) -> None:
-        """Use a known function, as far as its key is here."""
+        """Use a known function, if its key is here."""
         key_id = None if chain is None else chain.key_id
         is_foreign = key_id is not None and held_key(key_id) is None
         self.chain, self._withheld = (None, chain) if is_foreign else (chain, None)
@@ -59,8 +59,7 @@ class HashFinder:
 
     @property
     def key_problem(self) -> str | None:
-        """Return what is wrong with the key of the source's hashes, as a sentence for an
-        operator."""
+        """Return the fault of the key of the source's hashes, as a sentence for an operator."""
         if self._withheld is None:
             return None
         return (
@@ -162,7 +161,7 @@ def _sample(event: BlockStored) -> _Sample | None:
 
 
 class HashForm(NamedTuple):
-    """How an engine announces the hashes of its blocks."""
+    """The form in which an engine announces the hashes of its blocks."""
 
     chain: HashChain
     hash_block_size: int

@@ -1,4 +1,4 @@
-"""The index of one model: which source would reuse how much of a prompt.
+"""The index of one model: predicts how much of a prompt each source would reuse.
 
 The compiled core (`router/core/index`) decodes the usual form of a batch, counts, places and
 matches. It asks for help where help is rare: news of the layout in events goes to the
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
         self._stores: dict[str, SharedStore] = {}
-        """By name: those that some source shares."""
+        """The stores that some source shares, by name."""
         self._sources: dict[SourceId, KnownSource] = {}
         self._numbers: dict[SourceId, int] = {}
         """See `number_of`."""
@@ -106,13 +106,13 @@ class PrefixIndex:
 
     @property
     def shared(self) -> SharedIndex:
-        """For what else in the core reads it; another one after `restore`."""
+        """The core's index, for other parts of the core; another one after `restore`."""
         return self.core.shared()
 
     # --- feeding ----------------------------------------------------------------------------------
 
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
-        """Make a source known and empty; whatever it held before is forgotten.
+        """Make a source known and empty; its earlier blocks are forgotten.
 
         Args:
             hints: The configured layout; kept until the source is dropped.
@@ -234,12 +234,12 @@ class PrefixIndex:
         done: tuple[Any, ...],
         payload: bytes | EventBatch,
     ) -> ApplyResult:
-        """Return what the core did, with what Python finds out from it."""
+        """Return the core's result, with Python's conclusions."""
         (stored, removed, waiting, skipped, overflow, given_up) = done[:6]
         (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced, slot) = done[6:12]
         for store in done[12]:
             self._lay_out(store, known)
-        if slot != known.slot:  # what it held is left behind, to be taken away by `tidy`
+        if slot != known.slot:  # its blocks are left for `tidy`
             known.slot = slot
             self._slots = {**self._slots, source: slot}
             self._has_leftovers = True
@@ -301,7 +301,7 @@ class PrefixIndex:
             self._drop_unread_stores()
 
     def _take_out(self, source: SourceId) -> bool:
-        """False where it was not there."""
+        """Remove a source from the core; return False if it was unknown."""
         known = self._sources.pop(source, None)
         if known is None:
             return False
@@ -331,8 +331,8 @@ class PrefixIndex:
         Args:
             token_ids: All tokens of the prompt.
             cache_salt: The request's salt; only equal salts share blocks.
-            extra_keys: What else decides a block's content, in the form of the events'
-                `extra_keys`: one entry per hash block.
+            extra_keys: Further parts of a block's content, in the form of the events' `extra_keys`:
+                one entry per hash block.
             extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
         """
         prompt = HashedPrompt(self.core, token_ids, lora_name, cache_salt, extra_keys)
@@ -342,9 +342,8 @@ class PrefixIndex:
         return prompt
 
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
-        """How much of a prompt each source would reuse; every known source is named.
-
-        The hits are those of this moment, whatever happens to the index while they are read.
+        """Return how much of a prompt each source would reuse, for every known source. The hits are
+        those of this moment, even if the index changes while they are read.
         """
         return self.core.match(prompt.hashed, self._slots, self.computed(prompt))
 
@@ -355,7 +354,7 @@ class PrefixIndex:
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
     ) -> Mapping[SourceId, Hit]:
-        """`prepare` and `match_prompt` in one."""
+        """Call `prepare` and `match_prompt`."""
         return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
 
     # What whole decisions in the core need.
@@ -381,7 +380,7 @@ class PrefixIndex:
         return computed
 
     def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        """Do what `match_prompt` does, for one source.
+        """Match like `match_prompt`, for one source.
 
         Args:
             prompt: From `prepare`.
@@ -395,9 +394,8 @@ class PrefixIndex:
         return self.core.match_source(prompt.hashed, known.slot, computed)
 
     def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
-        """How many tokens of a prompt a cache that holds nothing of it could load from one lower
-        tier of a source, in its units and by the hit rule. What the source holds elsewhere does not
-        count.
+        """Return how many tokens of a prompt an empty cache could load from one lower tier of a
+        source, in its units and by the hit rule. The source's other tiers do not count.
 
         Args:
             prompt: From `prepare`.
@@ -412,7 +410,7 @@ class PrefixIndex:
         return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
 
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
-        """Return what each group of a source would allow of a prompt, by group index.
+        """Return the prefix that each group of a source would allow, by group index.
 
         Args:
             prompt: From `prepare`.
@@ -522,7 +520,7 @@ class PrefixIndex:
                 )
 
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
-        """Take over an exported state; what was held before is forgotten.
+        """Take over an exported state; the present one is forgotten.
 
         Raises:
             DumpError: Another implementation wrote the records, or they make no sense. Nothing has

@@ -1,7 +1,7 @@
 """Learns a source's cache layout from its events.
 
-Known beats assumed: a `CacheLayout` event, else the events' own fields, else the configuration.
-What had to be assumed is listed, so that an operator sees it.
+Facts beat assumptions: a `CacheLayout` event, else the events' own fields, else the configuration.
+Assumptions are listed for the operator.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SeenGroup:
     0.24)."""
 
     def see(self, kind: str | None, sliding_window: int | None, block_size: int) -> bool:
-        """Take one event's fields; True if something is new.
+        """Take one event's fields; return True if something is new.
 
         Args:
             kind: None or empty is ignored, as for the window.
             sliding_window: In tokens.
-            block_size: Of the event, in tokens.
+            block_size: The event's, in tokens.
         """
         before = (self.kind, self.sliding_window, self.block_size, self.smallest_size)
         self.kind = kind or self.kind
@@ -55,7 +55,7 @@ class LayoutLearner:
     lookahead: int = 0
     """Tokens after a block that its hash covers too."""
     announced: CacheLayout | None = None
-    """The publisher's own word."""
+    """The layout announced by the publisher."""
     layout: KVCacheLayout | None = None
     """None while too little is known, or where it contradicts itself."""
     error: str | None = None
@@ -99,12 +99,12 @@ class LayoutLearner:
         sliding_window: int | None,
         block_size: int,
     ) -> None:
-        """Learn from the fields of a stored run. The same again teaches nothing.
+        """Learn from the fields of a stored run; repeating it changes nothing.
 
         Args:
             lookahead: Tokens after a block that its hash covers too; None: unknown.
-            group: Its index; None: there is nothing to learn of a group.
-            is_on_gpu: Not in a lower tier.
+            group: Its index; None: nothing is learned of a group.
+            is_on_gpu: False in a lower tier.
             sliding_window: In tokens.
             block_size: In tokens, as far as the run shows it; else 0.
         """
@@ -139,10 +139,10 @@ class LayoutLearner:
         smallest_step: int,
         lookahead: int,
     ) -> None:
-        """Take back what an earlier learner knew.
+        """Restore the facts of an earlier learner.
 
         Args:
-            announced: See the attribute of that name, as for the other arguments.
+            announced: See the attributes for all arguments.
             smallest_step: In tokens.
             lookahead: In tokens.
         """
@@ -267,7 +267,7 @@ class LayoutLearner:
         )
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return what is assumed rather than known, one sentence each."""
+        """Return the assumptions, one sentence each."""
         if self.announced is not None:
             return (self.error,) if self.error else ()
         return tuple(self._assumptions())

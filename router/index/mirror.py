@@ -1,8 +1,8 @@
-"""Every cache as this router drives it: requests in prefill, ended ones in the order in which their
-blocks will be evicted, and what a policy learns from that.
+"""Follows every cache as this router drives it: requests in prefill, and ended ones in the order in
+which their blocks will be evicted. Policies read its outlooks.
 
 An engine evicts what was least recently used, by the end of the request that used it last. So the
-order is known here. How far the eviction has come is not: it is read from the index, by asking
+order is known here. How far the eviction has come is not: it is read from the index, which shows
 whether the oldest request's own part of its prompt could still be reused. That is done when a
 request begins to respond or ends, and for the cache that was chosen, never for a decision; and only
 if the cache has removed something since.
@@ -33,7 +33,7 @@ from router.index.prompt import HashedPrompt
 
 
 class Mirror:
-    """Follows what this router sends. The caller passes no time: the clock is given once.
+    """Follows the requests of this router, by its own clock.
 
     Memory: some 400 bytes for each 64 tokens of the prompts of requests that were the last to use
     something, most of it token ids, and 1,600 for each of these requests.
@@ -48,11 +48,11 @@ class Mirror:
     ) -> None:
         """
         Args:
-            max_keys: Bound on what is kept for all caches together, in keys; the oldest requests of
-                the cache that grows are forgotten first. A prompt counts for four more.
-            tier_prices: Of a token from a tier, by its name in upper case, in tokens to compute,
-                until it was learned.
-            other_price: Of one from any other tier.
+            max_keys: Bound for all caches together, in keys; the oldest requests of the cache that
+                grows are forgotten first. A prompt counts for four more.
+            tier_prices: The price of a token from a tier, by its name in upper case, in tokens to
+                compute, until it is learned.
+            other_price: The price of one from any other tier.
             clock: A monotonic clock, in seconds.
         """
         self._clock = clock
@@ -62,10 +62,10 @@ class Mirror:
         self.core = CoreMirror(max_keys, clock, prices, other_price, first_number, Coming)
         self._caches: dict[SourceId, int] = {}
         self._sources: list[SourceId] = []
-        """By number."""
+        """The names, by number."""
         self._models: dict[str, int] = {}
         self._model_names: list[str] = []
-        """By number."""
+        """The names, by number."""
         self._published: dict[int, Prefilling] = {}
         self._received: dict[Prefilling, int] = {}
 
@@ -88,12 +88,12 @@ class Mirror:
         """A request is sent to a cache.
 
         Args:
-            prompts: The request's, as far as they are known.
-            uncached_tokens: Of these, those that have to be computed there.
-            hit_tokens: Of these, those that are cached there now.
-            speed: Of the replica, relative to others.
+            prompts: The request's, as far as known.
+            uncached_tokens: Those to be computed there.
+            hit_tokens: Those cached there now.
+            speed: The replica's, relative to others.
             loads: The part of the hit that comes from below the GPU.
-            junction_tokens: Behind the hit, those of which only full attention is there.
+            junction_tokens: Those behind the hit of which only full attention is there.
             keep: Lengths of the prompt at which the engine is asked to keep windows and states.
         """
         return self.core.begin(
@@ -115,12 +115,11 @@ class Mirror:
     # --- what routers publish to each other -------------------------------------------------------
 
     def prefilling(self) -> list[Prefilling]:
-        """Return what is being computed for requests of this router, as far as others should know
-        of it before its events reach them, the latest last. The same objects each time, brought up
-        to date.
+        """Return the prompts being computed for this router that others should know of before
+        events show them, the latest last. The same objects each time, updated.
 
-        A short prompt that is computed at once is not among it: to publish and to receive it costs
-        more than to compute it twice.
+        A short prompt that is computed at once is not among them: to publish and to receive it
+        costs more than to compute it twice.
         """
         before, self._published = self._published, {}
         for number, queued_tokens, news in sorted(self.core.prefilling()):
@@ -135,8 +134,8 @@ class Mirror:
         return list(self._published.values())
 
     def take_others(self, others: Iterable[Prefilling]) -> None:
-        """Take over what is being computed for others, in place of what was; the same object
-        stands for the same prompt."""
+        """Replace the prompts being computed for others; the same object stands for the same
+        prompt."""
         before, self._received = self._received, {}
         for each in dict.fromkeys(others):
             number = before.pop(each, None)
@@ -158,7 +157,7 @@ class Mirror:
         return iter(() if cache is None else self.core.ended(cache))
 
     def forget_model(self, model: str) -> None:
-        """No replica serves this model any more."""
+        """Forget a model that no replica serves any more."""
         self.core.forget_model(self.number_of_model(model))
 
     # --- what a decision asks ---------------------------------------------------------------------
@@ -168,15 +167,15 @@ class Mirror:
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
 
     def load_prices(self, source: SourceId) -> LoadPrices | None:
-        """Return what loading costs at a cache; None where nothing was sent to it yet."""
+        """Return the costs of loading at a cache; None where nothing was sent to it yet."""
         cache = self._caches.get(source)
         return None if cache is None else self.core.load_prices(cache)
 
     def reuse_probability(self, model: str, idle_s: float) -> float:
-        """How probable it is that something will be used again.
+        """Return the probability that a prefix will be used again.
 
         Args:
-            idle_s: For how long it has not been used.
+            idle_s: How long it has not been used.
         """
         return self.core.reuse_probability(self.number_of_model(model), idle_s)
 
@@ -187,7 +186,7 @@ class Mirror:
         capacity_blocks: int | None = None,
         now: float | None = None,
     ) -> CacheOutlook:
-        """Return what a new request would find at a cache.
+        """Return the outlook of a cache for a new request.
 
         Args:
             source: The cache; an unknown one is idle and empty.
@@ -205,7 +204,7 @@ class Mirror:
         capacity_of: Callable[[int], int | None],
         now: float,
     ) -> tuple[list[float], list[Outlook]]:
-        """The same of many caches, without a name for each value: progress, and the rest.
+        """Return progress and `Outlook` of many caches, as plain tuples.
 
         Args:
             capacity_of: Returns the size of cache i by the engine.
@@ -216,12 +215,11 @@ class Mirror:
         )
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
-        """Return what each cache is computing of a prompt for another one now.
+        """Return the tokens of a prompt that each cache is computing for another one now.
 
         Args:
-            prompt: One that is to be sent.
-            tokens: Its length; 0 if it is unknown, so that what is behind the last key never
-                counts.
+            prompt: It is about to be sent.
+            tokens: Its length; 0 if it is unknown, then tokens behind the last key never count.
         """
         return self.core.in_prefill(prompt.hashed, tokens, self._sources)
 
@@ -233,12 +231,12 @@ class Mirror:
         hit_tokens: int,
         junction_tokens: int = 0,
     ) -> int:
-        """How many tokens of a prompt will be cached when the engine admits it, if it were sent
-        now: those in prefill there come first. They store their prompts, and evict others.
+        """Return how many tokens of a prompt would be cached at its admission if it were sent now:
+        requests in prefill there come first, store their prompts, and evict others.
 
         Args:
-            prompt: One that is to be sent.
-            junction_tokens: Behind these, those of which only full attention is there.
+            prompt: It is about to be sent.
+            junction_tokens: Those behind these of which only full attention is there.
         """
         cache = self._caches.get(source)
         if cache is None:
@@ -246,13 +244,13 @@ class Mirror:
         return self.core.expected(cache, prompt.hashed, prompt_tokens, hit_tokens, junction_tokens)
 
     def statistics(self) -> MirrorStatistics:
-        """Sizes."""
+        """Return the sizes."""
         return MirrorStatistics(*self.core.statistics())
 
     # --- numbers ----------------------------------------------------------------------------------
 
     def number_of(self, source: SourceId) -> int:
-        """Return what names a cache in the core, for as long as the process lives."""
+        """Return a cache's number in the core, for as long as the process lives."""
         number = self._caches.get(source)
         if number is None:
             number = self._caches[source] = len(self._sources)
@@ -268,7 +266,7 @@ class Mirror:
         return self._sources[number]
 
     def number_of_model(self, name: str) -> int:
-        """By which the core knows a model."""
+        """Return the core's number of a model."""
         number = self._models.get(name)
         if number is None:
             number = self._models[name] = len(self._model_names)

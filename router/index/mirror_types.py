@@ -1,4 +1,4 @@
-"""Defines what goes into the mirror and what comes out. Plain values."""
+"""Defines the plain values that go into the mirror and come out."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Coming(NamedTuple):
     """Holds what a cache will have of a prompt before events show it. In tokens."""
 
     tokens: int
-    """A hit."""
+    """Tokens of the hit."""
     run: int
     """Tokens that full attention will have, at least as many: beyond the hit it is a junction."""
 
 
 class CacheOutlook(NamedTuple):
-    """Holds what a new request would find at a cache, besides its hit."""
+    """Holds a cache's state for a new request, besides its hit."""
 
     progress_tokens: float = 0.0
     """Those of the uncached tokens in prefill there that are computed by now."""
     eviction_age_s: float | None = None
-    """For how long what it evicts next has been idle; None while it evicts nothing."""
+    """How long the block evicted next has been idle; None while it evicts nothing."""
     reuse_probability: float = 0.0
-    """How probable it is that what it evicts next is used again."""
+    """The probability that the block evicted next is used again."""
     uncached_tokens_per_s: float = 0.0
-    """That it was given to compute lately."""
+    """Prompt tokens it got to compute lately, per second."""
     arrivals_per_s: float = 0.0
-    """Requests that were sent to it lately."""
+    """Requests sent to it lately, per second."""
     refill: float = 1.0
     """The cost of bringing back what it evicts, relative to computing it."""
 
@@ -59,28 +59,28 @@ class Prefilling:
     tokens: int
     """The length of the prompt."""
     queued_tokens: int
-    """The last of these, which have still to be computed."""
+    """Tokens at its end that have still to be computed."""
     keys: Sequence[int]
-    """The prompt's, every `STEP` tokens."""
+    """The keys of the prompt, every `STEP` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorStatistics:
-    """Sizes."""
+    """The sizes of the mirror."""
 
     caches: int
     keys: Annotated[int, gauge("kvroute_mirror_keys")]
     """Pieces of 64 prompt tokens of which it is remembered who used them last, over all
     caches."""
     requests: int
-    """Ended ones that still own something."""
+    """Ended requests that still own keys."""
     kept: Annotated[int, gauge("kvroute_mirror_kept_keys")]
     """Keys bounded by `policy.mirror_max_keys`: pieces of 64 tokens of the prompts of which
     something is remembered so, and four for each prompt."""
 
 
 class ApproximateHit(NamedTuple):
-    """Holds what a cache may hold of a prompt."""
+    """Holds the tokens of a prompt that a cache may hold."""
 
     tokens: int
     trust: float

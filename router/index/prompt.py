@@ -1,4 +1,4 @@
-"""A prompt under every key and hash that some source may know its prefixes by."""
+"""Computes every key and hash that a source may know a prompt's prefixes by."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PICKLED_AFTER = len(b"\x87\x94.")
 _PICKLED_BEFORE = len(pickle.dumps((*_BEFORE_EXTRA_KEYS, None), protocol=5)) - 1 - _PICKLED_AFTER
 
 _EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
-"""In each spelling of extra keys."""
+"""Hashes in each spelling of extra keys."""
 Computed: TypeAlias = tuple[int, bool, _EngineHashes]
 """Slot, whether places learned from events do not count, and the hashes in each spelling."""
 
@@ -37,7 +37,7 @@ def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
 
 
 def written_extra_keys(algorithm: str, extra_keys: Sequence[ExtraKeys]) -> list[bytes]:
-    """Extra keys as they stand in what is hashed for a block: `None` as no bytes."""
+    """Return extra keys as they are hashed for a block: `None` as no bytes."""
     write = encode_cbor if algorithm.endswith("_cbor") else _pickled_third
     return [b"" if each is None else write(each) for each in extra_keys]
 
@@ -52,7 +52,7 @@ def _pickled_third(value: Any) -> bytes:
 class HashedPrompt:
     """A prompt that an index has hashed. Only that index can match it.
 
-    The core has its keys and most of its hashes; the rest is made here.
+    The core has its keys and most of its hashes; others are made here.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def besides_lora(entry: Any, lora_name: str | None) -> Sequence[Any]:
     """A block's extra keys without the adapter's name.
 
     Args:
-        entry: Of one block; anything but a list holds no keys.
+        entry: One block's; anything but a list holds no keys.
         lora_name: Left out where it comes first.
     """
     items = entry if isinstance(entry, (list, tuple)) else ()
@@ -184,7 +184,7 @@ def spellings(
 
 
 def tagged(item: Any) -> tuple[Any, ...]:
-    """One extra key as vLLM >= 0.31 hashes it, with the kind of thing it is."""
+    """One extra key as vLLM >= 0.31 hashes it, with its kind."""
     if isinstance(item, (list, tuple)):
         return ("mm", *item)
     return ("prompt_embeds" if isinstance(item, bytes) else "cache_salt", item)

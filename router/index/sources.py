@@ -1,4 +1,4 @@
-"""Holds what is known of one source outside the core, and of the stores that sources share."""
+"""Holds the state outside the core of a source, and of the stores that sources share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from router.index.layout_learner import LayoutLearner
 
 @dataclass(slots=True)
 class SharedStore:
-    """Holds what several sources write to and read from: one file system or bucket behind many
+    """A store that several sources write to and read from: one file system or bucket behind many
     replicas.
 
-    It is no source's own: it outlives each of them, and a block is there once, however many of them
-    announced it. Readers take each other's word for the prefix that a hash stands for, so all have
-    to hash alike.
+    It is no source's own: it outlives each of them, and a block is there once, however many
+    announced it. Readers trust each other's prefix of a hash, so all have to hash alike.
     """
 
     name: str
@@ -36,13 +35,13 @@ class SharedStore:
 
 @dataclass(slots=True)
 class KnownSource:
-    """Holds what is known of one source outside the core."""
+    """Holds the state outside the core of one source."""
 
     slot: int
     learner: LayoutLearner
     finder: HashFinder
     stores: tuple[SharedStore, ...] = ()
-    """That it shares, each once."""
+    """The stores that it shares, each once."""
     unplaced: int = 0
     published: object = None
     """The layout as the core knows it."""
@@ -68,7 +67,8 @@ class KnownSource:
         return self.learner.lookahead if lender is None else lender.lookahead
 
     def is_opaque(self, event: Event) -> bool:
-        """Return whether something that the event hides goes into its hashes; see `SourceCache`."""
+        """Return whether its hashes cover something that the event does not show; see
+        `SourceCache`."""
         chain, layout = self.finder.chain, self.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
             return False
@@ -88,7 +88,7 @@ class KnownSource:
         return bool(first) and first[-1] != wanted
 
     def publish_layout(self, core: Core) -> None:
-        """Pass on what the learner knows, if the core knows something else."""
+        """Give the core the learned layout, if it differs from the core's."""
         learner, layout = self.learner, self.layout
         is_announced = learner.announced is not None
         is_lent = self.lender is not None
@@ -123,7 +123,7 @@ def block_counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
 
 
 def statistics_of(core: Core, known: KnownSource) -> SourceStatistics:
-    """The state of a source in numbers."""
+    """Return the statistics of a source."""
     found, chain = core.statistics(known.slot), known.finder.chain
     lost = found["has_overflowed"] or found["has_lost_removals"]
     return SourceStatistics(
@@ -145,7 +145,7 @@ def statistics_of(core: Core, known: KnownSource) -> SourceStatistics:
 
 
 def assumptions_of(known: KnownSource, found: dict[str, Any]) -> tuple[str, ...]:
-    """The sentences for an operator on what is assumed rather than known."""
+    """Return the assumptions as sentences for an operator."""
     assumed = known.learner.assumptions()
     if found["removes_last_only"]:
         assumed = (*assumed, "removals: announced only with the last copy of a block")

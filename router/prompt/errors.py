@@ -1,7 +1,7 @@
-"""Defines what can go wrong between a request body and its token ids.
+"""Defines the errors between a request body and its token ids.
 
     TokenizeError
-    |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
+    |-- RequestBodyError      the client's body: place, value's type, rule
     |-- ModelFilesError       the operator's model directory cannot be used
     |-- UntokenizableError    the prompt is valid, but its token ids cannot be known here
     `-- ReplicaAnswerError    a replica's `/tokenize` failed, or its response is malformed
@@ -25,7 +25,7 @@ class RequestBodyError(TokenizeError):
 
     Args:
         place: JSON path of the value, `$.messages[3].content`.
-        found: Type and size of what is there, never the value itself.
+        found: Type and size of the value, never the value itself.
     """
 
     def __init__(self, place: str, found: str, rule: str) -> None:

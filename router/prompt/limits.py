@@ -1,4 +1,4 @@
-"""How large a prompt may be before it is refused."""
+"""The bounds of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model directory -> what tokenisation needs of it.
+"""A model directory -> its files for tokenisation.
 
 Read are `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
 `chat_template.jinja`, `additional_chat_templates/*.jinja`, `chat_template.json` and the

@@ -1,8 +1,8 @@
 """Work on large bodies in processes of their own, started when the first one comes.
 
 JSON parsers hold Python's interpreter lock from the first byte of a body to the last, in a thread
-as well: 16 MB would stop every stream for a second. A process of its own stops none. What comes
-back is made in this process again, but in small pieces, so that other threads get their turn.
+as well: 16 MB would stop every stream for a second. A process of its own stops none. The result is
+rebuilt in this process in small pieces, so that other threads get their turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 PROCESSES = 2
 """Parsed JSON takes ten times the memory of its text and more."""
 MAX_SECONDS = 120.0
-"""For one piece of work; then its process is ended."""
+"""The longest for one piece of work; then its process is ended."""
 PIECE_BYTES = 64 * 1024
 """The part of a pickle made or read at once: about half a millisecond."""
 
@@ -56,10 +56,10 @@ class LargeWork:
     async def run(
         self, function: Callable[..., _Result], data: bytes, *arguments: object
     ) -> _Result:
-        """Return `function(data, *arguments)`, or raise what it raised.
+        """Return `function(data, *arguments)`, or raise its error.
 
         Args:
-            function: Of a module; without side effects.
+            function: A module's; without side effects.
             data: Sent as it is.
             arguments: Pickled, like the result.
         Raises:
@@ -72,7 +72,7 @@ class LargeWork:
             raise ProcessEndedError from None  # closed
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes at once."""
         self._executor.shutdown(wait=False)
         with self._lock:
             self._is_closed = True
@@ -82,14 +82,14 @@ class LargeWork:
     def _call(
         self, function: Callable[..., Any], data: bytes, arguments: tuple[object, ...]
     ) -> Any:
-        """In a thread, which has a process of its own."""
+        """Call the process of this thread."""
         try:
             worker: _Worker | None = getattr(self._of_thread, "worker", None)
             if worker is None:
                 worker = self._of_thread.worker = self._start()
             succeeded, result = worker.call(pickle.dumps((function, arguments)), data)
         except BaseException as error:
-            # Whatever it was, what is left on the socket would be read as the result of the next.
+            # After any error the rest on the socket would be read as the next result.
             self._give_up()
             if isinstance(error, OSError | EOFError | MemoryError | pickle.PickleError):
                 raise ProcessEndedError from None
@@ -134,7 +134,7 @@ class _Worker:
             )
 
     def call(self, work: bytes, data: bytes) -> tuple[bool, Any]:
-        """Return whether it went well, and the result or what was raised."""
+        """Return whether it succeeded, and the result or the error."""
         _send(self._socket, work, data)
         result, _ = _receive(self._socket)
         succeeded, value = _Unpickler(io.BytesIO(result)).load()
@@ -147,7 +147,7 @@ class _Worker:
 
 
 def work(parent: socket.socket) -> None:
-    """The life of such a process: until its parent closes the socket, or is gone."""
+    """Run such a process until its parent closes the socket, or is gone."""
     while True:
         try:
             request, data = _receive(parent)

@@ -1,4 +1,4 @@
-"""Defines what a request asks to be computed, and its token ids: plain values."""
+"""Defines the prompts of a request and their token ids: plain values."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | tuple[str | None, ...] | None = None
     """Keeps cached blocks of different tenants apart. SGLang also takes one for each prompt."""
     lora_name: str | None = None
-    """Only where `/route` names it; otherwise the caller finds out what *model* is."""
+    """Only where `/route` names it; otherwise the caller resolves *model*."""
     session: str | None = None
     """The client's name for its conversation, for session policies."""
     body_bytes: int = 0
@@ -164,13 +164,13 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`prompt_cache_retention`: the client will go on with this prompt."""
 
     def salt_of(self, number: int) -> str | None:
-        """The salt of a prompt, by its place in the batch."""
+        """Return the salt of a prompt, by its place in the batch."""
         salt = self.cache_salt
         return salt[number] if isinstance(salt, tuple) else salt
 
     @property
     def is_cut_to_model(self) -> bool:
-        """Return whether a prompt is cut to what the model takes."""
+        """Return whether a prompt is cut to the model's length."""
         return any(
             not isinstance(prompt, OpaquePrompt)
             and prompt.truncation is not None
@@ -179,7 +179,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def cut_to(self, model_length: int | None) -> PromptSpec:
-        """The same with the model's length in numbers.
+        """Return it with the model's length in numbers.
 
         Args:
             model_length: Tokens of a prompt and its response; None, where it is not known, cuts

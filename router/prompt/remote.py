@@ -1,5 +1,4 @@
-"""Tokenisation at a replica: `POST /tokenize`, as vLLM offers it, through a function that the
-caller gives.
+"""Tokenisation at a replica: `POST /tokenize`, as vLLM offers it, through the caller's function.
 
 Exact by definition, at the price of a round trip. Used for models whose files the router does not
 have, and for chats that only the engine can render.
@@ -78,7 +77,7 @@ class RemoteTokenizer:
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         large_work: LargeWork | None = None,
     ) -> None:
-        """Nothing is sent yet.
+        """Send nothing yet.
 
         Args:
             fetch: Sends a body to a replica.
@@ -103,9 +102,9 @@ class RemoteTokenizer:
         """Return the ids of *prompt*.
 
         Args:
-            model: As the client named it: an adapter may bring tokens of its own.
+            model: The client's name of it: an adapter may bring tokens of its own.
             cache_salt: Keeps answers of different tenants apart.
-            is_large: Whether to encode the prompt in a thread.
+            is_large: True to encode the prompt in a thread.
         Raises:
             UntokenizableError: `/tokenize` cannot produce this prompt's ids.
             ReplicaAnswerError: The replica refused, or its response is malformed.
@@ -183,7 +182,7 @@ def _read_tokens(answer: bytes, max_tokens: int) -> TokenIds:
 
 
 def _request_body(prompt: TextPrompt | ChatPrompt, model: str | None) -> tuple[bytes, str]:
-    """The body, and a digest of it."""
+    """Return the body, and a digest of it."""
     fields: dict[str, Any] = {} if model is None else {"model": model}
     fields["add_special_tokens"] = prompt.add_special_tokens
     if isinstance(prompt, TextPrompt):

@@ -1,7 +1,6 @@
-"""Records what happened, and what is wrong: metrics, logs of requests, traces, the last hour,
-problems.
+"""Records requests and faults: metrics, request logs, traces, the last hour, problems.
 
-In comes what each request did (`request_observer.py`) and what the parts count; out go the
+In come the events of each request (`request_observer.py`) and the parts' statistics; out go the
 responses of `/metrics`, `/requests` and `/overview`, spans, and sentences about replicas. A metric
 is added at the field of the statistics that it shows (`kvevents.field_docs`), in `metrics.py` where
 it counts what happens, and in `collector.py` where it is made of several parts; a problem in

@@ -52,14 +52,14 @@ _NOT_COMPARED = TrustStatistics(Trust.TRUSTED, rebuilds=0, cause=None)
 
 _Of = TypeVar("_Of")
 _Labelled: TypeAlias = Collection[tuple[tuple[str, ...], _Of]]
-"""Label values, and the statistics of what they name."""
+"""Label values, and the statistics behind them."""
 _Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 """Label values, value."""
 
 
 def collect(parts: RouterParts) -> Iterator[Metric]:
-    """Take the numbers now, on the event loop; make metrics of them as the iterator is consumed,
-    in whatever thread does so."""
+    """Take the numbers now, on the event loop; make metrics of them as the iterator is consumed, in
+    any thread."""
     feeds = parts.feed.statistics()
     approximate = {} if parts.approximate is None else parts.approximate.statistics()
     return itertools.chain(
@@ -159,7 +159,7 @@ def _index_metrics(
     yield from fields_as_metrics(SourceStatistics, _SOURCE, labelled)
     waiting = [(labels, found.waiting) for labels, found in labelled]
     yield from fields_as_metrics(WaitingStatistics, _SOURCE, waiting)
-    # Each store once, whichever of the sources that share it is asked.
+    # Each store once, though several sources share it.
     stores = {
         (labels[0], store, str(group), tier): count
         for labels, found in labelled
@@ -277,8 +277,8 @@ def _replica_metrics(
 def _scaling_metrics(
     parts: RouterParts, feeds: Mapping[SourceId, SourceFeedStatistics]
 ) -> Iterator[Metric]:
-    """Yield what an autoscaler of the engines goes by: how long what waits will take, and whether
-    the caches are too small."""
+    """Yield the metrics for autoscalers of the engines: how long waiting requests will take, and
+    whether the caches are too small."""
     replicas = {view.id: view for view in parts.registry.snapshot()}
     served = [(name, view) for view in replicas.values() if (name := _model_of(parts.models, view))]
     speeds = {name: parts.mirror.prefill_tokens_per_s(name) for name, _ in served}
@@ -380,7 +380,7 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
 
 
 def _work_metrics(parts: RouterParts) -> Iterator[Metric]:
-    """Yield what the router does at this moment, and what it lacks."""
+    """Yield the router's present work, and its shortages."""
     yield _single(
         "kvroute_requests_under_way",
         "Requests admitted and not ended.",
@@ -416,7 +416,7 @@ def _work_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 
 def _remembered_metrics(parts: RouterParts) -> Iterator[Metric]:
-    """Connections that are kept, and what is known of prompts and responses."""
+    """Yield kept connections, and remembered prompts and responses."""
     connections = parts.count_connections()
     yield _single(
         "kvroute_upstream_connections",
@@ -435,7 +435,7 @@ def _remembered_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 
 def _queue_metrics(parts: RouterParts) -> Iterator[Metric]:
-    """Yield what waits for room at a replica; no series where nothing may wait."""
+    """Yield the queues for room at replicas; no series where nothing may wait."""
     lines = {} if parts.entrance is None else parts.entrance.room.statistics()
     found = [
         ((model, name), waiting)
@@ -446,7 +446,7 @@ def _queue_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 
 def _key_metrics(limits: KeyLimits) -> Iterator[Metric]:
-    """Yield what the holders of limited keys use. The names of keys are the operator's."""
+    """Yield the usage of limited keys. The names of keys are the operator's."""
     usages = limits.usages.items()
     labels = ("key",)
     yield _counter(

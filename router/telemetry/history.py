@@ -21,7 +21,7 @@ STEPS = 120
 STEP_S = 30.0
 _LEAST_STEP_S = 1.0
 MAX_REPLICAS = 1024
-"""Followed at a time; of more, those that come later have no history."""
+"""The most replicas with a history; later ones have none."""
 QUANTILE = 0.9
 VALUES = ("requests_per_s", "reused_share", "first_byte_s", "mispredicted_share", "gpu_blocks")
 """The values of a step. NaN where there was nothing to measure."""
@@ -35,13 +35,13 @@ class Hour:
     """One replica's hour, or the router's: the oldest step first."""
 
     values: Mapping[str, array[float]]
-    """By the names in `VALUES`, each of the same length."""
+    """Values by the names in `VALUES`, each of the same length."""
     removed_blocks: list[int]
-    """That left the GPUs within this time, by KV cache group."""
+    """Blocks that left the GPUs within this time, by KV cache group."""
 
 
 class _Ring:
-    """Holds what is kept of one replica."""
+    """Holds the steps of one replica."""
 
     def __init__(self) -> None:
         self.steps: list[array[float]] = []
@@ -56,16 +56,17 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Counts what a replica's caches hold, and have removed from their GPUs since the start."""
+    """Counts the blocks that a replica's caches hold, and those removed from their GPUs since the
+    start."""
 
     gpu_blocks: int
     removed: Mapping[int, int]
-    """By KV cache group."""
+    """Removed blocks, by KV cache group."""
 
 
 class Removals:
-    """Counts what sources have removed since this process follows them. One that came from a
-    snapshot counts from before that."""
+    """Counts the blocks that sources have removed since this process follows them. One that came
+    from a snapshot counts from before that."""
 
     def __init__(self) -> None:
         self._before: dict[SourceId, Mapping[int, int]] = {}
@@ -76,7 +77,7 @@ class Removals:
         """By KV cache group.
 
         Args:
-            removed: By every source, as its index counts.
+            removed: Every source's, by its index.
             applied: How many of its blocks this process has seen removed, from any tier.
         """
         self._before = {
@@ -129,7 +130,7 @@ class History:
         self.sample()
 
     def sample(self) -> None:
-        """A step is over: keep it and begin the next one."""
+        """Keep the step that is over, and begin the next one."""
         now, counts, caches = self.clock(), self._read(), self.caches()
         seconds = max(now - self._at, 1e-3)
         whole, removed_of_all = [0.0] * self._width, []
@@ -150,7 +151,7 @@ class History:
         """The steps that are over, and the one that runs as its last.
 
         Args:
-            replica_id: Of which replica; None: of all together.
+            replica_id: None: all together.
         Returns:
             None for a replica that is not followed.
         """
@@ -239,7 +240,7 @@ class History:
 def _by_group(
     merge: Callable[[tuple[float, ...]], float], removed: Iterable[Sequence[float]]
 ) -> array[float]:
-    """Counts by group, of several, as one."""
+    """Sum several counts by group."""
     return array("d", map(merge, zip_longest(*removed, fillvalue=0.0)))
 
 
@@ -263,8 +264,8 @@ def _share(part: float, whole: float) -> float:
 
 
 def quantile(share: float, bounds: Iterable[float], counts: Iterable[float]) -> float:
-    """A quantile of a histogram, as Prometheus estimates it: evenly within a bucket, and the
-    highest bound for what lies above it. NaN of nothing.
+    """Return a quantile of a histogram, as Prometheus estimates it: evenly within a bucket, and the
+    highest bound for what lies above it. NaN if it is empty.
 
     Args:
         share: From 0 to 1.

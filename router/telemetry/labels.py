@@ -1,6 +1,5 @@
-"""Words for kinds, shares, durations and tiers, as people read them on the page and in a terminal.
-
-They are written only here; `GET /overview` sends them to everything that shows them.
+"""Labels for kinds, shares, durations and tiers, on the page and in a terminal. They are written
+only here; `GET /overview` sends them to everything that shows them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ KIND_LABELS = {
     "mamba": "Mamba",
     "not_cached": "not cached",
 }
-"""By `GroupKind`."""
+"""Labels by `GroupKind`."""
 _FASTEST_TIERS = ("GPU", "CPU")
 
 
@@ -44,7 +43,7 @@ def share(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the one unit that a person would use."""
+    """Return a time in the one unit that a person would use."""
     for limit, unit_s, word in ((90, 1, "s"), (90 * 60, 60, "min"), (48 * 3600, 3600, "h")):
         if seconds < limit:
             return f"{int(max(0.0, seconds) // unit_s)} {word}"

@@ -28,7 +28,7 @@ from router.telemetry.request_log import outcome
 from router.telemetry.sums import Comparisons, Distribution, RequestSum
 
 MAX_TIER_LABELS = 64
-"""Names of tiers are the engines' own; the router must not keep every one that they make up."""
+"""The most tier names: engines choose them, and the router must not keep every one."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_NAME = "application/openmetrics-text"
 OPENMETRICS_TYPE = f"{OPENMETRICS_NAME}; version=1.0.0; charset=utf-8"
@@ -123,7 +123,7 @@ class _Written(Generic[_Series]):
         return self._spec.buckets
 
     def forget(self, label: str, value: str) -> None:
-        """Drop every series that has this value of a label."""
+        """Drop every series with this value of a label."""
         if label in self._spec.labels:
             place = self._spec.labels.index(label)
             for values in [values for values in self._by_labels if values[place] == value]:
@@ -341,7 +341,7 @@ class RouterMetrics:
         self.routing.labels(model).observe(routing_s)
 
     def served(self, model: str, replica: str) -> ServedMetrics:
-        """Return what is counted of a replica's requests; to be asked for each time, not kept.
+        """Return the counters of a replica's requests; call it each time, do not keep it.
 
         Args:
             replica: The replica that responded, or a word for none.
@@ -352,7 +352,7 @@ class RouterMetrics:
         return found
 
     def tier_label(self, tier: str) -> str:
-        """The tier's name, which an engine has chosen; one word for all that are too many."""
+        """Return the tier's name, which an engine has chosen; one name for all beyond the limit."""
         if tier in self._tiers or len(self._tiers) < MAX_TIER_LABELS:
             self._tiers.add(tier)
             return tier
@@ -377,8 +377,8 @@ class RouterMetrics:
         """Render the whole registry and *collected*, iterating over both in a thread.
 
         Args:
-            collected: What is read from the parts.
-            has_exemplars: As OpenMetrics, which has room for them; else as Prometheus' text.
+            collected: The parts' metrics.
+            has_exemplars: True for OpenMetrics, which has room for them; else Prometheus' text.
         """
         return await asyncio.to_thread(self._render, collected, has_exemplars)
 
@@ -447,12 +447,12 @@ class ServedMetrics:
         by_tier: Iterable[tuple[str, int]] = (),
         prompt_tokens: int = 0,
     ) -> None:
-        """Compare a prediction with what the engine reported.
+        """Compare a prediction with the engine's report.
 
         Args:
             predicted: Prompt tokens the router predicted to be cached there.
             actual: Prompt tokens the engine reported as cached.
-            by_tier: Of those predicted, what each lower tier or shared store has.
+            by_tier: The part of the prediction in each lower tier or shared store.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         for tier, tokens in by_tier:
@@ -472,7 +472,7 @@ class ServedMetrics:
         metrics.predictions.labels(model, replica, outcome(predicted, actual)).inc()
 
     def compare_expected(self, expected: int, actual: int) -> None:
-        """Compare a prediction for the moment of admission with what the engine reported.
+        """Compare a prediction for the moment of admission with the engine's report.
 
         Args:
             expected: Prompt tokens that were to be cached there by then.
@@ -486,7 +486,7 @@ class ServedMetrics:
         """Count requests that were served whole.
 
         Args:
-            summed: It is of this model and, unless the replica was removed, of this replica.
+            summed: Of this model and, unless the replica was removed, of this replica.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.routing.labels(model).add(summed.routing_s)
@@ -510,7 +510,7 @@ class ServedMetrics:
                     series.labels(model, replica, name).inc(count)
 
     def compare_approximate(self, estimated: int, actual: int) -> None:
-        """Compare an estimate with what the engine reported.
+        """Compare an estimate with the engine's report.
 
         Args:
             estimated: Prompt tokens that may have been cached there.

@@ -79,7 +79,7 @@ _Attributes = dict[str, AttributeValue]
 class OtelTracing:
     """Makes and sends the spans.
 
-    `kvroute_traces_total` counts what becomes of requests: `exported`, `failed`, `dropped`.
+    `kvroute_traces_total` counts their outcomes: `exported`, `failed`, `dropped`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class OtelTracing:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what is left, for a moment; blocks until then."""
+        """Send the remaining spans, for a moment; blocks until then."""
         self._is_stopping = True
         self._wake.set()
         self._thread.join(_STOP_S)
@@ -307,7 +307,7 @@ def _model_attributes(trace: RequestTrace) -> Iterator[tuple[str, AttributeValue
 
 
 def _error(trace: RequestTrace) -> str | None:
-    """One word for what went wrong."""
+    """Return one word for the error."""
     end = None if trace.request is None else trace.request.end
     if trace.error is not None:
         return trace.error
@@ -348,7 +348,7 @@ class _Collector(SpanProcessor):
         self._spans.append(span)
 
     def take(self) -> list[ReadableSpan]:
-        """They are no longer held."""
+        """Return the spans and drop them."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -433,7 +433,7 @@ def _check_protocol(environ: Mapping[str, str]) -> None:
 def make_tracing(
     config: TracingConfig, environ: Mapping[str, str], counter: WrittenCounter
 ) -> OtelTracing | None:
-    """Make what `OtelTracing` makes; None where the standard's variables turn it off.
+    """Make the tracing; None where the standard's variables turn it off.
 
     Raises:
         ConfigError: A variable has a value that is not supported.

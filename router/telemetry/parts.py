@@ -35,8 +35,8 @@ from router.telemetry.spans import Tracer
 
 
 class RouterParts:
-    """Holds what a router is made of. `RouterService` makes, starts and stops all of it; where a
-    part is None, the configuration does not ask for it."""
+    """Holds the parts of a router. `RouterService` makes, starts and stops all of it; where a part
+    is None, the configuration does not ask for it."""
 
     config: RouterConfig
     """The configuration last taken over."""
@@ -47,7 +47,7 @@ class RouterParts:
     models: ModelSet
     key_limits: KeyLimits
     entrance: Entrance | None
-    """Where requests wait for room at a replica."""
+    """The queue for room at replicas."""
     responses: StoredResponses
     recent: RecentPrefixes
     proxy: PlaneProxy
@@ -63,14 +63,14 @@ class RouterParts:
     mirror: Mirror
     approximate: ApproximateCaches | None
     count_connections: Callable[[], Mapping[str, int]]
-    """Those of the data plane to replicas, by the names of `Plane.counts`."""
+    """Returns the data plane's connections to replicas, by the names of `Plane.counts`."""
 
     # Other routers, and starts.
     board: Board | None
     sharing: Sharing | None
     snapshots: SnapshotKeeper | None
     peers: Peers | None
-    """Other routers, asked at the start."""
+    """Other routers, asked for a snapshot at the start."""
     sender: Sender | None
     """Sends snapshots to them."""
 

@@ -1,5 +1,5 @@
-"""Follows a request's prompt in the caches that hold it in the end: where the request is sent, and
-where another replica computes it."""
+"""Follows a request's prompt in the caches that will hold it: at the replica of the response, and
+at the one that computes the prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prefill:
         self.ended()
 
     def ended(self) -> None:
-        """It is over, whatever became of it; a second call changes nothing."""
+        """End it; a second call changes nothing."""
         self._in_flight.ended()
         if self._approximate is not None:
             self._approximate.ended(None)

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a replica, in sentences for a person who has just been woken."""
+"""Describes a replica's problems in sentences for a person who has just been woken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANKS_NAMED = 8
 
 
 class Level(str, Enum):
-    """How bad it is; the worst first."""
+    """The level of a problem; the worst first."""
 
     BAD = "bad"
     """It serves nothing, or its hits are not to be trusted."""
@@ -74,8 +74,8 @@ def summarize_source(
     Args:
         dp_rank: The data-parallel rank that publishes it.
         feed: The stream; None before it is followed.
-        cache: What the index holds of it; None before it is followed.
-        trust: How far its predictions are believed; None before one was compared.
+        cache: Its statistics in the index; None before it is followed.
+        trust: The trust in its predictions; None before one was compared.
     """
     # Where the engine's hash function is known, blocks without a known prefix are found by hash.
     key_problem = None if cache is None else cache.key_problem
@@ -107,12 +107,12 @@ def problems_of(
     tokenizer_disagreements: int,
     approximate_ranks: Container[int] | None = None,
 ) -> list[ReplicaProblem]:
-    """Return what is wrong with a replica, the worst first; empty if nothing is.
+    """Return a replica's problems, the worst first.
 
     Args:
         tokenizer_disagreements: Probes that it tokenises differently from the router.
-        approximate_ranks: Those whose hits are estimates, since their events are not there; None
-            where nothing is estimated.
+        approximate_ranks: Those whose hits are estimates, for want of events; None where nothing is
+            estimated.
     """
     found = [
         *_of_health(replica),

@@ -1,4 +1,4 @@
-"""Is the router ready, and if not, whom does it wait for?
+"""Decides whether the router is ready, and what it waits for.
 
 A router that has just started knows no cache, so it would send its first requests anywhere. It is
 ready only when it knows its replicas, and their event streams have caught up. The wait is bounded
@@ -19,7 +19,7 @@ from router.index import SourceId
 from router.routing.admission import Admission
 
 _NAMED = 8
-"""Replicas in one reason."""
+"""The most replicas named in one reason."""
 
 
 @dataclass(eq=False, repr=False)
@@ -45,7 +45,7 @@ class Readiness:
         self._has_been_ready = False
 
     def why_not_ready(self) -> str | None:
-        """Return what keeps the router from being ready; None if it is."""
+        """Return why the router is not ready; None if it is."""
         replicas = self.registry.replicas()
         reason = self.admission.why_not_ready(replicas)
         if reason is None and not self._has_been_ready:
@@ -72,8 +72,7 @@ class Readiness:
         return f"waiting at most {max(waiting)[0]:.0f} s for the caches of {names}{more}"
 
     def _lags(self, replica: Replica) -> Iterator[str]:
-        """Return what is not known of a replica yet; nothing of one that gets no requests
-        anyhow."""
+        """Return what a replica still lacks; nothing of one that gets no requests anyhow."""
         if replica.state is ReplicaState.STARTING and not replica.record.failed_checks:
             yield "not checked yet"
         if replica.state is not ReplicaState.HEALTHY:

@@ -30,7 +30,7 @@ _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned
 
 
 def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdict:
-    """How a prediction compares with the truth.
+    """Compare a prediction with the truth.
 
     Args:
         predicted: Cached tokens.
@@ -44,7 +44,7 @@ def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdic
 
 
 class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
-    """Holds what is known of a request, for us and for readers of the log."""
+    """The facts of a request, for us and for readers of the log."""
 
     number: int = 0
     """The larger, the later."""
@@ -81,27 +81,27 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     """One request, as far as it is known by now. Tokens are prompt tokens."""
 
     gpu_cached_tokens: int = 0
-    """Predicted to be cached on that replica's GPU."""
+    """Tokens predicted to be cached on that replica's GPU."""
     cached_tokens: int = 0
-    """Predicted to be cached there in any tier."""
+    """Tokens predicted to be cached there in any tier."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """The part of these that each lower tier or shared store adds."""
     pull_from: str | None = None
     """The replica from whose memory that is pulled."""
     expected_tokens: int | None = None
-    """Predicted to be cached there when the engine admits it; None where that is not known."""
+    """Tokens predicted to be cached there at its admission; None where unknown."""
     suspect: bool = False
     approximate: bool = False
     """True if the prediction is an estimate, without events."""
     why: str | Callable[[], str] = ""
-    """The reason, as `Ranked.why` has it."""
+    """The reason, from `Ranked.why`."""
     actual_tokens: int | None = None
     """Tokens that the engine reported as cached; None where it reported nothing comparable."""
     first_byte_s: float | None = None
     seconds: float | None = None
 
     def sent_to(self, ranked: Ranked) -> None:
-        """Note one more attempt, and what was predicted of this replica."""
+        """Record one more attempt, and the prediction for this replica."""
         candidate = ranked.candidate
         self.attempts += 1
         self.replica = candidate.replica_id
@@ -159,12 +159,12 @@ class Totals(msgspec.Struct):
     """Counts over a period. Tokens are prompt tokens."""
 
     requests: int = 0
-    """Routed, however they ended."""
+    """Requests routed, with any end."""
     failed: int = 0
-    """Ended with a 5xx or broken off, the router's own refusals included."""
+    """Requests that ended with a 5xx or were broken off, the router's own refusals included."""
     routed_tokens: int = 0
-    """Over all routed requests but those that ended with a 4xx, which compute nothing; as far as
-    their prompts are known."""
+    """Prompt tokens of all routed requests but those with a 4xx, which compute nothing; as far as
+    known."""
     promised_tokens: int = 0
     """Part of *routed_tokens* that was predicted to be cached."""
     compared: int = 0
@@ -276,7 +276,7 @@ class RequestLog:
     Args:
         max_requests: Bound on requests shown; the longest unchanged is dropped first, even while
             it runs.
-        clock: Unix time.
+        clock: Returns Unix time.
         totals: Counts along; by default on the system's monotonic clock.
     """
 
@@ -309,13 +309,13 @@ class RequestLog:
         """Log a request that no replica could take.
 
         Args:
-            request: As far as it was decided on.
+            request: Decided as far as possible.
         """
         request.status, request.end = error.status, error.code
         self.add(request)
 
     def update(self, request: RoutedRequest) -> None:
-        """Note that more is known of a request; one that was dropped is held again."""
+        """Record a change of a request; one that was dropped is held again."""
         self._changes += 1
         self.last_change += 1
         request.change = self.last_change
@@ -327,7 +327,7 @@ class RequestLog:
                 self._held = {request.number: request for request in kept}
 
     def forget(self, request: RoutedRequest) -> None:
-        """Take back a request that is logged anew."""
+        """Remove a request that is logged anew."""
         self._requests -= 1
         self.totals.now().requests -= 1
         self._held.pop(request.number, None)
@@ -368,6 +368,6 @@ class RequestLog:
         return RequestLogStatistics(held, self._requests, self._changes)
 
     def _latest(self) -> list[RoutedRequest]:
-        """Those that changed last, the latest first."""
+        """Return the requests that changed last, the latest first."""
         latest = sorted(self._held.values(), key=attrgetter("change"), reverse=True)
         return latest[: self._max_requests]

@@ -1,8 +1,8 @@
-"""Which sources are predicted wrongly for long, and what is done about it.
+"""Finds sources that are predicted wrongly for long, and has them rebuilt.
 
-The evidence is every comparison of a prediction with what the engine reported, as far as it was
-made in a quiet moment: nothing else ran at that replica, its stream was live, and its events had
-had time to arrive. There a prediction is exact, so a few wrong ones are a fault.
+The evidence is every comparison of a prediction with what the engine reported, if it was made in a
+quiet moment: nothing else ran at that replica, its stream was live, and its events had had time to
+arrive. There a prediction is exact, so a few wrong ones are a fault.
 
     state       finding    next state   done
     trusted     wrong      rebuilt      the source is rebuilt, unless that was done a moment ago
@@ -10,8 +10,8 @@ had time to arrive. There a prediction is exact, so a few wrong ones are a fault
     rebuilt     wrong      lasting      shown, with the likely cause
     lasting     right      trusted      the cause was removed
 
-A rebuild repairs a picture that was spoiled. What is wrong again after it comes from elsewhere (a
-seed, a salt, a tokenizer, an unknown group) and is shown, not rebuilt again and again.
+A rebuild repairs a picture that was spoiled. An error that returns comes from elsewhere (a seed, a
+salt, a tokenizer, an unknown group) and is shown, not rebuilt again and again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from router.fleet.quiet_moments import QuietMoments
 from router.index import SourceId
 
 WINDOW = 16
-"""Comparisons that count, the last ones."""
+"""The number of last comparisons that count."""
 WRONG_ENOUGH = 4
-"""Wrong ones among them that are no chance."""
+"""Wrong ones among them that are not chance."""
 
 
 class RepairTimes(NamedTuple):
-    """How long is long, in seconds."""
+    """Times of the repair, in seconds."""
 
     wrong_for_s: float = 60.0
     """From the first wrong comparison to the last: an engine whose cache was reset is wrong once or
@@ -46,11 +46,11 @@ class RepairTimes(NamedTuple):
 
 
 class Trust(str, Enum):
-    """How far the predictions of a source are believed."""
+    """The trust in the predictions of a source."""
 
     TRUSTED = "trusted"
     REBUILT = "rebuilt"
-    """They were wrong; the source was rebuilt, and what comes now decides."""
+    """They were wrong; the source was rebuilt, and the next comparisons decide."""
     LASTING = "lasting"
     """They stayed wrong after a rebuild."""
 
@@ -89,7 +89,7 @@ class Cause(str, Enum):
 
 
 class Comparison(NamedTuple):
-    """One prediction, held against what the engine reported."""
+    """One prediction beside the engine's report."""
 
     at: float
     """Seconds on a monotonic clock."""
@@ -116,7 +116,7 @@ class CacheFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrustStatistics:
-    """How far a source's predictions are believed."""
+    """The trust in a source's predictions."""
 
     state: Trust
     rebuilds: Annotated[int, counter("kvroute_source_rebuilds")]
@@ -150,7 +150,7 @@ class SourceTrust:
 
         Args:
             comparison: Made in a quiet moment.
-            facts: Of the source, for the likely cause; asked for only where there is one.
+            facts: Returns the source's facts, for the likely cause; called only if needed.
         """
         if not comparison.predicted and not comparison.actual:
             return False  # a new prompt proves nothing
@@ -193,10 +193,10 @@ class SourceTrust:
 
 
 def likely_cause(comparisons: Sequence[Comparison], facts: CacheFacts) -> Cause:
-    """Return what wrong predictions have in common, and right ones have not.
+    """Return what only the wrong predictions have in common.
 
     Args:
-        comparisons: Of one source; some of them wrong.
+        comparisons: One source's; some of them wrong.
     """
     wrong = [each for each in comparisons if each.is_wrong]
     right = [each for each in comparisons if not each.is_wrong]
@@ -242,7 +242,7 @@ class SelfRepair:
     facts_of: Callable[[str, SourceId], CacheFacts]
     """Returns the index's facts on a source of a model."""
     times: RepairTimes
-    """How long is long."""
+    """The times."""
     is_on: bool = True
     """True: sources are rebuilt; faults are found and shown in any case."""
 
@@ -255,7 +255,7 @@ class SelfRepair:
 
         Args:
             source: The cache that the request met.
-            comparison: What was predicted of it, and what came.
+            comparison: Its prediction and its result.
         """
         if not self.is_judged(model, source):
             return

@@ -1,4 +1,4 @@
-"""Holds what is known of a request that the data plane decided by itself."""
+"""Holds the record of a request that the data plane decided by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_CORE = "; decided by the data plane"
 
 
 class AskedInCore(NamedTuple):
-    """Holds what such a request was."""
+    """Holds the kind of such a request."""
 
     path: int
     """Its place among the paths that are prepared."""
@@ -46,13 +46,13 @@ class Settled(NamedTuple):
     """Seconds, by the monotonic clock."""
     routing_s: float
     first_byte_s: float
-    """0: there was none."""
+    """0: no first byte."""
     end: str
     status: int
     seconds: float
     body_bytes: int
     failure: str | None
-    """In mid-body."""
+    """The failure in mid-body."""
     events: int
     is_json: bool
     usage: bytes
@@ -61,13 +61,13 @@ class Settled(NamedTuple):
     is_traced: bool = False
     """True if that trace is recorded."""
     reason: str = ""
-    """Why it went there, where that is known in full."""
+    """The reason of its placement, where known in full."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """Tokens of the prompt in lower tiers, likewise."""
 
     @classmethod
     def of_core(cls, record: Sequence[Any]) -> Settled:
-        """Name the parts of a record of the core's."""
+        """Name the parts of the core's record."""
         settled = cls(*record)
         return settled._replace(asked=AskedInCore(*settled.asked))
 
@@ -79,7 +79,7 @@ class Settled(NamedTuple):
 
     @property
     def last_failure(self) -> Failure | None:
-        """How the replica failed whose response the client got, if it did."""
+        """The failure of the replica whose response the client got, if any."""
         if self.failure is not None:
             return failure_of(self.failure)
         return Failure.SERVER_ERROR if self.status >= 500 else None
@@ -91,7 +91,7 @@ class Settled(NamedTuple):
 
     @property
     def usage_reader(self) -> UsageReader:
-        """Has read what the engine reported."""
+        """A reader with the engine's usage."""
         reader = UsageReader()
         reader.take(self.is_json, self.usage, self.first_usage)
         return reader
@@ -106,7 +106,7 @@ class Settled(NamedTuple):
 
 
 def in_words(settled: Settled) -> str:
-    """Why it is where it is, as far as the data plane reports it: the hit there."""
+    """Return the reason of its placement in words: the hit there."""
     if settled.reason:
         return settled.reason
     prompt_tokens, gpu_cached, cached, _ = settled.tokens

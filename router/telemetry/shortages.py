@@ -19,7 +19,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SHOWN_S = 60.0
-"""For how long after it happened a shortage is called present, and not logged again."""
+"""How long a shortage counts as present, and is not logged again."""
 
 _SENTENCES = {
     "open_files": "out of file descriptors (limit {limit}): raise it (ulimit -n, LimitNOFILE=)",
@@ -31,7 +31,7 @@ RESOURCES = tuple(_SENTENCES)
 
 
 class Shortages:
-    """Counts them. Belongs to one event loop.
+    """Counts shortages. Belongs to one event loop.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -44,7 +44,7 @@ class Shortages:
         self._logged: dict[str, float] = {}
 
     def note(self, what: str) -> None:
-        """The system refused one of `RESOURCES`."""
+        """Count a refusal of one of `RESOURCES`."""
         now = self._last[what] = self._clock()
         self._counts[what] += 1
         if now - self._logged.get(what, -SHOWN_S) >= SHOWN_S:
@@ -63,11 +63,11 @@ class Shortages:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often, since the start."""
+        """Return the counts since the start."""
         return MappingProxyType(self._counts)
 
     def present(self) -> list[str]:
-        """Return what is short at the moment, in sentences for people."""
+        """Return the present shortages, in sentences for people."""
         now = self._clock()
         return [_sentence(what) for what, last in self._last.items() if now - last < SHOWN_S]
 

@@ -1,7 +1,5 @@
-"""Traces what one request does and when; a trace is kept while the request runs and handed over at
-its end.
-
-Only times and names are noted here. Spans are made of them later, in another thread, so a traced
+"""Records the steps of a request and their times; the trace is handed over at the request's end.
+Only times and names are recorded here. Spans are made of them later, in another thread, so a traced
 request costs the event loop little; one that is not traced costs it nothing.
 """
 
@@ -30,8 +28,7 @@ _MAX_ATTEMPTS = 64
 
 
 class Step(NamedTuple):
-    """Something that was done for a request before it was sent. Times are the monotonic clock's,
-    in nanoseconds."""
+    """A step of a request before it was sent. Times are the monotonic clock's, in nanoseconds."""
 
     name: str
     began: int
@@ -65,7 +62,7 @@ class TracedAttempt:
         self.failure: str | None = None
         self.predicted_tokens = 0
         self.resent = 0
-        """How often it was sent again, since a kept connection had been closed."""
+        """Times it was sent again since a kept connection had been closed."""
 
 
 class RequestTrace:
@@ -139,7 +136,7 @@ class RequestTrace:
         return (TRACEPARENT, self.parent(self.span_id)), *self.state
 
     def decided(self, tokenization_s: float | None, routing_s: float) -> None:
-        """It has just been decided where it goes.
+        """Record the decision.
 
         Args:
             tokenization_s: How long its token ids took; None without a prompt.
@@ -152,7 +149,7 @@ class RequestTrace:
         self.steps.append(Step("route", began, now))
 
     def waited(self, name: str, seconds: float) -> None:
-        """It has waited until now."""
+        """Record a wait that ends now."""
         now = time.perf_counter_ns()
         self.steps.append(Step(name, now - int(seconds * 1e9), now))
 
@@ -164,7 +161,8 @@ class RequestTrace:
             yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
     def observing(self, observer: RequestObserver) -> ProxyObserver:
-        """Return what notes the attempts besides *observer*; itself where nothing is recorded."""
+        """Return an observer that records the attempts, too; *observer* where nothing is
+        recorded."""
         if not self.is_sampled:
             return observer
         self.request, self.usage = observer.request, observer.usage
@@ -172,7 +170,7 @@ class RequestTrace:
         return _TracingObserver(observer, self)
 
     def sent(self, attempt: Attempt) -> None:
-        """It is sent somewhere."""
+        """Record an attempt."""
         made = self.attempts_made
         if made and made[-1].attempt is attempt:
             made[-1].resent += 1
@@ -184,7 +182,7 @@ class RequestTrace:
         """It is over.
 
         Args:
-            status: Sent to the client; None if there was none.
+            status: Sent to the client; None without one.
             at: When, by the monotonic clock in nanoseconds; None: now.
         """
         if self.is_sampled:
@@ -204,17 +202,17 @@ class PlacedTrace:
         self._tokenised: Step | None = None
 
     def placed(self, tokenization_s: float) -> tuple[Header, ...]:
-        """Its token ids are known by now: it is about to be sent.
+        """Record that its token ids are known and it is about to be sent.
 
         Returns:
-            To send to the replica.
+            The headers for the replica.
         """
         now = time.perf_counter_ns()
         self._tokenised = Step("tokenise", now - _ns(tokenization_s), now)
         return (TRACEPARENT, self.trace.parent(self._span_id)), *self.trace.state
 
     def failed(self, attempt: Attempt, failure: str) -> None:
-        """A replica did not serve it."""
+        """Record an attempt that a replica did not serve."""
         now = time.perf_counter_ns()
         began = now if self._tokenised is None else self._tokenised.ended
         made = self._attempt(attempt, began)
@@ -224,7 +222,7 @@ class PlacedTrace:
         """It is over.
 
         Args:
-            attempt: Where it was served; None: that is not known any more.
+            attempt: The last; None if it is not known any more.
         """
         if not self.trace.is_sampled:
             return
@@ -241,7 +239,7 @@ class PlacedTrace:
         self.trace.end(request.status, ended)
 
     def _attempt(self, attempt: Attempt, began: int) -> TracedAttempt:
-        """One more, which has the next id."""
+        """Return one more attempt, which has the next id."""
         if not self.trace.attempts_made and self._tokenised is not None:
             self.trace.steps.insert(0, self._tokenised)
         made = TracedAttempt(attempt, self._span_id, began)
@@ -251,7 +249,7 @@ class PlacedTrace:
 
 
 class _TracingObserver(ProxyObserver):
-    """Notes when the attempts of a request begin, get their first byte, and end."""
+    """Records when the attempts of a request begin, get their first byte, and end."""
 
     __slots__ = ("_inner", "_trace")
 
@@ -329,15 +327,15 @@ class Tracer:
     is_sampled: Callable[[str, TraceContext | None], bool]
     """Returns whether a request is recorded, by its trace's id and its client's context."""
     sink: Callable[[RequestTrace], object]
-    """Takes those that are, at their end; it must not wait."""
+    """Takes recorded requests at their end; it must not wait."""
 
     def begin(
         self, context: TraceContext | None, method: str, path: str, route: str | None
     ) -> RequestTrace:
-        """A request has arrived.
+        """Begin the trace of a request.
 
         Args:
-            route: The same of a fixed set, where it is of one.
+            route: The path's label of a fixed set, if it has one.
         """
         trace_id = _new_id(32) if context is None else context.trace_id
         trace = RequestTrace(trace_id, context, self.is_sampled(trace_id, context), self.sink)
@@ -350,5 +348,5 @@ def _ns(seconds: float) -> int:
 
 
 def _new_id(digits: int) -> str:
-    """Random and not zero, which would be invalid."""
+    """Return a random id that is not zero, which would be invalid."""
     return f"{random.getrandbits(4 * digits) or 1:0{digits}x}"

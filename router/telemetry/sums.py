@@ -1,5 +1,5 @@
-"""Describes what is counted of requests that the compiled data plane decided, served and summed up:
-of those that end in quick succession only some are reported one by one."""
+"""Describes the sums of requests that the compiled data plane served: of those that end in quick
+succession only some are reported one by one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Distribution(NamedTuple):
     """Values in the buckets of a histogram."""
 
     counts: Sequence[int]
-    """By bucket, each without those below it; empty: there are no values."""
+    """Counts by bucket, each without those below it; empty: no values."""
     total: float
 
 
 class Verdicts(NamedTuple):
-    """Predictions beside what was cached."""
+    """Counts of predictions by their outcome."""
 
     predicted_tokens: int
     exact: int
@@ -25,7 +25,7 @@ class Verdicts(NamedTuple):
 
 
 class Comparisons(NamedTuple):
-    """Compares predictions of requests whose responses report what was cached."""
+    """Counts of predictions whose responses reported cached tokens."""
 
     requests: int
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""Request bodies -> what to tokenise.
+"""Request bodies -> prompts to tokenise.
 
 The files; each imports only what is listed above it:
 
@@ -8,9 +8,9 @@ The files; each imports only what is listed above it:
     anthropic_request.py   body of /v1/messages
     splicing.py            fields of a body replaced or taken out; all other bytes stay
     rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
-    pulling.py             puts in from which peer an engine is to pull
-    retention.py           puts in what an engine is to keep; takes a client's own out, and peers
+    pulling.py             puts in the peer that an engine is to pull from
+    retention.py           puts in retention hints; takes a client's own out, and peers
     priority.py            puts in the number by which an engine orders what waits
     decoding.py            bytes -> the fields of a body that anything here reads
-    requests.py            any body -> what to tokenise
+    requests.py            any body -> prompts to tokenise
 """

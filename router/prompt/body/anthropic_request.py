@@ -176,8 +176,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_result(block: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """Convert what a tool answered: its text, then its images, then references to tools it
-    found."""
+    """Convert a tool's answer: its text, then its images, then references to tools it found."""
     call_id = block.get("tool_use_id") or ""
     content = block.get("content")
     items = _blocks(content, f"{place}.content") if content else []

@@ -1,4 +1,4 @@
-"""Bytes -> the fields of a body that anything here reads.
+"""Bytes -> the fields of a body that are read here.
 
 A list of token ids is most of a long body, and is packed without being read as JSON."""
 
@@ -89,7 +89,8 @@ def holds_mostly_ids(body: bytes) -> bool:
 
 
 def _first_list(body: bytes) -> tuple[int, int]:
-    """From its bracket to behind the first one that closes; the end is 0 without both."""
+    """Return the first list's span, from its bracket to behind the first one that closes; the end
+    is 0 without both."""
     start = body.find(b"[", 0, _MAX_REST_BYTES)
     return start, 0 if start < 0 else body.find(b"]", start) + 1
 
@@ -117,7 +118,7 @@ def decode_fields(
 
 
 def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> dict[str, Any]:
-    """The fields of a JSON body that anything here reads."""
+    """Read the fields of a JSON body that are used here."""
     packing = None if pack is None else _PACKING_DECODERS.get(endpoint)
     try:
         if pack is None or packing is None:
@@ -130,7 +131,7 @@ def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> 
                 fields[name] = pack(fields[name]) or msgspec.json.decode(fields[name])
         return fields
     except msgspec.ValidationError:
-        # It is JSON, but no object; that is all that the types demand.
+        # It is JSON, but not an object; the types demand no more.
         is_list = body.lstrip().startswith(b"[")
         whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
         raise RequestBodyError("$", describe(whole), "the body must be an object") from None
@@ -166,14 +167,14 @@ def _present(found: Any) -> dict[str, Any]:
 
 
 def _fault(body: bytes, error: Exception) -> str:
-    """Return what is wrong with JSON, where the decoder's own words would mislead."""
+    """Return the error in JSON, where the decoder's own message would mislead."""
     if isinstance(error, UnicodeError):
         return "not UTF-8"
     text = str(error)
     if not body.strip():
         return "an empty body"
-    # The decoder has other words where the body ends before the other half could follow, and where
-    # it skips the string.
+    # The decoder has another message where the body ends before the other half could follow, and
+    # where it skips the string.
     at = int(place[1]) if (place := _PLACE.search(text)) else len(body)
     if "surrogate" in text or _HIGH_SURROGATE.search(body[max(at - 16, 0) : at + 8]):
         return "half of a surrogate pair in an escape, which is no character"

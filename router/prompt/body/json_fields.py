@@ -151,8 +151,8 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
 
 
 def check_int64(value: object, place: str) -> None:
-    """Refuse a number that has no room in 64 bits: some engines answer it with 500. What is no
-    number is theirs to judge.
+    """Refuse a number that has no room in 64 bits: some engines answer it with 500. Other values
+    are left to the engine.
 
     Args:
         value: A number, or the text of one.

@@ -1,4 +1,4 @@
-"""The number by which an engine orders what waits there: where it reads it from.
+"""Writes the number by which an engine orders its queue into the header or the field that it reads.
 
 vLLM reads a header at three paths, and elsewhere a field of the body; SGLang the field everywhere.
 At other paths, as `/v1/messages`, neither reads one.

@@ -1,10 +1,10 @@
-"""From which peer an engine is to pull what it lacks of a prompt, in the request's body.
+"""Writes into a request's body the peer that an engine is to pull a prefix from.
 
     {"kv_transfer_params": {"remote_kv_source": {"kv_request_id": "...", "remote_host": "10.0.0.5",
                                                  "remote_port": 7777}}}
 
 The form is that of vLLM 0.33 with a `p2p` tier. The router owns the field: an engine connects to
-whatever address it names, so a client's is taken out.
+any address that it names, so a client's is taken out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SOURCE = "remote_kv_source"
 PULLING = frozenset(
     (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.ROUTE)
 )
-"""The paths at which engines read the field; and the one that only asks what would be sent."""
+"""The paths at which engines read the field, and the one that only asks where a request would
+go."""
 
 
 def with_source(body: bytes, host: str, port: int) -> bytes:

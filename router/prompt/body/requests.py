@@ -115,7 +115,7 @@ def parse_request(
 
 
 def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
-    """Selection services call it by the longer name."""
+    """Read the model; selection services use the longer name."""
     model = optional_text(fields, "model", "$")
     if model is None and endpoint is Endpoint.ROUTE:
         return optional_text(fields, "model_name", "$")
@@ -123,7 +123,7 @@ def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
 
 
 def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, and what other forms have beside the prompt and this one in an object."""
+    """Return the fields, with those that this form has in an object of its own."""
     given = fields.get(SAMPLING_FIELD)
     if not isinstance(given, dict):
         return fields
@@ -133,8 +133,8 @@ def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
 def _salt(
     fields: Mapping[str, Any], form: Endpoint, prompts: int, max_chars: int
 ) -> str | tuple[str | None, ...] | None:
-    """One salt, or one for each prompt of a batch, as SGLang takes them. To SGLang an empty one is
-    none; vLLM refuses it itself."""
+    """Read one salt, or one for each prompt of a batch, as SGLang takes them. SGLang ignores an
+    empty one; vLLM refuses it itself."""
     given = fields.get("cache_salt")
     if form is not Endpoint.COMPLETIONS or not isinstance(given, list):
         return optional_text(fields, "cache_salt", "$", max_chars) or None
@@ -185,8 +185,8 @@ def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
 
 
 def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
-    """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion
-    if it asks for them."""
+    """Return whether prompt logprobs are asked for: by name, or by an echo with logprobs, which in
+    vLLM (0.32) a chat has always and a completion if it asks for them."""
     if _FOR_LOGPROBS.isdisjoint(fields):
         return False
     if fields.get("prompt_logprobs") is not None:
@@ -222,7 +222,7 @@ def _chat(
 def _chats(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
-    """Several conversations, to which all else in the body applies alike."""
+    """Read several conversations, which share all other fields."""
     rule = "must be a list of conversations, each a list of messages"
     given = required(fields, "messages", "$", rule)
     if not isinstance(given, list) or not given:
@@ -247,7 +247,7 @@ def _generate(
     limits: PromptLimits,
     truncation: Truncation | None,  # noqa: ARG001 - this form cuts nothing
 ) -> tuple[Prompt, ...]:
-    """Token ids as the engine computes them; where media are among them, up to the first one."""
+    """Read token ids as the engine computes them; with media among them, up to the first one."""
     if fields.get("content_parts"):
         return (OpaquePrompt("media"),)
     rule = "must be a list of token ids"
@@ -268,7 +268,7 @@ def _generate(
 
 
 def _first_medium(features: Mapping[str, Any]) -> int | None:
-    """Where the first medium's ids begin; None where that cannot be read."""
+    """Return where the first medium's ids begin; None where that cannot be read."""
     by_kind = features.get("mm_placeholders")
     ranges = list(chain.from_iterable(by_kind.values())) if _holds_lists(by_kind) else []
     starts = [as_count(each.get("offset")) for each in ranges if isinstance(each, dict)]

@@ -1,4 +1,4 @@
-"""Writes into a request's body what an engine is asked to keep of it.
+"""Writes retention hints into a request's body.
 
     kvroute    {"kv_transfer_params": {"kvroute": {"keep": [640, 1200], "keep_end": true}}}
     vLLM       {"vllm_xargs": {"kvroute_keep": [640, 1200], "kvroute_keep_end": 1}}

@@ -48,7 +48,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
     Args:
         body: The JSON body that *spec* was parsed from.
-        spec: What `parse_request` made of it.
+        spec: From `parse_request`.
     """
     if not spec.has_engine_arguments or not _SUSPICIOUS.search(body):
         return body
@@ -58,7 +58,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
 
 def _occurrences(body: bytes) -> list[Any]:
-    """All that the body holds for the engine, including what a later value overrides."""
+    """Yield all values of a field, overridden ones too."""
     try:
         pairs = json.loads(body, object_pairs_hook=_Pairs)
     except RecursionError:
@@ -98,7 +98,7 @@ def _strip(fields: dict[str, Any], name: str) -> None:
 
 
 def _object(raw: Any) -> dict[str, Any] | None:
-    """The fields of an object, undecoded; None for any other value, and for none."""
+    """Return the fields of an object, undecoded; None for any other value."""
     is_object = raw is not None and bytes(raw).lstrip().startswith(b"{")
     return dict(_RAW_FIELDS.decode(raw)) if is_object else None
 
@@ -124,13 +124,13 @@ def tenant_salt_of(tenant_salt: bytes, own: str | None) -> str:
 def with_tenant_salt(
     body: bytes, tenant_salt: bytes, names: Sequence[str] = (SALT_FIELD,)
 ) -> bytes:
-    """Return a JSON body with a salt made of the tenant's and, if it has one, its own.
+    """Return a JSON body with a salt made of the tenant's and its own, if it has one.
 
     Args:
         names: The fields that engines read a salt from at this path.
     Raises:
-        RequestBodyError: It is no JSON object, or its own salt breaks the rule: an engine may take
-            it for none.
+        RequestBodyError: It is not a JSON object, or its own salt breaks the rule: an engine may
+            ignore it.
     """
     try:
         fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
@@ -140,7 +140,7 @@ def with_tenant_salt(
     salts = {name: _salted(tenant_salt, own.get(name), name) for name in names}
     if own:
         return encode_json({**fields, **salts})
-    # The other fields keep their bytes: what this is for takes no time then.
+    # The other fields keep their bytes, so the usual body costs no time.
     start = body.rstrip()[:-1]
     return b"%b%b%b" % (start, b"," if fields else b"", msgspec.json.encode(salts)[1:])
 

@@ -1,5 +1,5 @@
 """Fields of a JSON body, replaced or taken out. All other bytes stay: the body is neither decoded
-nor encoded again, whatever it holds."""
+nor encoded again."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def without_members(body: bytes, name: str, members: Sequence[str]) -> bytes:
 
     Args:
         body: A JSON object that was parsed before.
-        name: Of the field; every one of that name is looked into.
-        members: Names of what is taken out.
+        name: The field's; every one of that name is searched.
+        members: Names to take out.
     """
 
     def without(value: bytes) -> bytes:
@@ -107,7 +107,7 @@ def with_members(body: bytes, name: str, members: bytes) -> bytes:
 
     Args:
         body: A JSON object that was parsed before, and is not empty.
-        name: Of the field; every one of that name gets them.
+        name: The field's; every one of that name gets them.
         members: A JSON object that is not empty, of names that the field does not have.
     """
     if next(_members(body, name), None) is not None:
@@ -130,7 +130,7 @@ def _merged(value: bytes, members: bytes) -> bytes:
 
 
 def _members(body: bytes, name: str) -> Iterator[_Member]:
-    """Where a field of the outermost object stands."""
+    """Yield the places of a field of the outermost object."""
     plain = b'"%b"' % name.encode()
     at = body.find(b"{") + 1
     while at:
@@ -151,7 +151,7 @@ def _skip_space(body: bytes, at: int) -> int:
 
 
 def _value_end(body: bytes, start: int) -> int:
-    """Behind the value that begins at *start*."""
+    """Return the position behind the value that begins at *start*."""
     string = _STRING.match(body, start)
     if string is not None:
         return string.end()

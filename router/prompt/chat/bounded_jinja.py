@@ -2,8 +2,8 @@
 
 Templates come from model hubs. The sandbox keeps their code from everything outside the rendering,
 but not from rendering for ever, or into all memory. Here each step takes from an allowance before
-it is done: a turn of a loop, a call of a macro, and whatever makes or reads something large, by how
-large it will be. So the work is the same on any machine, and what is refused is refused each time.
+it is done: a turn of a loop, a call of a macro, and anything that makes or reads a large value, by
+its size. So the work is the same on any machine, and a refused template is refused each time.
 
 Most of what usual templates do costs nothing extra: writing a string outside of macros, comparing
 with a constant. Attributes of dictionaries, loops and namespaces, sums of strings, and calls of
@@ -83,7 +83,7 @@ class TooMuchWork(SecurityError):
 
 
 class _Allowance(threading.local):
-    """Holds what is left of it, for the rendering in this thread."""
+    """Holds what is left of the allowance in this thread."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -129,31 +129,31 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     # --- what the generated code calls ------------------------------------------------------------
 
     def tick(self) -> None:
-        """One turn of a loop, one call of a macro."""
+        """Charge one turn of a loop, or one call of a macro."""
         allowance = self._allowance
         allowance.left = left = allowance.left - _STEP
         if left < 0:
             raise TooMuchWork("the template does too much")
 
     def text(self, value: Any) -> str:
-        """Return what is written, as text."""
+        """Return written output as text."""
         self.charge(self._weight(value))
         return str(value)
 
     def read(self, value: Any) -> Any:
-        """*value*, whose elements or characters will be looked through or copied once."""
+        """Charge for *value*, whose elements or characters will be read or copied once."""
         if isinstance(value, (str, bytes, list, tuple, dict, range)):
             self.charge(len(value) // 8 + 1)
         return value
 
     def compared(self, value: Any) -> Any:
-        """*value*, which will be compared as deep as it is."""
+        """Charge for *value*, which will be compared to its full depth."""
         if type(value) not in _SCALARS:
             self.charge(self._weight(value) // 8 + 1)
         return value
 
     def added(self, *values: Any) -> Any:
-        """The sum of values, from the left."""
+        """Return the sum of values, from the left."""
         if set(map(type, values)) == _ONLY_TEXT:
             self.charge(sum(map(len, values)))
             return "".join(values)
@@ -241,7 +241,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return self._checked_int(result) if isinstance(result, int) else result
 
     def _charge_pieces(self, text: Any, name: str, arguments: Sequence[Any]) -> None:
-        """Pay for looking each character up among many, or for many small strings."""
+        """Charge for looking each character up among many, or for many small strings."""
         mark = arguments[0] if arguments and type(arguments[0]) is type(text) else None
         if name in _SPLITTING:
             self.charge((text.count(mark) if mark else len(text) // 2) * _NODE)
@@ -249,8 +249,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             self.charge(len(text) * (len(mark) // 8))
 
     def _weight(self, value: Any) -> int:
-        """The length of *value* as text, about; no more is looked at than the allowance pays
-        for."""
+        """Return the approximate length of *value* as text; the look stops where the allowance
+        ends."""
         return _weight(value, self._allowance.left)
 
     def _all_turns(self, value: Any) -> Any:
@@ -258,7 +258,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _bounded(self, name: str, function: Any) -> Callable[..., Any]:
-        """A filter or a test that pays before it works."""
+        """Wrap a filter or a test so that it charges before it works."""
         kept: Callable[..., Any] = function
         if name in _FREE_FILTERS:
             return kept
@@ -306,7 +306,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def _charge_method(
         self, owner: str | bytes, name: str, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
-        """Pay for a method of a string: for the string, and for what it may become."""
+        """Charge for a method of a string: for the string, and for its result."""
         units = len(owner) + _NODE
         given = [*args, *options.values()]
         widest = max((abs(each) for each in given if isinstance(each, int)), default=0)
@@ -347,7 +347,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             step = nodes.ExprStmt(nodes.EnvironmentAttribute("tick()"), lineno=block.lineno)
             block.body = [step, *block.body]
             if isinstance(block, nodes.For) and block.test is not None:
-                # What the condition leaves out takes no turn.
+                # Items that the condition leaves out take no turn.
                 block.iter = nodes.Filter(
                     block.iter, _ALL_TURNS, [], [], None, None, lineno=block.lineno
                 )
@@ -355,7 +355,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _BoundedCode(CodeGenerator):
-    """Python that pays for what it does, by calling the environment."""
+    """Generates Python that charges for its work by calling the environment."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         if self._is_plain(frame):
@@ -488,7 +488,7 @@ def _weight(value: Any, room: int) -> int:
 
 
 def _depth(value: Any) -> int:
-    """How deep *value* is nested, once its weight is paid for."""
+    """Return how deep *value* is nested; its weight has been charged."""
     items = value.values() if isinstance(value, dict) else value
     nested = isinstance(value, (dict, list, tuple))
     return 1 + max(map(_depth, items), default=0) if nested else 0
@@ -502,7 +502,7 @@ def _repeats(sequence: object, times: object) -> int:
 
 
 def _replaced(text: str, old: str, new: str) -> int:
-    """How long the text becomes when *old* is replaced, at most."""
+    """Return the greatest length of the text when *old* is replaced."""
     return len(text) + text.count(old) * len(new)
 
 

@@ -56,9 +56,9 @@ class RenderedChat:
     """Text of a prompt."""
 
     text: str = field(repr=False)
-    """All of it, or what is certain to stand before the first medium."""
+    """All of it, or the part that certainly stands before the first medium."""
     is_prefix: bool = False
-    """The latter."""
+    """True for a part only."""
 
 
 class ChatRenderer:
@@ -149,7 +149,7 @@ class ChatRenderer:
         return template.render(context, continue_final_message=prompt.continue_final_message)
 
     def _context(self, prompt: ChatPrompt) -> dict[str, Any]:
-        """Gather the variables; what comes later wins, in the engine's order."""
+        """Gather the variables; later ones win, in the engine's order."""
         arguments = {
             name: value
             for name, value in prompt.template_arguments.items()
@@ -183,7 +183,7 @@ def _has_inline_system(messages: list[dict[str, Any]]) -> bool:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    """Return what both begin with, in a few comparisons of slices."""
+    """Return the common prefix, in a few comparisons of slices."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -98,7 +98,7 @@ class ChatTemplate:
 
         Args:
             place: Where the text came from, for the error.
-            form: Overrides what is detected (`--chat-template-content-format` of the engine).
+            form: Overrides the detected form (`--chat-template-content-format` of the engine).
             max_chars: Longest text that `render` returns.
             now: Clock of `strftime_now`; it should show the engine's local time.
         Raises:
@@ -199,7 +199,8 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_form(tree: nodes.Template) -> ContentForm:
-    """Does a template loop over the parts of a message's content, or write the content as it is?
+    """Return whether a template loops over the parts of a message's content or writes the content
+    as it is.
 
     vLLM's server decides it from the syntax tree, and so do we: the form changes the text. The
     template expects parts if it loops over the content of a message. A *message* is what a loop
@@ -224,7 +225,7 @@ def content_form(tree: nodes.Template) -> ContentForm:
 
 
 def _peel(node: nodes.Node) -> nodes.Node:
-    """Remove what leaves the elements the same: filters, tests and slices."""
+    """Remove filters, tests and slices, which leave the elements the same."""
     while (inner := _inner(node)) is not None:
         node = inner
     return node

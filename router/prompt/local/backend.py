@@ -19,7 +19,7 @@ from router.prompt.truncation import Ends
 
 
 def build_backend(files: ModelFiles) -> Tokenizer:
-    """Load the tokenizer and add what the other files ask for.
+    """Load the tokenizer, with the other files' options.
 
     Raises:
         ModelFilesError: The tokenizers library cannot read `tokenizer.json`.

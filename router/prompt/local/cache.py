@@ -1,5 +1,5 @@
 """The tokenizers library behind a cache: the token ids of a text's segments are kept for the next
-turn of the conversation; what was not used for longest goes first, about.
+turn of the conversation; roughly the least recently used goes first.
 
 For the tokenizers that `native.py` does not take. There a whole conversation takes less time than
 looking up its segments would.

@@ -1,9 +1,9 @@
 """Where the messages of a chat end, in tokens: there its prompt will part from later ones.
 
 The template has written the messages into one text. A message's text stands there as it was sent,
-whatever the template puts around it, so the messages are found in it one after the other; one that
-the template changed is passed over. What lies between two of them, from the markers that end the
-one to the header of the next, is the same in all chats: the boundary is the last anchor there (see
+inside the template's own text, so the messages are found in it one after the other; one that the
+template changed is passed over. What lies between two of them, from the markers that end the one to
+the header of the next, is the same in all chats: the boundary is the last anchor there (see
 `segments.py`), whose token is found among the prompt's. Only within a message, where a long part
 such as a document ends, it has none: then the text from the anchor on is counted in tokens.
 """
@@ -18,10 +18,10 @@ from router.prompt.local.segments import Segmenter
 from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
 
 MOST_EXPECTED = 8
-"""The first messages of a chat, of which others may have the same."""
+"""The number of first messages of a chat that others may share."""
 _MOST_PIECES = 4096
 _HEADER_CHARS = 128
-"""So much may lie between an anchor and the message that it belongs to."""
+"""The most characters between an anchor and its message."""
 _MOST_COUNTED_CHARS = 1_048_576
 
 
@@ -32,7 +32,7 @@ class _Boundary(NamedTuple):
 
 
 class EndFinder:
-    """Finds them for one tokenizer."""
+    """Finds the ends for one tokenizer."""
 
     def __init__(self, segmenter: Segmenter, anchor_ids: Mapping[str, int]) -> None:
         self._segmenter = segmenter
@@ -65,7 +65,7 @@ class EndFinder:
         )
 
     def _positions(self, text: str, anchors: Sequence[int], ids: TokenIds) -> list[int]:
-        """The places of the anchors among the ids, as far as they are found there."""
+        """Return the places of the anchors among the ids, as far as found."""
         positions: list[int] = []
         at = 0
         for start in anchors:
@@ -85,7 +85,7 @@ def _tokens_at(
     positions: Sequence[int],
     count: Callable[[str], int],
 ) -> int:
-    """Tokens before a character, or a few less; 0 where that is unknown."""
+    """Return the tokens before a character, or a few less; 0 where unknown."""
     number = bisect_right(anchors, char) - 1
     if not 0 <= number < len(positions):
         return 0
@@ -99,7 +99,7 @@ def _tokens_at(
 
 
 def _boundaries(text: str, pieces: Iterable[ChatPiece]) -> Iterator[_Boundary]:
-    """Where each message but the first begins: the first few, and those that the client named."""
+    """Yield where messages begin: the first few but one, and those that the client named."""
     at, expected, before = 0, 0, None
     for piece in pieces:
         wanted = piece.text.strip()

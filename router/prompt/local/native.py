@@ -8,7 +8,7 @@ cost every hit and show nowhere. So it is used only where
 - every component has one of the forms listed here; for each of them hundreds of thousands of hard
   texts had the same ids, and for some every code point in several contexts;
 - it is built from what the tokenizers library makes of the file, which settles the ids of added
-  tokens; the post-processor is left out, the ends of a prompt are known by then;
+tokens; the post-processor is left out, as the ends of a prompt are known;
 - some thousand texts, made of the tokenizer's own tokens and of text that tokenizers have rules
   about, have the same ids at load. That takes a tenth of the time that loading takes.
 
@@ -161,7 +161,7 @@ def reason_against(tokenizer_json: str) -> str | None:
 
 
 def _without_offsets(component: Any) -> Any:
-    """The component without options that change offsets only."""
+    """Return the component without options that change offsets only."""
     if isinstance(component, Mapping):
         return {
             name: _without_offsets(value)
@@ -175,7 +175,7 @@ def _without_offsets(component: Any) -> Any:
 
 
 class NativeTokenizer:
-    """One of its tokenizers, safe to use from several threads.
+    """A tokenizer of fastokens, safe to use from several threads.
 
     Args:
         tokenizer: A `fastokens.Tokenizer`.
@@ -324,7 +324,8 @@ def survives_self_test(native: NativeTokenizer, backend: Tokenizer) -> bool:
 
 
 def _test_texts(backend: Tokenizer) -> Iterator[str]:
-    """Mix what tokenizers have rules about with added tokens, other tokens, and any characters."""
+    """Mix text that tokenizers have rules about with added tokens, other tokens, and any
+    characters."""
     draw = random.Random(0)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     size = backend.get_vocab_size()

@@ -111,7 +111,7 @@ class TokenizerRules:
     is_random: bool
     """Two runs over the same text may give different ids."""
     obstacle: str | None
-    """Why no text may be cut; None where nothing is in the way."""
+    """Why no text may be cut; None where texts may be cut."""
 
 
 def read_rules(tokenizer_json: bytes) -> TokenizerRules:
@@ -161,13 +161,13 @@ class Segmenter:
         self._matcher: re.Pattern[str] = compile_matcher(matched)
 
     def starts(self, text: str) -> list[int]:
-        """Where anchors stand."""
+        """Return the positions of anchors."""
         return [
             match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
         ]
 
     def anchor_at(self, text: str, start: int) -> str:
-        """The anchor that stands at one of `starts`."""
+        """Return the anchor at one of `starts`."""
         found = self._matcher.match(text, start)
         assert found is not None
         return found.group()
@@ -248,7 +248,7 @@ def _build(words: Iterable[str]) -> _Trie:
 
 
 def _expression(node: _Trie) -> str:
-    """Match what may follow; a word that ends here is taken only where no longer one goes on."""
+    """Match the continuations; a word that ends here is taken only where no longer one matches."""
     if _END not in node:
         return _branches(node)
     return f"(?:{_branches(node)})?" if len(node) > 1 else ""

@@ -38,7 +38,7 @@ _NATIVE_SPEEDUP = 48
 
 
 class TokenizerBackend(NamedTuple):
-    """Holds what tokenises a model's prompts."""
+    """Names the library that tokenises a model's prompts."""
 
     name: Literal["fastokens", "tokenizers"]
     """The library."""
@@ -62,7 +62,7 @@ class LocalStatistics:
     whole_prompts: int
     """Prompts that no cache could help with: the tokenizer's rules forbid cutting texts."""
     obstacle: str | None
-    """Why they do; None where texts are cut, or need not be."""
+    """Why they forbid it; None where texts are cut, or need not be."""
     refused: Mapping[str, int]
     """Prompts whose text or ids cannot be known here, by reason."""
     prepare_s: float
@@ -80,7 +80,7 @@ class PreparedPrompt:
     """A prompt as text."""
 
     prompt: TextPrompt | ChatPrompt
-    """Where it came from."""
+    """The prompt it was made of."""
     text: str = field(repr=False)
     """The text to tokenise."""
     coverage: Coverage
@@ -108,8 +108,8 @@ class LocalTokenizer:
 
         Args:
             chat: How the engine's server renders chats.
-            use_native: Tokenise by fastokens where that is right.
-            cache_bytes: Bound on the memory of the segment cache where it is not.
+            use_native: Tokenise by fastokens where it gives the right ids.
+            cache_bytes: Bound on the memory of the segment cache, where fastokens is not used.
             now: Clock for templates that write the date.
         Raises:
             ModelFilesError: The tokenizer or a template cannot be used.
@@ -137,13 +137,13 @@ class LocalTokenizer:
 
     @property
     def backend(self) -> TokenizerBackend:
-        """Return what tokenises."""
+        """Return the library that tokenises."""
         return TokenizerBackend(
             "tokenizers" if self._native is None else "fastokens", self._why_not_native
         )
 
     def warm_thread(self) -> None:
-        """Do what takes longer for a thread's first text than for all others."""
+        """Warm up a thread: its first text takes longer than all others."""
         if self._native is not None:
             self._native.encode("a")
 
@@ -171,7 +171,7 @@ class LocalTokenizer:
         """Run the tokenizer, and put the ids together.
 
         Raises:
-            UntokenizableError: There are too many ids.
+            UntokenizableError: Too many ids.
         """
         prompt = prepared.prompt
         start = time.perf_counter()
@@ -185,10 +185,10 @@ class LocalTokenizer:
         return ids
 
     def message_ends(self, prepared: PreparedPrompt, ids: TokenIds) -> MessageEnds:
-        """Where the messages of a chat end; none of a text, and none where it was cut.
+        """Return where the messages of a chat end; nothing for a text, or where it was cut.
 
         Args:
-            ids: What `finish` returned for it.
+            ids: From `finish`.
         """
         prompt = prepared.prompt
         if self._end_finder is None or not isinstance(prompt, ChatPrompt) or prompt.truncation:
@@ -233,15 +233,15 @@ class LocalTokenizer:
         return self._certain_part(chat.text, prompt), Coverage.PREFIX
 
     def _certain_part(self, text: str, prompt: ChatPrompt) -> str:
-        """Return the ids that are certain although what follows the text is unknown: it may change
-        the ids behind the last anchor, and what a truncation keeps."""
+        """Return the ids that are certain although the continuation of the text is unknown: it may
+        change the ids behind the last anchor, and the part that a truncation keeps."""
         starts = self._segmenter.starts(text) if self._segmenter else []
         if not starts or not starts[-1] or prompt.truncation or prompt.add_special_tokens:
             raise UntokenizableError("media")
         return text[: starts[-1]]
 
     def _encode(self, prepared: PreparedPrompt) -> tuple[TokenIds, int]:
-        """The ids, and how many characters the tokenizer ran over."""
+        """Return the ids, and how many characters the tokenizer ran over."""
         adds_special_tokens = prepared.prompt.add_special_tokens
         if prepared.looked_up is None or self._library is None:
             assert self._native is not None
@@ -254,7 +254,8 @@ class LocalTokenizer:
 
 
 def _give_back_memory() -> None:
-    """Loading takes twice what is kept, and glibc would keep all of it for itself."""
+    """Return freed memory to the system: loading takes twice what is kept, and glibc would keep all
+    of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
