@@ -21,7 +21,7 @@ from kvevents.sealing import HashKey, sealed
 logger = logging.getLogger(__name__)
 
 _ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
-"""Raised for a value that msgpack has no form for."""
+"""Errors for a value that msgpack cannot encode."""
 
 
 class EngineStep(NamedTuple):
@@ -31,7 +31,7 @@ class EngineStep(NamedTuple):
     """Seconds since the epoch."""
     events: tuple[Event, ...]
     state: tuple[Event, ...] | None
-    """Everything in the cache after it, if the state kept here has to start over."""
+    """Returns everything in the cache after it, if the state kept here has to start over."""
 
 
 class CacheSource:
@@ -46,7 +46,7 @@ class CacheSource:
     ) -> None:
         """
         Args:
-            hash_key: Under which blocks are announced; nothing else leaves this object, nor is
+            hash_key: Blocks are announced under it; other hashes neither leave this object nor are
                 kept in it.
         """
         self.state = CacheState(announcement)
@@ -61,11 +61,11 @@ class CacheSource:
         self._last_snapshot_seq = -1
 
     def opening(self) -> bytes:
-        """The layout."""
+        """Write the layout."""
         return self._encode(time.time(), (self.state.layout,))
 
     def heartbeat(self) -> bytes:
-        """A batch without events."""
+        """Write a batch without events."""
         return self._encode(time.time(), ())
 
     def payload(self, item: EngineStep) -> bytes:
@@ -81,7 +81,7 @@ class CacheSource:
         self._note(self._shown(item))
 
     def _shown(self, item: EngineStep) -> EngineStep:
-        """A step as others may see it."""
+        """Return a step as others may see it."""
         if self._hash_key is None:
             return item
         state = None if item.state is None else self._sealed(item.state, self._hash_key)
@@ -137,7 +137,7 @@ class CacheSource:
         return (self._encode(ts, batch) for batch in self._snapshot_at(seq).batches())
 
     def _snapshot_at(self, seq: int) -> Snapshot:
-        """All who ask while nothing changes share one snapshot, as long as one of them reads it."""
+        """Requests share one snapshot while nothing changes and one of them reads it."""
         known = self._last_snapshot() if self._last_snapshot else None
         if known is not None and self._last_snapshot_seq == seq:
             return known
@@ -151,7 +151,7 @@ class CacheSource:
     def _encode_valid(
         self, ts: float, events: tuple[Event, ...]
     ) -> tuple[bytes, tuple[Event, ...]]:
-        """A payload, and the events that are in it: all that can be encoded."""
+        """Return a payload and its events: all that can be encoded."""
         try:
             return self._encode_all(ts, events), events
         except _ENCODING_ERRORS:

@@ -3,9 +3,9 @@
 A snapshot announces every block that is present, as often as it has copies: the GPU tier first,
 within it the groups of full attention first, parents before children, contiguous blocks in one
 event. A consumer that applies it to nothing holds the same as one that followed the stream from its
-start. Two things are unknown to it: the tokens of blocks whose own events never showed them (they
-are announced without), and those of evicted ancestors of present blocks (the parent is then a hash
-that the snapshot does not announce).
+start. It lacks two things: the tokens of blocks whose own events never showed them (they are
+announced without), and those of evicted ancestors of present blocks (the parent is then a hash that
+the snapshot does not announce).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def run_key(self) -> tuple[int, str | None, str | None, bool, bool]:
-        """Neighbours that agree in this can share one event."""
+        """The key of neighbours that can share one event."""
         return (
             len(self.packed_tokens),
             self.lora_name,
@@ -75,7 +75,7 @@ _Contents: TypeAlias = dict[BlockHash, _Content]
 
 
 class _GroupLabel(NamedTuple):
-    """Holds what every event of a group repeats."""
+    """Holds the fields that every event of a group repeats."""
 
     group_idx: int | None = None
     kind: str | None = None
@@ -200,7 +200,7 @@ def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, 
 
 
 class CacheState:
-    """Holds what a publisher's cache holds at this moment. Not thread-safe."""
+    """The present content of a publisher's cache. Not thread-safe."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
@@ -237,7 +237,7 @@ class CacheState:
         self.is_complete = True
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now. Costs a copy of the dictionaries, not of the blocks."""
+        """Copy the present state: the dictionaries, not the blocks."""
         groups = sorted(self._groups.items(), key=lambda item: self._rank(item[0]))
         tiers = [tier for _, group in groups for tier in group.tiers()]
         return Snapshot(
@@ -245,8 +245,8 @@ class CacheState:
         )
 
     def _rank(self, group_idx: int) -> tuple[bool, int]:
-        """Full attention first: it knows the most prefixes, and other groups' blocks may lean on
-        them."""
+        """Rank groups with full attention first: they know the most prefixes, and other groups'
+        blocks may depend on them."""
         specs = self.layout.groups
         is_full = group_idx < len(specs) and kind_from_wire(specs[group_idx].kind) is GroupKind.FULL
         return not is_full, group_idx
@@ -276,7 +276,7 @@ class Snapshot:
 
 
 def _stored_events(tier: _Tier, announced: Sequence[_Tier]) -> Iterator[BlockStored]:
-    """Everything in a tier; a block with two copies appears twice."""
+    """Yield everything in a tier; a block with two copies appears twice."""
     pending = dict(tier.copies)
     while pending:
         further_copies: _Copies = {}
@@ -322,10 +322,10 @@ def _take_run(contents: _Contents, pending: _Copies, further_copies: _Copies) ->
 def _anchored(
     tier: _Tier, announced: Sequence[_Tier], run: list[BlockHash]
 ) -> list[list[BlockHash]]:
-    """Cut a run that leans on an evicted block behind its first block that is announced already.
+    """Cut a run that depends on an evicted block behind its first block that is announced already.
 
     A consumer cannot place such a run, since the parent is never announced to it; it can place
-    whatever follows a block that another group or tier has announced:
+    blocks behind one that another group or tier has announced:
 
         run      b3  b4  b5  b6      the parent b2 is evicted everywhere
         before           b5          announced by the group of full attention
@@ -373,7 +373,7 @@ def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
 
 
 def _bare_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
-    """Blocks whose content is unknown."""
+    """Return an event of blocks whose content is unknown."""
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=None,

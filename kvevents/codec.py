@@ -55,7 +55,7 @@ _POSITIONS = {
     "TierBlocksCleared": ("medium",),
     "AllBlocksCleared": (),
 }
-"""By event type; all others are read as `BlockStored`."""
+"""Positions of fields by event type; all others are read as `BlockStored`."""
 
 _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
@@ -164,13 +164,13 @@ def encode(batch: EventBatch) -> bytes:
 
 
 class _ExplicitStored(BlockStored, frozen=True, omit_defaults=False, tag="BlockStored"):
-    """Written with every field."""
+    """`BlockStored` written with every field."""
 
     __hash__ = BlockStored.__hash__
 
 
 def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
-    """The event in a form that readers accept which require `block_size`, as vLLM's own class does.
+    """Return the event for readers that require `block_size`, such as vLLM's own class.
 
     Args:
         block_size: In tokens; 0 where it is unknown.
@@ -190,7 +190,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _decode_typed(payload: bytes) -> EventBatch | None:
-    """A homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
+    """Decode a homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
     other."""
     if _EVENT_TYPE in payload:
         return None  # Mooncake's events name vLLM's types as well
@@ -211,7 +211,7 @@ def _decode_typed(payload: bytes) -> EventBatch | None:
 
 
 def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
-    """The decoded value, or None if *decoder* refuses *data*.
+    """Return the decoded value, or None if *decoder* refuses *data*.
 
     The decoder's error is not passed on: it may quote the data, and an exception raised from it
     would keep it as its context.
@@ -255,7 +255,7 @@ def _read_batch(payload: bytes) -> EventBatch:
 
 @dataclass(slots=True)
 class _Reading:
-    """Holds what has been read of a batch so far; see `EventBatch`."""
+    """Holds the part of a batch read so far; see `EventBatch`."""
 
     events: list[Event] = field(default_factory=list)
     skipped: int = 0
@@ -278,7 +278,7 @@ class _Reading:
             self.unreadable += 1
             if self.unreadable > MAX_UNREADABLE:
                 raise
-            # A store that is missing costs hits, and no more than that.
+            # A missing store costs hits, nothing else.
             self._note(str(error), takes_away=(kind or _tag_of(raw)) != "BlockStored")
             return
         self.skipped += 1
@@ -312,13 +312,13 @@ def without_values(error: Exception) -> str:
 
 
 def _tag_of(raw: msgspec.Raw) -> str | None:
-    """The type of an event that cannot be read as a whole, where that much can be read."""
+    """Return the type of an event that cannot be read as a whole, if at least that can be read."""
     tags = (_try(decoder, raw) for decoder in _tag_decoders)
     return next((tag.kind for tag in tags if tag is not None), None)
 
 
 def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
-    """An event's type and its fields by name, of a map or an array."""
+    """Return an event's type and its fields by name, from a map or an array."""
     value = _try(_any_decoder, raw)
     if isinstance(value, dict):
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
@@ -341,7 +341,7 @@ def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
 
 
 def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, Any]]:
-    """Type and fields of an event of Mooncake's (RFC #1527), as vLLM calls them.
+    """Return type and fields of Mooncake's event (RFC #1527), by vLLM's names.
 
     A run that begins behind its prompt's first block, and does not name the block before, has its
     hashes only: its tokens do not show where they stand. What Mooncake calls `additional_salt` in
@@ -384,7 +384,7 @@ def _read_stored(fields: dict[str, Any], place: str) -> Event:
 
 
 def _plain_tokens(token_ids: Any, place: str) -> Any:
-    """The prompt's tokens; SGLang with EAGLE writes `(token, next token)` pairs."""
+    """Return the prompt's tokens; SGLang with EAGLE writes `(token, next token)` pairs."""
     if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
         if not all(isinstance(pair, list) and pair for pair in token_ids):
             raise MalformedBatch(f"{place}.token_ids: tokens and token pairs must not be mixed")
@@ -429,8 +429,8 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
 
 
 def _check(event: Event, place: str) -> None:
-    """Check the rules that types cannot express. Bounds are wide: they keep later arithmetic
-    honest, not engines in line."""
+    """Check the rules that types cannot express. Bounds are wide: they protect later arithmetic
+    only."""
     if isinstance(event, BlockStored):
         _check_stored(event, place)
     if isinstance(event, CacheLayout):

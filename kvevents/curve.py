@@ -1,7 +1,7 @@
 """CURVE for event streams, which carry prompts: ZMQ's encryption, with a pair of keys at each end.
 
-The publisher has a pair, and a list of those who may subscribe; a subscriber has one as well, and
-knows the publisher's public key. Who has no key, or the wrong one, gets nothing. The protocol is
+The publisher has a pair, and a list of permitted subscribers; a subscriber has one as well, and
+knows the publisher's public key. Without the right key a peer gets nothing. The protocol is
 CurveZMQ (rfc.zeromq.org/spec/26), the files are those of pyzmq's `zmq.auth`.
 """
 
@@ -31,7 +31,7 @@ _MAX_CLIENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One end's pair."""
+    """The pair of one end."""
 
     public: bytes
     """40 characters of Z85."""
@@ -40,21 +40,20 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class CurveServer:
-    """Holds what a publisher needs."""
+    """The keys of a publisher."""
 
     keys: CurveKeys
     clients: frozenset[bytes] | None = None
-    """Public keys of those who may connect; None: everybody who knows the publisher's."""
+    """Public keys of permitted clients; None: all that know the publisher's."""
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """Let only clients with a key in. Before the socket is bound."""
+        """Admit only clients with a key. Call it before the socket is bound."""
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
 
     def start_authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator | None:
-        """Return what checks the clients' keys, until it is stopped; None where there is nothing to
-        check.
+        """Return the started authenticator of the clients' keys; None without keys to check.
 
         A context has room for one.
         """
@@ -68,14 +67,14 @@ class CurveServer:
 
 @dataclass(frozen=True, slots=True)
 class CurveClient:
-    """Holds what a subscriber needs."""
+    """The keys of a subscriber."""
 
     keys: CurveKeys
     server: bytes
     """The publisher's public key."""
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """Talk to that publisher only. Before the socket is connected."""
+        """Connect to that publisher only. Call it before the socket is connected."""
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
@@ -97,7 +96,7 @@ def make_keys(directory: Path, name: str) -> tuple[Path, Path]:
     the latter.
 
     Args:
-        name: Of the files, before their suffix.
+        name: The files', before their suffix.
     Raises:
         CurveError: The files cannot be written, exist, or this libzmq has no CURVE.
     """
@@ -147,7 +146,7 @@ def read_clients(directory: Path) -> frozenset[bytes]:
 
 
 def parse_public_key(text: str) -> bytes:
-    """A public key as it is written: 40 characters of Z85.
+    """Parse a public key: 40 characters of Z85.
 
     Raises:
         CurveError: It is not a key.

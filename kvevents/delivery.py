@@ -1,6 +1,6 @@
 """Hands every batch on to the consumer once and in order; no sockets.
 
-`Delivery` finds the fate of a batch. What follows from it stands in `kvevents.stream_repair`.
+`Delivery` finds the fate of a batch. `kvevents.stream_repair` decides what follows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Effect(Enum):
 
     KEPT = "kept"
     INCOMPLETE = "incomplete"
-    """Part of it could not be kept: from here on something is missing."""
+    """Part of it could not be kept: something is missing from here on."""
     KNOWN_AGAIN = "known again"
-    """Nothing published before matters any more: whatever was missing no longer is."""
+    """Nothing published before matters any more: all gaps are closed."""
 
 
 _CLEARS = (AllBlocksCleared, TierBlocksCleared)
@@ -45,9 +45,8 @@ _FATES = {
 
 
 class Consumer(Protocol):
-    """Takes what a subscriber hands on.
-
-    Called on the event loop, by one call at a time. Nothing may be raised but what is documented.
+    """Takes a subscriber's batches. Called on the event loop, one call at a time. Only documented
+    errors may be raised.
     """
 
     def apply(self, batch: Batch) -> Effect:
@@ -59,7 +58,7 @@ class Consumer(Protocol):
         ...
 
     def clear(self, reason: str) -> None:
-        """Forget everything: what follows starts from nothing."""
+        """Forget everything: the next batch starts from nothing."""
         ...
 
     def change(self, state: SourceState) -> None:
@@ -78,7 +77,7 @@ ENOUGH_UNANSWERED = 2
 
 @dataclass(slots=True)
 class StreamCounters:
-    """Counts what happened on a stream so far."""
+    """Counts the events of a stream so far."""
 
     batches: Annotated[int, counter("kvroute_event_batches")] = 0
     """Batches applied."""
@@ -91,7 +90,7 @@ class StreamCounters:
     gaps: Annotated[int, counter("kvroute_events_gaps")] = 0
     """Gaps seen in the sequence numbers."""
     questions: int = 0
-    """To the replay endpoint, most of them to make sure that nothing is missing."""
+    """Questions to the replay endpoint, most of them to make sure that nothing is missing."""
     unanswered: Annotated[int, counter("kvroute_events_unanswered")] = 0
     """Requests to the replay endpoint without a reply, or with one cut short."""
     unanswered_in_a_row: int = 0
@@ -116,16 +115,16 @@ class Delivery:
         self.shown = SourceState.CONNECTING
         """The state that the consumer knows of."""
         self.last_message_at: float | None = None
-        """When a live batch came last, on the monotonic clock."""
+        """When the last live batch came, on the monotonic clock."""
         self._consumer = consumer
         self._counters = counters
         self._is_clear = True
-        """Nothing was handed on since the consumer was last cleared."""
+        """True if nothing was handed on since the consumer was last cleared."""
         self._proves_by_number = False
-        """The next number alone would show that it is the process from before."""
+        """True if the next number alone proves that it is the process from before."""
 
     def take(self, batch: Batch) -> Input:
-        """The fate of *batch*, which is handed on if it is the next one."""
+        """Return the fate of *batch*, which is handed on if it is the next one."""
         if batch.seq == self.tracker.expected:
             given = self._apply(batch)
             return self._proved(given) if self._proves_by_number else given
@@ -137,12 +136,12 @@ class Delivery:
         return fate
 
     def expect_next(self) -> None:
-        """Everything was known when the connection was lost, and no other process can have the
-        next number: if that comes first, everything still is."""
+        """Note that everything was known when the connection was lost, and that no other process
+        can have the next number: if that comes first, nothing is missing."""
         self._proves_by_number = True
 
     def hand_on(self, batch: Batch) -> Input:
-        """Hand *batch* on, whatever lies before it; returns its fate."""
+        """Hand *batch* on even behind a gap; return its fate."""
         return self._apply(batch)
 
     def skip(self, batch: Batch) -> None:
@@ -150,7 +149,7 @@ class Delivery:
         self.tracker.advance(batch.seq, fingerprint(batch.payload))
 
     def clear(self, reason: str) -> None:
-        """Start from nothing."""
+        """Clear the consumer and start from nothing."""
         if not self._is_clear:
             self._consumer.clear(reason)
         self._is_clear = True
@@ -162,12 +161,12 @@ class Delivery:
         self._is_clear = False
 
     def report(self, problem: KVEventsError) -> None:
-        """Count and pass on what was refused."""
+        """Count a refused message and report it."""
         self._counters.malformed += 1
         self._consumer.report(problem)
 
     def report_silence(self, problem: KVEventsError) -> None:
-        """Pass on that the publisher does not respond; nothing was refused."""
+        """Report that the publisher does not respond; nothing was refused."""
         self._consumer.report(problem)
 
     def show(self, state: SourceState) -> None:
@@ -179,7 +178,7 @@ class Delivery:
     # --- a snapshot -------------------------------------------------------------------------------
 
     def take_snapshot(self, batch: Batch) -> Input:
-        """Hand on a part of a snapshot; returns its fate.
+        """Hand on a part of a snapshot; return its fate.
 
         Raises:
             MalformedBatch: It cannot be read.
@@ -198,7 +197,7 @@ class Delivery:
     # --- inside -----------------------------------------------------------------------------------
 
     def _by_name(self, fate: Input, publisher_id: str | None) -> Input:
-        """The fate of a batch ahead or behind, where it names its sender."""
+        """Return the fate of a batch ahead or behind, where it names its sender."""
         if self._is_foreign(publisher_id):
             return Input.IDENTITY_CHANGED if fate is Input.GAP else fate
         is_ours = publisher_id is not None and publisher_id == self.tracker.publisher_id
@@ -239,8 +238,8 @@ class Delivery:
 
 
 def last_in_snapshot(first: Batch) -> int | None:
-    """The last batch that the snapshot beginning with *first* includes, -1 if there was none; None
-    if this is no snapshot.
+    """Return the last batch that the snapshot beginning with *first* includes, -1 if it includes
+    none; None if this is not a snapshot.
 
     Ours begins with the layout, and all of it carries the number of that batch. The one proposed
     for vLLM begins by clearing the cache, and carries the number of the next batch.
@@ -255,7 +254,7 @@ def last_in_snapshot(first: Batch) -> int | None:
 
 
 def publisher_of(payload: bytes) -> str | None:
-    """The identity a batch announces; None if it announces none or cannot be read.
+    """Return the identity a batch announces; None if it announces none or cannot be read.
 
     Ours announces it with the layout, the first event of a batch. The one proposed for vLLM ends
     every batch with it: a fourth element of 16 bytes.
@@ -273,7 +272,8 @@ def publisher_of(payload: bytes) -> str | None:
 
 
 def _last_element(payload: bytes) -> str | None:
-    """The name that a batch of four elements ends with; None where its end only looks like one."""
+    """Return the name that a batch of four elements ends with; None where its end only looks like
+    one."""
     try:
         name = _named_decoder.decode(payload)[3]
     except (msgspec.MsgspecError, RecursionError):

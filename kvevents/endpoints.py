@@ -3,7 +3,7 @@
 An address of this machine (a wildcard, loopback, one of its interfaces, any `ipc` or `inproc` name)
 is bound. One of another machine is connected to: there a collector binds and the engines connect,
 as with vLLM. The operating system decides which case it is, so a mistyped address of this machine
-is connected to as well; the log shows which of the two was done.
+is connected to as well; the log shows which it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY_PORT = 0
 """The operating system picks a free port."""
 
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.ENODEV)
-"""Errors of binding to an address, or a name, that no interface of this machine has."""
+"""Errors of binding to an address or a name of another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Opened:
     """The address of an open socket."""
 
     address: str
-    """With the port that the system picked."""
+    """The address with the port that the system picked."""
     is_bound: bool
 
 

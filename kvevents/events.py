@@ -199,7 +199,7 @@ class CacheLayout(_Event, frozen=True):
     """Blocks are announced without token ids, under the key of this id (`kvevents.sealing`); None:
     under the engine's own hashes."""
     retention_hints: int = 0
-    """Version of the hints about what to keep that the engine takes with a request; 0: none."""
+    """Version of the retention hints that the engine takes with a request; 0: none."""
     eagle_groups: list[int] | None = None
     """The groups that do; None: all of them or none, by *eagle*. A reader that does not know this
     field takes *eagle* for all, and predicts a block too little rather than too much."""
@@ -222,7 +222,8 @@ class EventBatch(msgspec.Struct, frozen=True):
     unreadable: int = 0
     """Events that break the format, left out on reading."""
     hides_removals: bool = False
-    """One of those left out took blocks away, or may have: some that seem to be held are not."""
+    """One of those left out took blocks away, or may have: some blocks that seem to be held are
+    not."""
     problem: str | None = None
     """Place and rule of the first event left out that matters."""
 
@@ -262,7 +263,7 @@ class KVEventAggregator:
 
         Args:
             worker: Its rank, or any other number that no other worker has.
-            events: What it has done since its last report.
+            events: Its events since its last report.
         """
         for event in events:
             reports = self._reports.setdefault(event, [])

@@ -24,7 +24,7 @@ from typing import NamedTuple, get_type_hints
 
 
 class MetricKind(Enum):
-    """How the value of a field becomes that of a metric."""
+    """How a field's value becomes a metric's."""
 
     COUNTER = "counter"
     """A count since the start."""
@@ -71,7 +71,7 @@ def histogram(name: str, *labels: str, buckets: tuple[float, ...]) -> Exported:
 
 
 class FieldMetric(NamedTuple):
-    """The metric that a field is."""
+    """The metric of a field."""
 
     field: str
     kind: MetricKind

@@ -90,7 +90,7 @@ class HashChain:
         Args:
             parent: Digest of the block before; None for the first block.
             token_ids: The block's tokens.
-            extra_keys: Whatever else is hashed: LoRA name, multimodal items, salt.
+            extra_keys: Other hashed values: LoRA name, multimodal items, salt.
 
         Raises:
             HashAlgorithmError: The algorithm is unknown, or its library is not installed.

@@ -1,4 +1,4 @@
-"""The hit rule: how much of a prompt a cache can serve.
+"""Defines the hit rule: how much of a prompt a cache can serve.
 
 The rule is written over one question, "is the block of group g that ends at token e present?". A
 block's hash covers the whole prefix up to its end, so the end identifies the block. A prefix of
@@ -13,8 +13,8 @@ length L is *accepted* by
 A group that holds layers of an EAGLE or MTP drafter (`KVCacheLayout.eagle`) must accept one block
 more than is reused, unless it is one of states. The hit is the largest L, a multiple of the
 layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition;
-`longest_hit` finds the same L by walking from block to block, and the tests hold one against the
-other (`tests/kvevents/test_hit_rule.py`).
+`longest_hit` finds the same L by walking from block to block, and the tests compare the two
+(`tests/kvevents/test_hit_rule.py`).
 
 In three cases the code follows vLLM's coordinator rather than the definition, since a hit is what
 the engine really reuses: how groups agree with EAGLE (`_agree`), a short window with EAGLE and
@@ -91,7 +91,7 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     """The longest prefix, in tokens and at most *limit*, that every group accepts.
 
     Args:
-        present: Asked for block ends up to *prompt_tokens*.
+        present: Called for block ends up to *prompt_tokens*.
         limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always
             computed.
         prompt_tokens: Length of the prompt; EAGLE's extra block may end between *limit* and here.
@@ -106,10 +106,10 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
 
 
 def longest_run(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
-    """The longest prefix that all groups of full attention accept, whatever the others hold;
-    *limit* without such groups.
+    """The longest prefix that all groups of full attention accept by themselves; *limit* without
+    such groups.
 
-    Where it is longer than the hit, a window or a state is gone that once was there.
+    Where it is longer than the hit, a window or a state has been evicted.
 
     Args:
         limit: Longest prefix wanted, in tokens.
@@ -308,7 +308,7 @@ def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
 
 
 def _in_all(members: Sequence[int], present: Present) -> Present:
-    """Presence in all of *members*, asked under the index of the first."""
+    """Return presence in all of *members*, under the index of the first."""
     if len(members) == 1:
         return present
     return lambda _, end: all(present(member, end) for member in members)
@@ -364,7 +364,7 @@ def longest_accepted(
     """The longest prefix, in tokens, that one group accepts.
 
     Args:
-        present: Asked about that group.
+        present: Called for that group.
         limit: Longest prefix allowed.
         reach: Where EAGLE's extra block must end at the latest.
         without_extra: Ask without EAGLE's extra block.

@@ -1,4 +1,5 @@
-"""The groups of a cache: what their layers need of the past, and their block sizes, checked.
+"""The groups of a cache, checked: the part of the past that their layers need, and their block
+sizes.
 
 Layers that need the same part of the past share block tables: they are one group. How much of a
 prompt such a cache can serve is in `kvevents/hit_rule.py`.

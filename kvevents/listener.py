@@ -2,12 +2,11 @@
 
 llm-d's and KServe's engines connect out and publish under `kv@<pod>@<model>`. A `Listener` binds a
 SUB socket and gives each pod's messages to the `Channel` that is registered under its name. To a
-subscriber each connection of a publisher is as if it had connected there itself: what comes over it
-comes from one process, and when it ends, it shows. Its topic alone identifies a publisher: a
-process that reaches the address can publish as any pod that does not publish now.
+subscriber each connection of a publisher is as if it had connected there itself: its messages come
+from one process, and its end is visible. Its topic alone identifies a publisher: a process that
+reaches the address can publish as any pod that does not publish now.
 
-Whatever publishers send, memory is bounded: what a channel holds, and how many unknown topics are
-remembered.
+Memory is bounded: batches in a channel, and unknown topics that are remembered.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvevents.messages import MAX_FRAMES, Batch, read_live
 from kvevents.sockets import SocketLimits, WakeUp, bound
 
 LISTENED_TO = "listen"
-"""In place of a publisher's address: it connects to us."""
+"""Stands for the address of a publisher that connects to us."""
 
 _READ_AT_ONCE = 64
 _MAX_TOPIC_BYTES = 1024
@@ -41,15 +40,15 @@ _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 @dataclass(frozen=True, slots=True)
 class ListenLimits:
-    """How much may wait, and be remembered."""
+    """Bounds on waiting batches and remembered topics."""
 
     channel_bytes: int = 256 * 2**20
     """The bound on batches that wait in one channel; more are dropped, and leave a gap."""
     unknown_topics: int = 256
-    """Remembered one by one; the messages of more are only counted."""
+    """Unknown topics that are remembered; the messages of more are only counted."""
     taken_over_after_s: float = 10.0
     """Another publisher takes a pod's place when the connection of the one before has ended, or has
-    brought nothing for so long."""
+    been silent for so long."""
 
 
 class PodTopic(NamedTuple):
@@ -73,23 +72,23 @@ def read_topic(topic: bytes) -> PodTopic | None:
 
 @dataclass(frozen=True, slots=True)
 class UnknownTopic:
-    """A topic that belongs to no source, and how often it came."""
+    """A topic that belongs to no source, and its number of messages."""
 
     topic: str
-    """Without what cannot be printed."""
+    """The topic without unprintable characters."""
     reason: str
     messages: int
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerStatistics:
-    """One listener in numbers."""
+    """The counts of one listener."""
 
     endpoint: str
     topics: Annotated[int, gauge("kvroute_listen_topics")]
     """Topics of publishers that connect to the router and belong to a replica."""
     messages: Annotated[dict[str, int], counter("kvroute_listen_messages", "outcome")]
-    """Messages of publishers that connect to the router, by what became of them."""
+    """Messages of publishers that connect to the router, by outcome."""
     unknown: tuple[UnknownTopic, ...]
     """The first topics that belong to no source."""
 
@@ -101,7 +100,7 @@ class _Unknown:
 
 
 class _Link:
-    """One connection of a publisher, and what came over it under one topic."""
+    """One connection of a publisher, and its messages under one topic."""
 
     def __init__(self, topic: bytes, fd: int) -> None:
         self.topic = topic
@@ -115,7 +114,7 @@ class _Link:
         """Called when there is something to take, or no more to come."""
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the link: nothing more comes."""
         self.is_down = True
         self.notify()
 
@@ -125,13 +124,13 @@ class Channel:
 
     def __init__(self, names: frozenset[str], topic: bytes | None) -> None:
         self.names = names
-        """Any of them may stand in a topic."""
+        """The names of its pod in topics."""
         self.topic = topic
-        """The only one that is its own; None: any of its pod's, one at a time."""
+        """The only topic that is its own; None: any of its pod's, one at a time."""
         self.link: _Link | None = None
-        """The newest."""
+        """The newest link."""
         self._fresh: deque[_Link] = deque(maxlen=1)
-        """Not taken yet."""
+        """A link that was not taken yet."""
         self._wake = WakeUp()
 
     def answers_to(self, topic: bytes) -> bool:
@@ -142,7 +141,7 @@ class Channel:
         return named is not None and named.pod in self.names
 
     def begin(self, link: _Link) -> None:
-        """From now on its messages come over this link."""
+        """Take its messages over this link from now on."""
         if self.link is not None:
             self.link.end()
         self.link = link
@@ -224,7 +223,7 @@ class Listener:
     """A bound SUB socket.
 
     Args:
-        socket: Bounds of messages, and of how many wait.
+        socket: Bounds on messages and on the queue.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class Listener:
         self._fds: set[int] = set()
         """The descriptors of the connections that are up."""
         self.endpoint = str(endpoint)
-        """Once it is open, with the port that the system picked."""
+        """The address with the port that the system picked, once it is open."""
         self._channels: list[Channel] = []
         self._of_topic: dict[bytes, Channel] = {}
         self._unknown: dict[bytes, _Unknown] = {}
@@ -254,7 +253,7 @@ class Listener:
         remembered."""
 
     def open(self) -> None:
-        """Bind, and read what comes from now on.
+        """Bind, and read from now on.
 
         Raises:
             EndpointError: The address cannot be bound.
@@ -297,18 +296,18 @@ class Listener:
         """Give the messages of a pod to a channel from now on.
 
         Args:
-            names: What a topic may call the pod.
+            names: The names of the pod in topics.
             topic: The only topic that is its own; None: any that names it, one at a time.
         """
         channel = Channel(frozenset(names), None if topic is None else topic.encode())
         self._channels.append(channel)
         self._of_topic.clear()
-        # What it answers to belonged to no source so far.
+        # Its topics belonged to no source so far.
         self._unknown = {t: each for t, each in self._unknown.items() if not channel.answers_to(t)}
         return channel
 
     def unregister(self, channel: Channel) -> None:
-        """Take nothing for a channel any more; one that is not registered is ignored."""
+        """Stop a channel; one that is not registered is ignored."""
         self._channels = [each for each in self._channels if each is not channel]
         self._of_topic.clear()
 
@@ -341,7 +340,7 @@ class Listener:
                 self._fds.add(fd)
 
     def _read(self) -> None:
-        """Take what waits, a little in each pass of the event loop."""
+        """Read waiting messages, a few in each pass of the event loop."""
         self._next_pass = None
         readable: dict[int, _Link] = {}
         is_over = False
@@ -377,7 +376,7 @@ class Listener:
         return frames, int(head.get(_SRCFD))
 
     def _take(self, frames: list[bytes], fd: int) -> _Link | None:
-        """Put a message where it belongs; the link, if there is one."""
+        """Put a message into its link; return that, if it has one."""
         topic = frames[0]
         if len(topic) > _MAX_TOPIC_BYTES:
             self._counts["malformed"] += 1
@@ -409,7 +408,7 @@ class Listener:
         return True
 
     def _find(self, topic: bytes) -> Channel | None:
-        """The channel that a topic means; None, and counted, where it belongs to no source."""
+        """Return the channel of a topic; count it and return None where it belongs to no source."""
         answering = [each for each in self._channels if each.answers_to(topic)]
         meant = [each for each in answering if each.topic is not None] or answering
         if not meant:
@@ -424,11 +423,11 @@ class Listener:
         return meant[0]
 
     def _link_of(self, channel: Channel, topic: bytes, fd: int) -> _Link | None:
-        """The link of a message; None, and counted, where another publisher has its place, or it
-        comes late from one that is gone."""
+        """Return the link of a message; count it and return None where another publisher has its
+        place, or it comes late from one that is gone."""
         link = channel.link
         if link is not None and (link.topic, link.fd) == (topic, fd):
-            # What a connection brought before it ended may be read later.
+            # Messages of a connection may be read after its end.
             if not link.is_down or (fd >= 0 and fd not in self._fds):
                 return link
         elif link is not None and not link.is_down:

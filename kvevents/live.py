@@ -19,7 +19,7 @@ _READ_AT_ONCE = 64
 
 
 class Connection(Protocol):
-    """A way to a publisher, over which its batches come; `Subscription` is one."""
+    """A connection to a publisher; `Subscription` is one."""
 
     on_readable: Callable[[], None] | None
     """Called, instead of ending a wait, when there may be something to take."""
@@ -54,10 +54,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BacklogLimits:
-    """How much may come in during a recovery.
-
-    What is over is dropped; the recovery goes on and fetches it.
-    """
+    """Bounds on batches during a recovery, which fetches those dropped beyond them."""
 
     batches: int = 10_000
     payload_bytes: int = 64 * 2**20
@@ -117,7 +114,7 @@ class LiveStream:
 
         Args:
             take: Called on the event loop whenever a batch may have come. It takes batches until
-                `next` returns None, or comes back on its own for the rest.
+                `next` returns None, or schedules itself for the rest.
         """
         self.connection.on_readable = take
         try:
@@ -140,8 +137,7 @@ class LiveStream:
         return self.connection.next_batch(self.topic)
 
     def has_more(self) -> bool:
-        """Return whether there is another message; to try `next` would cost more if there is
-        none."""
+        """Return whether there is another message; cheaper than `next` if none has come."""
         return bool(self._backlog) or self.connection.has_more()
 
     def put_back(self, batch: Batch) -> None:
@@ -153,7 +149,7 @@ class LiveStream:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Read everything that comes while the context is open."""
+        """Read all batches while the context is open."""
         self.connection.on_readable = self._collect
         self._collect()
         try:
@@ -162,11 +158,11 @@ class LiveStream:
             self._stop_collecting()
 
     def note_question(self) -> None:
-        """A question is being asked now."""
+        """Note that a question is asked now."""
         self._asked_behind = len(self._backlog)
 
     def note_answer(self) -> None:
-        """The answer to the last question was read to its end.
+        """Note that the answer to the last question was read to its end.
 
         It covers the batches that waited when it was asked: each was in it, or was never sent by
         the publisher that answered.
@@ -183,7 +179,7 @@ class LiveStream:
         return any(last is None or batch.seq > last for batch in asked)
 
     def forget_answers(self) -> None:
-        """Forget what was handed on before."""
+        """Forget the answers so far."""
         self._covered = 0
 
     def drop_covered(self, last: int | None) -> None:

@@ -1,8 +1,8 @@
-"""Names of hosts to addresses, without a queue of those that are not wanted any more.
+"""Looks up addresses of hosts, without a queue of abandoned lookups.
 
 A lookup cannot be interrupted: where DNS is silent, each takes ten seconds and more. An event
-loop's own pool has four threads for them, so lookups that were given up would pile up behind each
-other, and a process that is to end would wait for them all.
+loop's own pool has four threads for them, so abandoned lookups would queue up, and a process that
+ends would wait for them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _under_way: dict[_Key, asyncio.Future[list[str]]] = {}
 
 @lru_cache(maxsize=1024)
 def is_numeric(host: str) -> bool:
-    """Return whether it is an address already."""
+    """Return whether *host* is an address already."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -29,8 +29,8 @@ def is_numeric(host: str) -> bool:
 
 
 async def addresses(host: str) -> list[str]:
-    """Look *host* up, unless it is an address itself; those who ask meanwhile get the same answer.
-    A caller that is cancelled leaves the lookup to the others.
+    """Look *host* up, unless it is an address itself; concurrent callers get the same answer. A
+    caller that is cancelled leaves the lookup to the others.
 
     Raises:
         OSError: It has no address.

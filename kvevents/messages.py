@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class SnapshotHead(NamedTuple):
-    """Holds what the reply of a snapshot endpoint begins with."""
+    """The beginning of a snapshot endpoint's reply."""
 
     last: int
     """The last batch it includes; `NOTHING_PUBLISHED` before the first."""

@@ -1,5 +1,4 @@
-"""How subscribers share the event loop, how long they wait before they try again, and when they
-look."""
+"""Shares the event loop among subscribers, and times their retries and their looks at the tail."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from time import monotonic
 
 
 class Pacer:
-    """Gives all subscribers together one slice of time in each pass of the event loop, in turn.
+    """Gives all subscribers together one slice of time in each pass of the event loop, in turns.
 
     A flood from one publisher then delays the others by their turns, and everything else on the
     loop by one slice.
@@ -38,8 +37,8 @@ class Pacer:
     def end(self, worked_s: float) -> None:
         """Count *worked_s* seconds of work.
 
-        The slice is renewed in the pass after the one in which it is used up: what takes little
-        time does not need a call in every pass.
+        The slice is renewed in the pass after the one in which it is used up: short work needs no
+        call in every pass.
         """
         self._left_s -= worked_s
         if self._left_s <= 0:
@@ -52,7 +51,7 @@ class Pacer:
         self._close_soon()
 
     async def turn(self) -> float:
-        """Wait for the rest of a slice; returns until when it is."""
+        """Wait for the rest of a slice; return its end."""
         ends_at = self.begin(monotonic())
         if ends_at:
             self.end(self._left_s)
@@ -100,8 +99,8 @@ class WorkSlice:
 
 
 class Backoff:
-    """Delays that double up to a cap, spread by up to a half so that many who fail together do not
-    return together.
+    """Delays that double up to a cap, spread by up to a half so that clients that fail together do
+    not return together.
 
     Args:
         first_s: The first delay, in seconds.
@@ -127,7 +126,7 @@ _MAX_GRACES = 3
 
 
 class SilenceTimer:
-    """When to look whether something was lost at the tail: ever later, until a batch comes.
+    """Times the looks for a loss at the tail: ever later, until a batch comes.
 
     A look that is due waits for a moment more. A process that got no processor for a while has
     batches to read first: a look would find them at the publisher and take them for lost.
@@ -155,7 +154,7 @@ class SilenceTimer:
         left_s = self.left_s
         if left_s > 0:
             return False
-        # A moment that took much longer was none in which anything could be read.
+        # Nothing could be read in a moment that took much longer.
         if not self._graces or (left_s < -self._grace_s and self._graces < _MAX_GRACES):
             self._since, self._delay_s = monotonic(), self._grace_s
             self._graces += 1

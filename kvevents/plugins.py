@@ -42,7 +42,7 @@ class PlugIns(Generic[Arguments, Made]):
 
         Args:
             setting: The configuration key that holds the name. Error messages begin with it.
-            methods: Names of the methods that whatever a plug-in makes must have.
+            methods: Names of the methods that a plug-in's object must have.
             error: Raised for an unknown name and for a plug-in that cannot be used.
         """
         self._group = group
@@ -60,7 +60,7 @@ class PlugIns(Generic[Arguments, Made]):
         """Add a factory in this process, without an entry point.
 
         Args:
-            name: What `make` is to know it by.
+            name: Its name for `make`.
             factory: Called with the arguments of `make`.
 
         Raises:
@@ -71,7 +71,7 @@ class PlugIns(Generic[Arguments, Made]):
         self._factories[name] = factory
 
     def make(self, name: str, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        """Call the factory of that name. What the factory itself raises goes through.
+        """Call the factory of that name. The factory's own errors go through.
 
         Args:
             name: A built-in or registered name, or that of a plug-in.
@@ -111,7 +111,7 @@ class PlugIns(Generic[Arguments, Made]):
     def _load(self, entry: EntryPoint) -> Callable[Arguments, Made]:
         try:
             factory: Callable[Arguments, Made] = entry.load()
-        except Exception as error:  # whatever a foreign module raises while it is imported
+        except Exception as error:  # any error of a foreign module's import
             raise self._error(f"{self._place(entry)} cannot be imported: {error}") from error
         if not callable(factory):
             raise self._error(

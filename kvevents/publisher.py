@@ -1,4 +1,4 @@
-"""How an engine publishes what its KV cache holds.
+"""Publishes the content of an engine's KV cache.
 
 `publish` costs the engine's thread microseconds and never waits: everything else happens on the
 publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are dropped,
@@ -29,8 +29,8 @@ from kvevents.stream import OfferResult, Stream, StreamStatistics
 
 Self = TypeVar("Self", bound="EventPublisher")
 PresentState: TypeAlias = Callable[[], Sequence[Event]]
-"""Everything an engine's cache holds, as `BlockStored` events. Called from `publish`, on the
-engine's thread: it must include the batch that is being published, and nothing later."""
+"""Returns everything an engine's cache holds, as `BlockStored` events. Called from `publish`, on
+the engine's thread: it must include the batch that is being published, and nothing later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PublisherStatistics:
 
     stream: StreamStatistics = field(default_factory=StreamStatistics)
     rejected_events: int = 0
-    """Events left out because they cannot be encoded, or that the kept state could not follow."""
+    """Events left out because they cannot be encoded or applied to the kept state."""
     state_blocks: int = 0
     """Distinct (group, tier, hash) that a snapshot would announce."""
     state_is_complete: bool = True
@@ -128,12 +128,12 @@ class ZmqEventPublisher(EventPublisher):
             layout: Announced first, under a new publisher id.
             chain: The engine's hash function, announced so that consumers can compute its hashes.
             data_parallel_rank: This engine's rank, written into every batch.
-            context: Whose sockets to use; None: its own, or `zmq.Context.instance()` for `inproc`.
+            context: Has the sockets; None: its own, or `zmq.Context.instance()` for `inproc`.
 
         Raises:
             EndpointError: An address can be neither bound nor connected to.
             ValueError: The rank is out of range, or blocks are to be announced under a key and
-                *chain* is no SHA-256.
+                *chain* is not SHA-256.
         """
         if config.hash_key is not None:
             _check_sealable(chain)
@@ -141,7 +141,7 @@ class ZmqEventPublisher(EventPublisher):
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
         self._made_up_losses = 0
-        """Those for which the whole state was presented since."""
+        """Losses repaired by presenting the whole state."""
         self._source = CacheSource(
             announcement, data_parallel_rank, config.with_block_size, config.hash_key
         )
@@ -149,12 +149,12 @@ class ZmqEventPublisher(EventPublisher):
 
     @property
     def endpoint(self) -> str:
-        """Where batches are published, with the port the system picked."""
+        """The address of batches, with the port the system picked."""
         return self._stream.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where replays and snapshots are requested; None: nowhere."""
+        """The address for replays and snapshots; None: neither."""
         return self._stream.replay_endpoint
 
     def publish(self, events: Sequence[Event]) -> bool:
@@ -168,7 +168,7 @@ class ZmqEventPublisher(EventPublisher):
         return self._stream.offer(EngineStep(time.time(), tuple(events), None)) is OfferResult.SENT
 
     def leave_out(self, batches: int) -> None:
-        """Number the next *batches* without sending them, to test what a loss leads to."""
+        """Number the next *batches* without sending them, to test a loss."""
         self._stream.leave_out(batches)
 
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
@@ -211,7 +211,7 @@ def announce(
 
     Args:
         chain: The engine's hash function; None: consumers learn only from tokens.
-        key: Under which blocks are announced; None: under the engine's hashes.
+        key: Blocks are announced under it; None: under the engine's hashes.
     """
     groups = [
         GroupSpec(
@@ -252,7 +252,7 @@ _publishers = PlugIns("kvroute.publishers", "kind", _BUILT_IN, _METHODS)
 
 
 def register_publisher(kind: str, builder: PublisherBuilder) -> None:
-    """Make `PublisherConfig(kind=kind)` build something else, in this process.
+    """Register the builder of `PublisherConfig(kind=kind)` in this process.
 
     A package that is to be found without being imported offers an entry point in the group
     `kvroute.publishers` instead.

@@ -12,8 +12,7 @@ from kvevents.sealing import HashKey
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """Holds what clients of the replay endpoint may use; requests over a limit wait in their
-    sockets."""
+    """Limits on clients of the replay endpoint; requests over a limit wait in their sockets."""
 
     concurrent: int = 8
     """Replies in progress at once."""
@@ -32,9 +31,8 @@ class ReplyLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    """Where and how one engine publishes.
-
-    Events carry prompts, so the default addresses are loopback; any other has to be configured.
+    """The publishing of one engine. Events carry prompts, so the default addresses are loopback;
+    any other has to be configured.
 
     Raises:
         EndpointError: An address is malformed.
@@ -62,16 +60,16 @@ class PublisherConfig:
     reply_limits: ReplyLimits = field(default_factory=ReplyLimits)
     with_block_size: bool = False
     """Stored events carry `block_size` and every other field, for readers that require them. They
-    must still pass over a batch with a `CacheLayout`, an event that only ours have."""
+    must still pass over a batch with a `CacheLayout`, an event of ours only."""
     curve: CurveServer | None = None
     """Encrypts both addresses, for subscribers with a key; None: plain text."""
     include_token_ids: bool = True
     """False: events carry nothing of prompts, and announce blocks under *hash_key*. Needs an engine
     that hashes blocks with SHA-256."""
     hash_key: HashKey | None = None
-    """Shared with the consumers."""
+    """The key shared with the consumers."""
     retention_hints: int = 0
-    """Version of the hints about what to keep that the engine takes with a request; announced."""
+    """Version of the retention hints that the engine takes with a request; announced."""
 
     def __post_init__(self) -> None:
         ZmqEndpoint.parse("endpoint", self.endpoint)

@@ -1,4 +1,4 @@
-"""Making a consumer's picture whole again with what the publisher still has.
+"""Completes a consumer's picture with the batches that the publisher still has.
 
 `Recovery` carries out the table of `kvevents.stream_repair`; `Questions` are those of its actions
 that take an answer from the replay endpoint. Each comes down to an `Input`.
@@ -60,15 +60,15 @@ MAX_UNPROVEN = 512
 """Batches before the last one that a replay may begin with, to prove them: what vLLM sends at once
 without dropping any is twice as much."""
 STUCK_ROUNDS = 2
-"""Replays in a row that may break off at the same place. What comes next does not get through then:
-a batch above the limit, for one."""
+"""Replays in a row that may break off at the same place. Then the next batch cannot get through,
+such as one above the limit."""
 
 
 _STOPS = frozenset({Input.GAP, Input.MALFORMED, Input.IDENTITY_CHANGED})
 
 
 class Result(NamedTuple):
-    """Holds what a question came to, or on the way to that the fate of a batch."""
+    """The result of a question, or the fate of a batch on the way to it."""
 
     given: Input
     batch: Batch | None = None
@@ -78,7 +78,7 @@ class Result(NamedTuple):
 class Questions:
     """The questions of one recovery.
 
-    Each connection to the replay endpoint serves one answer, or a snapshot and what came since.
+    Each connection to the replay endpoint serves one answer, or a snapshot and the batches since.
     """
 
     delivery: Delivery
@@ -86,9 +86,9 @@ class Questions:
     live: LiveStream
     """The live batches, which wait meanwhile."""
     replay: ReplayEndpoint | None
-    """Where to ask; None: only for snapshots."""
+    """The replay endpoint; None: snapshots only."""
     snapshots: SnapshotEndpoint | None
-    """Where to ask for these first; None: at *replay*."""
+    """The endpoint asked for snapshots first; None: *replay*."""
     work: WorkSlice
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Questions:
         self._named: str | None = None
         """The publisher of the snapshot under way, where an endpoint of its own names it."""
         self._is_refused = False
-        """There is no snapshot for now, and nothing else to ask."""
+        """True if no snapshot can be had for now, nor anything else be asked."""
         self._asked_from: int | None = None
         self._rounds = self._stuck_rounds = 0
         self._furthest = -1
@@ -165,7 +165,8 @@ class Questions:
         return Input.NEWS if self._next is not None else self._end()
 
     def _compare(self, last: int, first: Batch | None) -> Input | None:
-        """Is *first*, which the ring begins with, the batch applied *last*? None: it is."""
+        """Compare *first*, which the ring begins with, with the batch applied *last*; None if
+        equal."""
         known = self._tracker.recall(last)
         if known is None and not self._is_by_name(last, first):
             return Input.UNPROVABLE
@@ -215,7 +216,7 @@ class Questions:
         self.counters.questions += 1
         try:
             self._client, head = await endpoint.ask()
-            # The first part comes with the head: what is wrong with it costs nothing that is held.
+            # The first part comes with the head: a fault in it costs nothing that is held.
             self._next = None if head is None else await self._client.reply()
         except (NoAnswer, NoConnection, MalformedReply) as problem:
             if self.replay is None:
@@ -230,7 +231,7 @@ class Questions:
         return Input.SNAPSHOT_BEGINS
 
     async def _put(self, start: int | None) -> Batch | None:
-        """Ask on a new connection; returns the first batch of the answer."""
+        """Ask on a new connection; return the first batch of the answer."""
         assert self.replay is not None
         self.close()
         self._named = None
@@ -254,13 +255,13 @@ class Questions:
         return await self._client.reply()
 
     def _end(self) -> Input:
-        """Return what it means that an answer was read to its end."""
+        """Return the result of an answer that was read to its end."""
         last = self._tracker.last
         if not self.live.waits_beyond(last):
             self.live.note_answer()
             return Input.REPLAY_END
         if last != self._asked_from:
-            return self._cut_short()  # of what it was to show, a ROUTER may have dropped the tail
+            return self._cut_short()  # a ROUTER may have dropped the tail of the answer
         self.live.note_answer()
         return Input.STRANGERS
 
@@ -292,19 +293,19 @@ class Questions:
             self._next = await self._reply()
 
     def _may_pass(self, fate: Input) -> bool:
-        """Return whether asking again would bring no more. A hole that an answer begins with is one
-        of the ring; a later one may be of the way here."""
+        """Return whether asking again would bring no more. A hole at the beginning of an answer is
+        one of the ring; a later one may be lost on the way."""
         return fate is not Input.GAP or self._tracker.last == self._asked_from
 
     def _stopped(self, fate: Input) -> Input:
-        """Return what it means that an answer cannot be followed."""
+        """Return the result of an answer that cannot be followed."""
         if fate is Input.IDENTITY_CHANGED:
             return Input.FOREIGN
         # A ROUTER at its high-water mark drops from the middle of an answer: ask again from there.
         return Input.LOST if self._tracker.last == self._asked_from else self._cut_short()
 
     def _cut_short(self) -> Input:
-        """Return what it means that an answer broke off."""
+        """Return the result of an answer that broke off."""
         last, asked_from = self._tracker.last, self._asked_from
         self._stuck_rounds = self._stuck_rounds + 1 if last == asked_from else 0
         furthest = -1 if last is None else last
@@ -336,7 +337,7 @@ class Questions:
         self.counters.snapshots += 1
         if last >= 0:
             self.delivery.end_snapshot(last)
-        # Where batches are named, live ones go on from here: those that it includes show as such.
+        # Where batches are named, live ones go on from here: included ones are recognised.
         if named is None:
             self.live.note_answer()
             if last >= 0:
@@ -345,7 +346,7 @@ class Questions:
         yield Result(Input.SNAPSHOT_END)
 
     async def _take_since(self, seq: int) -> AsyncIterator[Result]:
-        """Hand on what came since a snapshot, as far as it can be had.
+        """Hand on the batches since a snapshot, as far as available.
 
         On the same connection, so the ring's answer about batch *seq* proves its identity.
         """
@@ -382,18 +383,18 @@ class Recovery:
     delivery: Delivery
     counters: StreamCounters
     replay: ReplayEndpoint | None
-    """Where to ask; None: nowhere."""
+    """The replay endpoint; None: none."""
     snapshots: SnapshotEndpoint | None
-    """Where to ask for snapshots, if there is a place for these alone."""
+    """The endpoint for snapshots alone, if there is one."""
     work: WorkSlice
     silence: SilenceTimer
-    """When to look at the tail; put off by every batch and every recovery."""
+    """Times the looks at the tail; every batch and every recovery delays it."""
     retry: Backoff
     """Delays between questions without an answer."""
     patience_s: float
     """How long live batches wait for an endpoint that does not answer."""
     spacing_s: float
-    """Between two recoveries."""
+    """The least time between two recoveries."""
 
     def __post_init__(self) -> None:
         self._gap_seq: int | None = None
@@ -409,15 +410,15 @@ class Recovery:
             await self._do(live, Input.CONNECTED)
 
     async def look(self, live: LiveStream) -> None:
-        """Look whether something was lost at the tail."""
+        """Check for a loss at the tail."""
         await self._do(live, Input.SILENCE)
 
     async def rebuild(self, live: LiveStream) -> None:
-        """Get everything anew, if that can be had: the consumer found its picture wrong."""
+        """Get everything anew, if possible: the consumer found its picture wrong."""
         await self._do(live, Input.DISTRUSTED)
 
     def take(self, live: LiveStream, batch: Batch) -> Action | None:
-        """Hand *batch* on, or do what its fate calls for; returns the question to `follow_up`."""
+        """Hand *batch* on, or act on its fate; return the question to `follow_up`."""
         fate = self.delivery.take(batch)
         if fate is Input.NEXT and self.stream.stays_on_next:
             return None
@@ -436,7 +437,7 @@ class Recovery:
             self.silence.received()
 
     async def follow_up(self, live: LiveStream, question: Action | None) -> None:
-        """Ask *question*, and what follows from it, until the stream is at rest again.
+        """Ask *question* and those that follow, until the stream is at rest again.
 
         Args:
             live: Batches wait there meanwhile.
@@ -454,7 +455,7 @@ class Recovery:
     def _carry_out(
         self, live: LiveStream, given: Input, batch: Batch | None = None
     ) -> Action | None:
-        """Do at once what can be done at once; returns the question to ask then."""
+        """Carry out immediate actions; return the question to ask then."""
         for action in self.stream.advance(given):
             if action in RESULTS:
                 return action
@@ -526,7 +527,7 @@ class Recovery:
 
     async def _wait(self, live: LiveStream) -> Input:
         if live.is_down:
-            # What waits in the backlog will be in the replay that the next connection begins with.
+            # The backlog will be in the replay that the next connection begins with.
             return Input.DISCONNECTED
         if monotonic() >= self._gives_up_at:
             return Input.PATIENCE_OVER

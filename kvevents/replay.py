@@ -1,5 +1,5 @@
-"""Asking a publisher's replay endpoint: one connection, several questions, every answer bounded and
-checked. And asking its snapshot endpoint, where it has one: one connection for one question."""
+"""Clients of a publisher's replay endpoint (one connection, several questions, every answer bounded
+and checked) and of its snapshot endpoint (one connection for one question)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HEAD_FRAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class ReplayLimits:
-    """How much one answer may bring, and how long it may take."""
+    """Bounds on the size and the time of one answer."""
 
     silence_s: float = 5.0
-    """Between two replies. vLLM looks for requests ten times a second."""
+    """The longest between two replies. vLLM looks for requests ten times a second."""
     snapshot_s: float = 30.0
-    """Until a snapshot endpoint replies. It makes the snapshot first: a million blocks take
-    seconds."""
+    """The longest until a snapshot endpoint replies. It makes the snapshot first: a million blocks
+    take seconds."""
     total_s: float = 300.0
     batches: int = 1_000_000
     payload_bytes: int = 2 * 2**30
@@ -36,10 +36,10 @@ class ReplayLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReplayEndpoint:
-    """Where a publisher answers, and how it is asked."""
+    """The replay endpoint of a publisher, and the options of asking it."""
 
     context: Context
-    """Where the sockets live."""
+    """The context of the sockets."""
     endpoint: str
     topic: bytes | None
     """The only topic that replies may carry; None allows any."""
@@ -63,10 +63,10 @@ class ReplayEndpoint:
 
 
 def no_answer_from(replay: str | None, snapshots: str | None) -> str:
-    """How a problem names the endpoint that does not answer, behind the publisher's name.
+    """Return the text for an endpoint that does not answer, to follow the publisher's name.
 
     Args:
-        replay: The replay endpoint, which is named wherever there is one.
+        replay: The replay endpoint, which is named if there is one.
     """
     which = f"replay endpoint {replay}" if replay else f"snapshot endpoint {snapshots}"
     return f"its {which} does not answer"
@@ -110,7 +110,7 @@ class ReplayClient:
         self._connection.send([b"", encode_start(start)])
 
     async def reply(self) -> Batch | None:
-        """The next batch of the answer, None at its end.
+        """Return the next batch of the answer, None at its end.
 
         Raises:
             NoAnswer: Silence, a peer that left, or more than the limits allow.
@@ -172,10 +172,10 @@ class ReplayClient:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEndpoint:
-    """Where a publisher makes snapshots and nothing else."""
+    """An endpoint of a publisher for snapshots alone."""
 
     context: Context
-    """Where the sockets live."""
+    """The context of the sockets."""
     endpoint: str
     sockets: SocketLimits
     limits: ReplayLimits
@@ -183,14 +183,15 @@ class SnapshotEndpoint:
 
     @property
     def may_be_asked(self) -> bool:
-        """Not too soon after the last few snapshots: the engine stands still while it makes one,
-        and an endpoint of another process than the stream's would be asked again and again."""
+        """Return False too soon after the last few snapshots: the engine stands still while it
+        makes one, and an endpoint of another process than the stream's would be asked again and
+        again."""
         times = self._made_at
         return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
 
     async def ask(self) -> tuple[SnapshotClient, SnapshotHead | None]:
-        """Ask for a snapshot on a new connection; returns the rest of the reply, to be closed after
-        use, and its head: None where there is no snapshot for now.
+        """Ask for a snapshot on a new connection; return the rest of the reply, to be closed after
+        use, and its head, None without a snapshot for now.
 
         Raises:
             NoConnection: No peer, for now.
@@ -237,7 +238,7 @@ class SnapshotClient:
         return head
 
     async def reply(self) -> Batch | None:
-        """The next payload, under the number of the snapshot; None at the end.
+        """Return the next payload, under the number of the snapshot; None at the end.
 
         Raises:
             NoAnswer: More than the limits allow.
@@ -278,7 +279,7 @@ class SnapshotClient:
             await self._connection.wait(left_s)
 
     def _frame(self) -> bytes:
-        """The next frame of the reply, which is here as a whole."""
+        """Return the next frame of the reply, which has arrived as a whole."""
         found = self._connection.receive_frame()
         if found is None:
             raise NoAnswer("the snapshot endpoint hung up in the middle of its reply")

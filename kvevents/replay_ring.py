@@ -43,7 +43,7 @@ class ReplayRing:
             self._bytes -= len(self._batches.popleft().payload)
 
     def since(self, seq: int, limit: int) -> list[Batch]:
-        """The oldest batches from a number on.
+        """Return the oldest batches from a number on.
 
         Args:
             limit: Most batches to return.

@@ -1,4 +1,4 @@
-"""The replay endpoint: who asked for which batches, and how many of them have been sent.
+"""Serves the replay endpoint.
 
 A request is `[b"", start]`: a sequence number as u64 big endian, or `b"snapshot"`. A reply is
 `[b"", topic, seq, payload]` as often as needed, then `[b"", b"", 0xff * 8, b""]`. Anyone may send
@@ -28,11 +28,11 @@ _TURN_S = 0.002
 
 
 class Reply(NamedTuple):
-    """Holds what a client gets for one request."""
+    """The reply to one request."""
 
     is_snapshot: bool
     batches: Iterator[Batch]
-    """Made while they are sent."""
+    """The batches, made while they are sent."""
 
 
 class _SendResult(Enum):
@@ -86,7 +86,7 @@ class _OngoingReply:
         yield [self.client, b"", b"", END_MARKER, b""]
 
     def advance(self, now: float) -> bool:
-        """Go on to the next frames, once the client's queue has taken these; False after the
+        """Go on to the next frames, once the client's queue has taken these; return False after the
         last ones."""
         self.is_blocked = False
         self.moved_at = now
@@ -105,9 +105,9 @@ class ReplayServer:
     topic: bytes
     """First frame of every batch."""
     limits: ReplyLimits
-    """The bounds of what clients may use."""
+    """The limits on clients."""
     reply_to: Callable[[bytes], Reply]
-    """The reply to a request, whose 8 bytes it gets."""
+    """Returns the reply to a request, from its 8 bytes."""
 
     def __post_init__(self) -> None:
         self._budget = _RequestBudget(self.limits.requests_per_s, time.monotonic())
@@ -122,7 +122,8 @@ class ReplayServer:
         )
 
     def serve(self, now: float) -> bool:
-        """Read requests and send a little of every reply; True if more can be sent at once."""
+        """Read requests and send a little of every reply; return True if more can be sent at
+        once."""
         while self._may_accept(now) and self._accept(now):
             pass
         for reply in list(self._replies.values()):
@@ -132,8 +133,8 @@ class ReplayServer:
     # --- requests ---------------------------------------------------------------------------------
 
     def _may_accept(self, now: float) -> bool:
-        """Is there room for one more request? Until then it waits in this socket, or in its
-        sender's."""
+        """Return whether one more request can be read. Until then it waits in this socket, or in
+        its sender's."""
         return len(self._replies) < self.limits.concurrent and self._budget.has_one(now)
 
     def _accept(self, now: float) -> bool:

@@ -47,18 +47,18 @@ class HashKey:
         return f"HashKey({self.key_id})"
 
     def seal(self, digest: bytes) -> bytes:
-        """The hash under which the block of a digest is announced."""
+        """Return the hash under which the block of a digest is announced."""
         # Longer than the other message, so no digest can ask for the id.
         return hmac.digest(self._secret, b"kvroute block hash\0" + digest, "sha256")
 
 
 def sealed(event: Event, key: HashKey) -> Event:
-    """The event without anything of a prompt: no token ids, salts or multimodal keys, and hashes
-    under the key.
+    """Return the event without anything of a prompt: no token ids, salts or multimodal keys, and
+    hashes under the key.
 
     Args:
         event: Any; its hashes are digests, at least 16 bytes long.
-        key: Whose holders can recognise the blocks.
+        key: Its holders can recognise the blocks.
     Raises:
         TypeError: A hash is a number: it has too few bits to stand for a prompt.
     """
@@ -91,7 +91,7 @@ def make_hash_key(directory: Path, name: str) -> Path:
     """Make a key; return its file, which only the owner can read.
 
     Args:
-        name: Of the file, before its suffix.
+        name: The file's, before its suffix.
     Raises:
         HashKeyError: It cannot be written, or exists.
     """
@@ -124,14 +124,14 @@ def read_hash_key(path: Path) -> HashKey:
 # --- the keys of this process ---------------------------------------------------------------------
 
 _held: dict[str, HashKey] = {}
-"""By id. Apart from all state that is written down or shown: that names keys by their ids."""
+"""Keys by id. Kept apart from all state that is written or shown, which names keys by their ids."""
 
 
 def hold_key(key: HashKey) -> None:
-    """Let this process recognise blocks that are announced under a key."""
+    """Keep a key, so that this process recognises blocks announced under it."""
     _held[key.key_id] = key
 
 
 def held_key(key_id: str) -> HashKey | None:
-    """The key of that id; None if this process does not have it."""
+    """Return the key of an id; None if this process does not have it."""
     return _held.get(key_id)

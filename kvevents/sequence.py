@@ -30,7 +30,7 @@ _SEED = secrets.randbits(64)
 
 
 class StreamPosition(NamedTuple):
-    """How far a stream was applied, to go on from there in another process."""
+    """The position up to which a stream was applied, to go on from in another process."""
 
     seq: int
     """The batch applied last."""
@@ -42,13 +42,13 @@ class StreamPosition(NamedTuple):
 
 
 def fingerprint_seed() -> int | None:
-    """Return what a `StreamPosition` means something with; None where it means nothing
+    """Return the seed that a `StreamPosition` depends on; None where a position is of no use
     elsewhere."""
     return None if xxhash is None else int(fingerprint.keywords["seed"])
 
 
 def use_fingerprint_seed(seed: int) -> None:
-    """Take over another process's, before the first stream is followed."""
+    """Take over another process's seed, before the first stream is followed."""
     if xxhash is not None:
         fingerprint.keywords["seed"] = seed
 
@@ -65,7 +65,7 @@ fingerprint: partial[int] = (
 
 
 class SequenceTracker:
-    """How far one stream was applied, and what its last batches were.
+    """Tracks how far one stream was applied, and its last batches.
 
     Fingerprints are kept in a ring of *remembered* slots; a batch's slot is `seq % remembered`:
 
@@ -90,18 +90,19 @@ class SequenceTracker:
         self.expected = 0
         """The number of the next batch."""
         self.publisher_id: str | None = None
-        """The process behind the stream, where it names itself."""
+        """The identity of the publisher, where it names itself."""
         self.proven: int | None = None
-        """Up to here a replay or a snapshot has shown what was applied; None: nothing yet."""
+        """The last batch that a replay or a snapshot has confirmed; None: none yet."""
         self.ring_answers = 0
         """Replays that showed a batch. Once there was one, an empty ring is another process's."""
         self._remembered = remembered
         self._fingerprints = array("Q", bytes(8 * remembered))
         self._first = 0
-        """From here on no batch up to `last` is missing; as many as fit are remembered."""
+        """The first batch from which none up to `last` is missing; as many as fit are
+        remembered."""
 
     def classify(self, seq: int, digest: int) -> Input:
-        """The fate of a batch by its number, for one who has applied everything up to `last`.
+        """Return the fate of a batch by its number, after everything up to `last`.
 
         `NEXT`, `DUPLICATE`, `GAP` or `BACKWARDS`. Nothing is changed.
         """
@@ -112,7 +113,7 @@ class SequenceTracker:
         return Input.DUPLICATE if self.recall(seq) == digest else Input.BACKWARDS
 
     def recall(self, seq: int) -> int | None:
-        """The fingerprint of an applied batch; None if it is not remembered."""
+        """Return the fingerprint of an applied batch; None if it is not remembered."""
         if self.last is None or not self._first <= seq <= self.last < seq + self._remembered:
             return None
         return self._fingerprints[seq % self._remembered]
@@ -124,11 +125,11 @@ class SequenceTracker:
         self._keep(seq, digest)
 
     def unproven_since(self, most: int) -> int | None:
-        """From where on a replay would prove what was applied; `last` at the latest, None before
-        the first batch.
+        """Return where a replay has to begin to confirm the applied batches; `last` at the latest,
+        None before the first batch.
 
         Args:
-            most: Batches that it may begin before `last`.
+            most: The most batches before `last`.
         """
         if self.last is None:
             return None
@@ -137,11 +138,11 @@ class SequenceTracker:
         return min(self.last, max(earliest, self.last - remembered))
 
     def prove(self) -> None:
-        """Note that a replay showed everything up to `last` that there was to ask about."""
+        """Note that a replay has confirmed everything up to `last`."""
         self.proven = self.last
 
     def jump(self, seq: int) -> None:
-        """Note that everything up to *seq* is known from elsewhere, no batch by its payload."""
+        """Note that everything up to *seq* is known from elsewhere, without payloads."""
         self.last = self.proven = seq
         self.expected = self._first = seq + 1
 
@@ -152,7 +153,7 @@ class SequenceTracker:
             self._keep(self.last, digest)
 
     def position(self) -> StreamPosition | None:
-        """Where this stream is; None where nothing proves it to another process."""
+        """Return the position of the stream; None where nothing proves it to another process."""
         known = None if self.last is None else self.recall(self.last)
         if self.last is None or known is None:
             return None
@@ -166,7 +167,7 @@ class SequenceTracker:
         self.ring_answers = int(position.has_ring)
 
     def forget(self) -> None:
-        """Start over, with a process of which nothing is known."""
+        """Start over, with an unknown process."""
         self.last = self.publisher_id = self.proven = None
         self.expected = self._first = 0
 

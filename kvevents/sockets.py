@@ -43,12 +43,12 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 
 @dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """Holds what one connection may hold and how long it may take to come up."""
+    """Bounds on one connection and on the time to open it."""
 
     message_bytes: int = 64 * 2**20
-    """The connection of a peer that sends more in one frame is ended. libzmq keeps the frames of a
-    message until it is whole and has no bound for how many; so a replay
-    of one message without an end costs memory until `ReplayLimits.silence_s` ends the connection.
+    """The longest frame; a peer that sends more loses its connection. libzmq keeps the frames of a
+    message until it is whole and has no bound for how many; so a replay of one message without an
+    end costs memory until `ReplayLimits.silence_s` ends the connection.
     """
     queue_messages: int = 10_000
     """Messages libzmq holds before the publisher sees back pressure, and drops."""
@@ -61,7 +61,7 @@ class SocketLimits:
 
 
 def bound(socket: Socket, limits: SocketLimits) -> None:
-    """Limit what a socket keeps of messages, and have it notice a peer that has vanished.
+    """Limit a socket's messages, and have it notice a peer that has vanished.
 
     Args:
         socket: Not connected or bound yet.
@@ -112,7 +112,7 @@ class SocketConnection:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._is_odd = False
-        """The peer has sent a message that is not three frames."""
+        """True once the peer has sent a message that is not three frames."""
         self._wake = WakeUp()
         self._is_up = False
         self._failed = 0
@@ -121,15 +121,15 @@ class SocketConnection:
         """True once the peer is gone; what it sent before can still be received."""
         self.on_readable: Callable[[], None] | None = None
         """Called, instead of ending a wait, when there may be something to receive. It receives
-        until there is nothing left, or comes back on its own for the rest."""
+        until nothing is left, or schedules itself for the rest."""
 
     async def open(self) -> None:
         """Connect and wait for the handshake.
 
         Raises:
             NoConnection: None of the host's addresses answered in time.
-            HandshakeFailed: One did, and does not have the keys that it should, or wants some.
-            ForeignAddress: None of them may be connected to.
+            HandshakeFailed: The peer's keys are wrong or missing, or it requires keys.
+            ForeignAddress: No address of the host may be connected to.
             EndpointError: A socket cannot connect to the endpoint.
         """
         for address in await connectable_addresses(self.endpoint, self.limits):
@@ -178,7 +178,7 @@ class SocketConnection:
         return frame, bool(socket.getsockopt(_RCVMORE))
 
     def receive_three(self) -> list[bytes] | None:
-        """Do what `receive` does, for a peer whose messages have three frames, the second of 8
+        """Receive like `receive`, for a peer whose messages have three frames, the second of 8
         bytes: it is asked only once whether a message has more, which takes longer than a small
         frame.
 
@@ -260,7 +260,7 @@ class SocketConnection:
         return False
 
     def _why_not_up(self) -> NoConnection:
-        """Return what kept every connection from coming up."""
+        """Return why no connection came up."""
         where, limits = self.endpoint, self.limits
         if self._failed & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return HandshakeFailed(f"{where}: the peer does not know our public key")
@@ -278,8 +278,8 @@ class SocketConnection:
         if watched:
             self._monitor = self._socket.get_monitor_socket(_UP | _DOWN)
             loop.add_reader(self._monitor.fileno(), self._on_monitor)
-            # libzmq signals only after its state was read once: what it did while it was set up is
-            # not signalled.
+            # libzmq signals only after its state was read once: changes during the setup are not #
+            # signalled.
             self._on_monitor()
 
     async def _comes_up(self) -> bool:
@@ -340,17 +340,17 @@ def check_connectable(setting: str, text: str) -> ZmqEndpoint:
 
 
 async def connectable_addresses(endpoint: str, limits: SocketLimits) -> list[str]:
-    """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one
-    thread all sockets share.
+    """Return the endpoint with its host as addresses, IPv4 first: libzmq would look names up on the
+    one thread all sockets share.
 
     Args:
-        endpoint: With a name, or numbers already.
-        limits: How long to look, and which addresses are allowed.
+        endpoint: With a name or an address.
+        limits: The longest look-up, and the allowed addresses.
 
     Raises:
         NoConnection: The host has no address.
         ForeignAddress: It has none that is allowed.
-        EndpointError: It is no endpoint to connect to.
+        EndpointError: It is not an endpoint to connect to.
     """
     parsed = check_connectable("endpoint", endpoint)
     if parsed.scheme != "tcp":

@@ -1,5 +1,5 @@
-"""One numbered stream on its own thread: items are sent, kept for a while, and sent again to those
-who ask.
+"""Runs one numbered stream on its own thread: items are sent, kept for a while, and replayed on
+request.
 
 `offer` only puts an item on a bounded queue; the thread polls the queue every few milliseconds.
 Waking the thread would be a system call, which releases Python's global lock and then waits to get
@@ -7,7 +7,7 @@ it back: on a busy machine one call in ten then takes 250 µs, against 20 µs. T
 sockets: it turns items into payloads (a `StreamSource` writes them), numbers and sends them, keeps
 the last ones for replay, and replies to requests in between, a little at a time.
 
-Every item offered uses up one sequence number. What becomes of it depends on the queue's length:
+Every item offered uses up one sequence number. Its fate depends on the queue's length:
 
     0               max_queue_size            2 * max_queue_size
     |---- SENT ------------|---- UNSENT ---------------|---- LOST ---->
@@ -40,12 +40,13 @@ from kvevents.replay_server import ReplayServer, Reply, ReplyStatistics, prepare
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.005
-"""Between two polls of the queue and the requests when there is nothing to do."""
+"""The time between two polls of the queue and the requests when idle."""
 _DOZE_S = 0.025
-"""The same once there has been nothing for `_AWAKE_S`; an item ends it at once."""
+"""The same after `_AWAKE_S` without work; an item ends it at once."""
 _AWAKE_S = 0.25
 _REST_S = 0.0005
-"""Between two parts of a reply: a long one must not keep Python's global lock from the engine."""
+"""The pause between two parts of a reply: a long one must not keep Python's global lock from the
+engine."""
 _BURST = 256
 """Batches sent before requests get a turn."""
 _RING_CHUNK = 64
@@ -55,7 +56,7 @@ ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
 class OfferResult(Enum):
-    """Names what becomes of an offered item; see the picture above."""
+    """The fate of an offered item; see the picture above."""
 
     SENT = auto()
     UNSENT = auto()
@@ -67,22 +68,23 @@ class StreamSource(Protocol[ItemIn]):
 
     def opening(self) -> bytes | None:
         """The first batch of the stream, also sent before a replay from 0 whose first batches are
-        gone; None: there is no such batch."""
+        gone; None: no such batch."""
 
     def payload(self, item: ItemIn) -> bytes:
-        """Write an item, and note it in the state."""
+        """Write an item, and apply it to the state."""
 
     def note(self, item: ItemIn) -> None:
-        """Note an item in the state; it is not sent."""
+        """Apply an item to the state without sending it."""
 
     def note_loss(self) -> None:
         """Note that items are missing from the state."""
 
     def heartbeat(self) -> bytes | None:
-        """A batch without events; None: no heartbeats."""
+        """Write a batch without events; None: no heartbeats."""
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        """The whole state after the batch *seq*; None: no snapshots, or none at the moment."""
+        """Write the whole state after the batch *seq*; None: no snapshots, or none at the
+        moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +155,12 @@ class Stream(Generic[Item]):
 
     @property
     def endpoint(self) -> str:
-        """Where batches are published, with the port the system picked."""
+        """The address of batches, with the port the system picked."""
         return self._sockets.endpoint.address
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where replays and snapshots are requested."""
+        """The address for replays and snapshots."""
         return self._sockets.replay_endpoint.address if self._sockets.replay_endpoint else None
 
     # --- any thread -------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class Stream(Generic[Item]):
 
     @property
     def has_room(self) -> bool:
-        """Would an item be sent now?"""
+        """Return whether an item would be sent now."""
         return len(self._queue) < self._config.max_queue_size
 
     def close(self, timeout_s: float) -> None:
@@ -261,11 +263,11 @@ class Stream(Generic[Item]):
             time.sleep(_REST_S if has_more_to_reply else _NAP_S)
 
     def _doze(self) -> None:
-        """Wait for an item, and for a short while for requests. An engine that has nothing to do
-        should not use a core for that."""
+        """Wait for an item, and for a short while for requests. An idle engine should not use a
+        core for that."""
         self._wake.clear()
         self._is_dozing = True
-        # What was offered before that did not wake this thread: it is seen here.
+        # Items offered before that did not wake this thread: they are seen here.
         if not self._queue and not self._closing:
             self._wake.wait(_DOZE_S)
         self._is_dozing = False
@@ -324,7 +326,8 @@ class Stream(Generic[Item]):
         return Reply(False, self._replay(int.from_bytes(request, "big"), last_seq))
 
     def _replay(self, start: int, last_seq: int) -> Iterator[Batch]:
-        """The batches of `[start, last_seq]` that the ring still has; later ones are sent live.
+        """Yield the batches of `[start, last_seq]` that the ring still has; later ones are sent
+        live.
 
         A replay from 0 always begins with the opening batch. If the ring has lost it, it gets the
         number before the oldest batch, so that the sequence has no gap:

@@ -1,11 +1,11 @@
-"""How a followed stream is repaired, as a table; no I/O.
+"""Decides by a table how a followed stream is repaired; no I/O.
 
-A stream is in one `State`. Whatever happens to it is an `Input`: the fate of a batch, the result of
-a question to the replay endpoint, a silence, a lost connection. `TABLE` has for each pair the next
-state and the `Action`s to carry out, in order. At most one of them, the last, is a *question*: it
-takes time, and its result is the next input (`RESULTS` lists the possible results). After an input
-that raises no question the stream is at rest and takes live batches. The fate of a batch inside a
-replay or a snapshot is the exception: the answer is read on.
+A stream is in one `State`. Each event is an `Input`: the fate of a batch, the result of a question
+to the replay endpoint, a silence, a lost connection. `TABLE` has for each pair the next state and
+the `Action`s to carry out, in order. At most one of them, the last, is a *question*: it takes time,
+and its result is the next input (`RESULTS` lists the possible results). After an input that raises
+no question the stream is at rest and takes live batches. The fate of a batch inside a replay or a
+snapshot is the exception: the answer is read on.
 
 `kvevents.delivery` finds the fates, `kvevents.recovery` asks the questions, `kvevents.subscriber`
 brings silences, connections and the consumer's own distrust; all decisions are here. The *ring* is
@@ -30,7 +30,7 @@ from kvevents.stream_state import SHOWN, Action, Input, SourceState, State
 
 
 class Transition(NamedTuple):
-    """Holds what an input leads to."""
+    """The result of an input."""
 
     state: State
     actions: tuple[Action, ...] = ()
@@ -134,7 +134,7 @@ def _whole(state: State, plain: State, unanswered: State) -> _Row:
 
 
 def _incomplete(state: State, adrift: State) -> _Row:
-    """Something is missing. The ring fills what it can, without a change of state."""
+    """Something is missing. The ring fills in what it has, without a change of state."""
     return {
         **_RING_CANNOT_HELP,
         Input.NEXT: _to(state),
@@ -221,7 +221,7 @@ _ROWS: dict[State, _Row] = {
         **_SNAPSHOT,
         Input.NO_SNAPSHOT: _to(State.REFRESHING, Action.ASK_FROM_0),
         Input.RING_FROM_0: _to(State.REPLAYING, Action.CLEAR, Action.FOLLOW_PAST_HOLES),
-        # What is held may be wrong; the little that the ring still has would be less.
+        # The picture may be wrong; the few batches in the ring would be less.
         Input.RING_LATER: _to(State.LIVE),
         Input.RING_EMPTY: _to(State.LIVE),
         Input.VACANT: _to(State.LIVE),
@@ -362,7 +362,7 @@ IMPOSSIBLE: Mapping[tuple[State, Input], str] = {
     (State.REPLAYING, Input.GAP): _BEGINS_WHOLE,
     (State.REPLAYING, Input.LOST): _BRINGS_ONE,
 }
-"""Pairs that `RESULTS` alone would allow, and why they cannot meet."""
+"""Pairs that `RESULTS` alone would allow, and the reasons why they cannot meet."""
 
 
 class StreamRepair:
@@ -377,7 +377,7 @@ class StreamRepair:
         return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
 
     def advance(self, given: Input) -> tuple[Action, ...]:
-        """Go to the next state; returns what to do, in order.
+        """Go to the next state; return the actions, in order.
 
         Raises:
             RuntimeError: The table has no such pair: a mistake in the code that brings the input.
@@ -396,7 +396,7 @@ class StreamRepair:
         """The state that users see."""
         self._row = TABLE[state]
         self.stays_on_next = self._row.get(Input.NEXT) == _to(state)
-        """The next batch changes nothing: there is no need to `advance`."""
+        """True if the next batch changes nothing, so that `advance` can be left out."""
 
 
 # --- the drawing ----------------------------------------------------------------------------------

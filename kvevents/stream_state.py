@@ -1,4 +1,4 @@
-"""The states of a followed stream, what can happen to it, and what is done then.
+"""Defines the states of a followed stream, its inputs, and the actions.
 
 `SourceState` is what users see of the states; `kvevents.stream_repair` has the table over them.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class SourceState(Enum):
-    """How far the consumer's picture can be trusted."""
+    """The trust in the consumer's picture."""
 
     CONNECTING = "connecting"
     """No connection: not yet, or not any more."""
@@ -26,7 +26,7 @@ class SourceState(Enum):
 
 
 class State(Enum):
-    """Names what is known of a stream, and what is being done about the rest.
+    """The state of a stream: what is known of it, and the repair under way.
 
     *Whole*: everything published so far was handed on. *Adrift*: the replay endpoint is of no help,
     so gaps are passed instead of asked about, until a look at it succeeds.
@@ -40,7 +40,8 @@ class State(Enum):
 
     # Repair; live batches wait.
     VERIFYING = "verifying"
-    """Whole but for what is being asked: is it the same process, and what did it publish since?"""
+    """Whole but for the question under way: is it the same process, and what did it publish
+    since?"""
     DOUBTING = "doubting"
     """A batch looks like another process's; otherwise nothing is known to be missing."""
     REBUILDING = "rebuilding"
@@ -51,7 +52,7 @@ class State(Enum):
     REPLAYING = "replaying"
     """Taking the ring to its end; whole so far."""
     MAKING_UP = "making_up"
-    """Something is lost: a snapshot is asked for, else what the ring has behind the hole."""
+    """Something is lost: a snapshot is asked for, else the ring's batches behind the hole."""
     LOADING = "loading"
     """Taking a snapshot."""
     LOADING_PARTLY = "loading_partly"
@@ -63,8 +64,8 @@ class State(Enum):
     UNANSWERED = "unanswered"
     """Whole as far as known; the last look at the replay endpoint got no answer."""
     SILENT = "silent"
-    """Whole as far as known, but no batch came between looks that got no answer: what is published
-    may not arrive any more."""
+    """Whole as far as known, but no batch came between looks that got no answer: batches may not
+    arrive any more."""
     CROSSED = "crossed"
     """Whole, but another process's batches come over the connection: the next one has to be proven,
     whatever its number."""
@@ -115,7 +116,7 @@ SHOWN: Mapping[State, SourceState] = {
 
 
 class Input(Enum):
-    """Names what can happen to a stream."""
+    """The inputs of a stream."""
 
     __hash__ = object.__hash__  # by identity: a look-up for every batch, and Enum's own is slow
 
@@ -138,7 +139,7 @@ class Input(Enum):
     PARTLY_KEPT = "partly kept"
     """The consumer could not keep everything: from here on something is missing."""
     ALL_KNOWN = "all known"
-    """Nothing published before matters any more: whatever was missing no longer is."""
+    """Nothing published before matters any more: all gaps are closed."""
     DUPLICATE = "duplicate"
     """Handed on before; relays repeat and delay messages."""
     GAP = "gap"
@@ -169,7 +170,7 @@ class Input(Enum):
     CUT_SHORT = "cut short"
     """It broke off or had a hole, after something new, or for the first time without."""
     LOST = "lost"
-    """The ring lacks what comes next, or what comes next never gets through."""
+    """The ring lacks the next batch, or it never gets through."""
     FOREIGN = "foreign"
     """Another process answers."""
     MIXED = "mixed"
@@ -200,7 +201,7 @@ class Input(Enum):
 
 
 class Action(Enum):
-    """Names what to do about an input. *The batch* is the one whose fate the input was."""
+    """The actions after an input. *The batch* is the one whose fate the input was."""
 
     PUT_BACK = "put back"
     """Let the batch come again as a live one, after the questions."""
@@ -225,11 +226,11 @@ class Action(Enum):
     FOLLOW = "follow"
     """Hand the replay on, up to its end or its first hole."""
     FOLLOW_PAST_HOLES = "follow past holes"
-    """Hand the replay on, past what it cannot give: a batch that is unreadable, and a hole that it
-    begins with. A later hole may be filled by the next replay."""
+    """Hand the replay on, past an unreadable batch and past a hole at its beginning. A later hole
+    may be filled by the next replay."""
     ASK_SNAPSHOT = "ask snapshot"
     TAKE_SNAPSHOT = "take snapshot"
-    """Hand the snapshot on, and what came since."""
+    """Hand the snapshot on, and the batches since."""
     ASK_FROM_0 = "ask from 0"
     WAIT = "wait"
     """Wait a moment before the next try, if there is patience left."""

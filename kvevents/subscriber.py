@@ -1,10 +1,10 @@
-"""Follows one publisher: every batch once and in order, or it is known that something is missing.
+"""Follows one publisher: every batch once and in order, or a known gap.
 
 A stream is *live* until a number is missing; then the replay endpoint is asked
 (`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
 may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
-no gap. Every connection is a new socket (`kvevents.subscription`), so that all that comes over it
-comes from one process.
+no gap. Every connection is a new socket (`kvevents.subscription`), so that all its batches come
+from one process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SubscriberOptions:
     """Silence after which the tail is checked; doubles up to `max_probe_s`."""
     max_probe_s: float = 60.0
     spacing_s: float = 0.05
-    """Between two recoveries, whatever comes: a publisher that sends nonsense does not keep us busy
+    """The least time between two recoveries: a publisher that sends nonsense does not keep us busy
     asking."""
     first_retry_s: float = 0.1
     """Delay before the next connection, or the next question that got no answer; doubles up to
@@ -78,7 +78,7 @@ class SubscriberOptions:
 
 @dataclass(slots=True, kw_only=True)
 class SubscriberStatistics(StreamCounters):
-    """One stream in numbers: a copy of its counters, and the state now."""
+    """The counters of one stream, and the state now."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -99,13 +99,13 @@ class Subscriber:
         replay_endpoint: The publisher's ROUTER socket; None: what is lost stays lost, unless there
             is a snapshot.
         snapshot_endpoint: Its socket for snapshots alone, if it has one.
-        topic: What to subscribe to, matched exactly; None takes every topic.
-        context: Where the sockets live; None: a context of its own for each run.
+        topic: Matched exactly; None takes every topic.
+        context: The sockets' context; None: a context of its own for each run.
         pacer: Shared by all subscribers of an event loop.
-        resume: Where the consumer's picture is from, in place of nothing. The publisher is asked
-            whether it is still the same and what came since.
-        connect: Makes a connection in place of one to *endpoint*, which is then only shown.
-        has_unique_numbers: Whether a batch with the next number can only be the same process's.
+        resume: The position of the consumer's picture. The publisher is asked whether it is still
+            the same, and for the batches since.
+        connect: Makes connections in place of those to *endpoint*, which is then only shown.
+        has_unique_numbers: True if a batch with the next number can only be the same process's.
 
     Raises:
         EndpointError: A socket cannot connect to one of the addresses.
@@ -164,7 +164,7 @@ class Subscriber:
         )
 
     def position(self) -> StreamPosition | None:
-        """Where a whole picture of this stream is; None while it is not live, or nothing proves
+        """Return the position of a whole picture; None while it is not live, or nothing proves
         it."""
         is_live = self._delivery.shown is SourceState.LIVE
         return self._delivery.tracker.position() if is_live else None
@@ -172,8 +172,8 @@ class Subscriber:
     def rebuild(self) -> None:
         """Get everything anew from the publisher, for a consumer that found its picture wrong.
 
-        It is asked once, soon, for a snapshot, else for a replay from batch 0. Where neither can be
-        had, and where the stream is suspect anyhow, nothing changes.
+        It is asked once, soon, for a snapshot, else for a replay from batch 0. Without either, or
+        if the stream is suspect anyhow, nothing changes.
         """
         self._is_distrusted = True
         if self._live is not None:
@@ -301,13 +301,13 @@ class Subscriber:
 
 
 class _Intake:
-    """Hands on what one connection brings, a turn at a time.
+    """Hands on the batches of one connection, a turn at a time.
 
     While the subscriber's task has nothing else to do, batches go from the socket to the consumer
     without it, in the event loop's own call: a task's switch would cost more than a small batch.
 
     Args:
-        delivery: Where a message that is no batch is reported.
+        delivery: Gets reports of malformed messages.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class _Intake:
         self._is_waiting = self._is_queued = False
 
     def take(self, ends_at: float) -> bool:
-        """Hand on what waits, for a turn; returns whether that was all.
+        """Hand on waiting batches for a turn; return whether that was all.
 
         Args:
             ends_at: When the turn ends at the latest, on the monotonic clock.
@@ -352,12 +352,12 @@ class _Intake:
         return has_all
 
     async def follow_up(self) -> None:
-        """Do what the last batch calls for."""
+        """Follow up the last batch's question."""
         question, self.question = self.question, None
         await self._recovery.follow_up(self._live, question)
 
     async def wait(self, timeout_s: float) -> None:
-        """Hand on whatever comes, until something is to be done besides, or *timeout_s* is over."""
+        """Hand on batches, until there is other work or *timeout_s* is over."""
         self._is_waiting = True
         try:
             await self._live.wait(timeout_s, self._on_readable)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's events, which are asked for, as batches of ours; no sockets.
+"""Translates TensorRT-LLM's polled events into batches; no sockets.
 
 `POST /kv_cache_events` of trtllm-serve returns each event once, in a JSON array, oldest first:
 
@@ -50,19 +50,19 @@ from kvevents.messages import MAX_SEQ, Batch
 
 MAX_RESPONSE_BYTES = 32 * 2**20
 """Room for blocks of 750,000 tokens: one prompt is one event, and the events of an outage come at
-once. What does not fit is lost."""
+once. Longer responses are lost."""
 MAX_EVENTS = 100_000
-"""In one response."""
+"""The most events of one response."""
 MAX_BLOCK_TOKENS = 4096
 MAX_HELD_BACK = 4096
-"""Blocks that wait until the block size is known."""
+"""The most blocks that wait until the block size is known."""
 MAX_HELD_BACK_TOKENS = 262_144
 """Tokens of all these blocks together."""
 MAX_APART = 1_048_576
-"""Blocks remembered that are not, or not only, on the GPU."""
+"""The most remembered blocks that are not, or not only, on the GPU."""
 _MAX_HASH_CHARS = 128
 _TIERS = (GPU, CPU, STORAGE)
-"""By `cache_level`; what lies below the last one is in storage, too."""
+"""Tiers by `cache_level`; levels below the last one are storage, too."""
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
@@ -78,7 +78,7 @@ class _Counted(msgspec.Struct, gc=False):
     element, and an array of many would take far more memory than its text."""
 
     left: ClassVar[int] = 0
-    """How many more there may be."""
+    """How many more elements are allowed."""
 
     def __post_init__(self) -> None:
         _Counted.left -= 1
@@ -103,7 +103,7 @@ class _PolledEvent(msgspec.Struct):
 
 class _Token(msgspec.Struct):
     token_id: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)] | _Name
-    """A digest for the first token of an image, or what else the prompt holds besides text."""
+    """A digest for the first token of an image or other media."""
     token_extra_id: int = 0
 
 
@@ -124,7 +124,7 @@ class _Block(msgspec.Struct):
         return _tier(self.cache_level)
 
     def extra_keys(self) -> list[Any] | None:
-        """Return what its hash covers besides token ids, so that no text is taken for it."""
+        """Return the keys that its hash covers besides token ids, so that it matches no text."""
         keys: list[Any] = [[key.hash, key.start_offset] for key in self.mm_keys or ()]
         keys += [token.token_id for token in self.tokens if isinstance(token.token_id, str)]
         keys += [str(token.token_extra_id) for token in self.tokens if token.token_extra_id]
@@ -171,18 +171,18 @@ class PolledEvent(NamedTuple):
 
 
 class PolledEvents(NamedTuple):
-    """A response."""
+    """The events of a response."""
 
     events: list[PolledEvent]
     unreadable: int
-    """Left out: they name no number."""
+    """Events left out, as they have no number."""
 
 
 def read_response(body: bytes) -> PolledEvents:
-    """The events of a response, in its order.
+    """Read the events of a response, in its order.
 
     Raises:
-        MalformedBatch: It is no JSON array of objects, or has too many, or too many without a
+        MalformedBatch: It is not a JSON array of objects, or has too many, or too many without a
             number.
     """
     what = f"response of {len(body)} bytes"
@@ -198,7 +198,7 @@ def read_response(body: bytes) -> PolledEvents:
     events: list[PolledEvent] = []
     unreadable = 0
     for each in found:
-        if bytes(each) == b"{}":  # an event that was none any more when it was written
+        if bytes(each) == b"{}":  # an event that had become empty when it was written
             continue
         try:
             head = _head_decoder.decode(each)
@@ -232,17 +232,17 @@ class TrtllmTranslator:
 
     def _start(self) -> None:
         self._groups: dict[int | None, int] = {}
-        """By window, where events name no group."""
+        """Groups by window, where events name no group."""
         self._windows: dict[int, int] = {}
-        """By group, where events name it."""
+        """Windows by group, where events name it."""
         self._block_size = 0
         self._held_back: dict[tuple[int, BlockHash], _HeldBack] = {}
         self._held_back_tokens = 0
         self._apart: dict[tuple[int, BlockHash], str | None] = {}
-        """Where blocks are that are not on the GPU; None: nowhere, they were left out."""
+        """The tiers of blocks that are not on the GPU; None: left out."""
 
     def translate(self, event: PolledEvent) -> Batch:
-        """The batch with an event's number; without events where it changes nothing.
+        """Return the batch with an event's number; without events where it changes nothing.
 
         Raises:
             MalformedBatch: It cannot be read.
@@ -292,7 +292,7 @@ class TrtllmTranslator:
         return group
 
     def _window(self, group: int) -> int | None:
-        """A group's, where only its last blocks count: less than another group sees."""
+        """Return the window of a group that sees less than another one."""
         window = self._windows.get(group)
         return window if window is not None and window < max(self._windows.values()) else None
 
@@ -320,7 +320,7 @@ class TrtllmTranslator:
             self._let_go(next(iter(self._held_back)))
 
     def _let_go(self, key: tuple[int, BlockHash]) -> bool:
-        """Return whether a block was waiting; it does no more."""
+        """Remove a waiting block; return whether it was waiting."""
         held_back = self._held_back.pop(key, None)
         if held_back is None:
             return False
@@ -343,7 +343,7 @@ class TrtllmTranslator:
     def _runs(
         self, polled: PolledEvent, group: int, parent: BlockHash | None, stored: _Stored
     ) -> Iterator[Event]:
-        """One event for the blocks in a row that lie in the same tier."""
+        """Yield one event for each row of blocks in the same tier."""
         run: list[_Block] = []
         for block in stored.blocks:
             if len(block.tokens) > self._block_size:
@@ -408,7 +408,7 @@ class TrtllmTranslator:
             return
         self._apart.pop(key, None)
         if new == GPU or self._set_apart(key, new):
-            # First, so that it is never nowhere: what its hash stands for is known by its copies.
+            # First, so that it always has a copy: the meaning of its hash is known by its copies.
             yield BlockStored([key[1]], None, [], new, group)
         yield BlockRemoved([key[1]], old, group)
 
@@ -427,7 +427,7 @@ class TrtllmTranslator:
             yield BlockRemoved(hashes, tier, group)
 
     def _set_apart(self, key: tuple[int, BlockHash], tier: str | None) -> bool:
-        """Remember where a block is; False if there are too many."""
+        """Remember the tier of a block; return False if too many are remembered."""
         if len(self._apart) >= MAX_APART:
             return False
         self._apart[key] = tier
@@ -445,7 +445,7 @@ def _known_hash(polled: PolledEvent, block: _Block | _Updated) -> BlockHash:
 
 
 def _hash(polled: PolledEvent, value: int | str | None) -> BlockHash | None:
-    """A hash as the index knows it: a number, or the digest that hexadecimal digits stand for."""
+    """Return a hash as the index knows it: a number, or the digest of hexadecimal digits."""
     if value is None:
         return None
     if isinstance(value, int):
