@@ -278,7 +278,7 @@ class SocketConnection:
         if watched:
             self._monitor = self._socket.get_monitor_socket(_UP | _DOWN)
             loop.add_reader(self._monitor.fileno(), self._on_monitor)
-            # libzmq signals only after its state was read once: changes during the setup are not #
+            # libzmq signals only after its state was read once: changes during the setup are not
             # signalled.
             self._on_monitor()
 

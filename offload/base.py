@@ -50,7 +50,7 @@ def unpack_offload_key(key: OffloadKey) -> tuple[bytes, GroupIdx]:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The request for which a tier is asked."""
+    """The request that a tier is asked about."""
 
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -130,7 +130,7 @@ LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec | PeerLoadSpec
 
 
 class LookupResult(Enum):
-    """Names what a tier knows of a block."""
+    """The state of a block in a tier."""
 
     MISS = "miss"
     HIT = "hit"
@@ -140,13 +140,13 @@ class LookupResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """Holds what a tier agreed to take."""
+    """The blocks that a tier agreed to take."""
 
     keys_to_store: Sequence[OffloadKey]
     """The keys offered, in their order, without those the tier holds already, leaves out by its
     policy, or has dropped while a copy of them is still in flight."""
     store_spec: LowerTierSpec
-    """Where they go, one block per key."""
+    """Their places, one block per key."""
     evicted_keys: Sequence[OffloadKey]
     """The blocks evicted for them; already gone."""
 
@@ -162,12 +162,11 @@ class OffloadingEvent:
 
 
 class OffloadingManager(Protocol):
-    """The scheduler's side of a tier: what it holds, what is in flight, what it evicts next.
-
-    It is called from one thread. A block is stored by `prepare_store`, the copy, `complete_store`,
-    and is a hit only after that. A block is read by `prepare_load`, the copy, `complete_load`, and
-    is not evicted in between. Keys are passed in the order of the prompt, and a tier evicts a
-    prompt's tail before its head.
+    """The scheduler's side of a tier: its blocks, its copies in flight, its evictions. It is called
+    from one thread. A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit
+    only after that. A block is read by `prepare_load`, the copy, `complete_load`, and is not
+    evicted in between. Keys are passed in the order of the prompt, and a tier evicts a prompt's
+    tail before its head.
     """
 
     enable_events: bool = False
@@ -184,7 +183,7 @@ class OffloadingManager(Protocol):
         return
 
     def on_request_finished(self, context: RequestContext) -> None:  # noqa: ARG002
-        """A request gave up its blocks, for whatever reason; copies for it may still be in flight.
+        """A request gave up its blocks, for any reason; copies for it may still be in flight.
 
         Called once for each `on_new_request`.
         """
@@ -203,7 +202,7 @@ class OffloadingManager(Protocol):
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
-        """Protect blocks from eviction and return where they are, one block per key.
+        """Protect blocks from eviction and return their places, one block per key.
 
         Args:
             keys: Hits; a key named several times is protected as many times.
@@ -219,7 +218,7 @@ class OffloadingManager(Protocol):
         """End the protection: the copy is over.
 
         Args:
-            success: Without it the blocks are bad and are dropped.
+            success: False if the blocks are bad; they are dropped.
 
         Raises:
             TierStateError: A key has no load in flight.
@@ -229,9 +228,8 @@ class OffloadingManager(Protocol):
     def prepare_store(
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> PrepareStoreOutput | None:
-        """Make room for blocks and return where they go.
-
-        None, with nothing changed: they do not fit next to what is in flight.
+        """Make room for blocks and return their places. None, with nothing changed: they do not fit
+        next to what is in flight.
 
         Args:
             keys: Blocks offered to the tier; repeated keys count once.
@@ -245,7 +243,7 @@ class OffloadingManager(Protocol):
 
         Args:
             keys: The `keys_to_store` of `prepare_store`.
-            success: Without it nothing is left of the blocks.
+            success: False drops the blocks.
 
         Raises:
             TierStateError: A key has no store in flight.
@@ -264,7 +262,7 @@ class OffloadingManager(Protocol):
         ...
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Take what was stored and removed since the last call, in order."""
+        """Take the stores and removals since the last call, in order."""
         ...
 
 
@@ -272,7 +270,7 @@ class OffloadingManager(Protocol):
 
 
 class Direction(Enum):
-    """Which way a job copies."""
+    """The direction of a copy."""
 
     STORE = "store"
     """From the GPU to the tier."""
@@ -292,7 +290,7 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a job ended."""
+    """The end of a job."""
 
     job_id: int
     direction: Direction
@@ -324,5 +322,5 @@ class OffloadingWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Finish what was queued and stop."""
+        """Finish the queued jobs and stop."""
         ...

@@ -1,4 +1,4 @@
-"""The blocks of one KV cache: which are held, which can be found again, and which is evicted next.
+"""The blocks of one KV cache: those held, those that can be found again, and the order of eviction.
 
 All groups draw from one pool, since their pages have one size. A block is *held* while requests
 reference it, *free* while none does, and *cached* while it can be found by its hash; a free block
@@ -30,7 +30,7 @@ from offload.request import CacheRequest
 
 @dataclass(slots=True)
 class GroupPoolStatistics:
-    """One group: what is cached now, and what happened since the start."""
+    """One group: the blocks cached now, and counts since the start."""
 
     cached: int = 0
     """Distinct hashes."""
@@ -145,8 +145,8 @@ class BlockPool:
 
         Args:
             blocks: In the order in which they may be evicted.
-            have_slid_out: Whether their request goes on without them.
-            evict_first: Whether they go before all others that are cached, for no request is
+            have_slid_out: True if their request goes on without them.
+            evict_first: True to evict them before all others that are cached, as no request is
                 expected to ask for them.
         """
         unhashed: list[Block] = []
@@ -179,7 +179,7 @@ class BlockPool:
         """Make blocks of a request findable; null blocks and hashed ones are skipped.
 
         Args:
-            request: Whose tokens the blocks hold.
+            request: The blocks hold its tokens.
             group_idx: The group of the block table.
             blocks: The whole block table of the request in that group.
             start: Index of the first block to cache.
@@ -224,7 +224,8 @@ class BlockPool:
                 self._evict(self._blocks[block_id])
 
     def reset_prefix_cache(self) -> bool:
-        """Make every block unfindable; False, and nothing changed, while a request holds one."""
+        """Make every block unfindable; return False, with nothing changed, while a request holds
+        one."""
         if len(self.free_queue) != len(self._blocks) - 1:
             return False
         self.evictions += 1
@@ -251,7 +252,7 @@ class BlockPool:
     # --- observing --------------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
-        """Blocks now, and per group what happened since the start."""
+        """Blocks now, and counts per group since the start."""
         return PoolStatistics(
             num_blocks=len(self._blocks) - 1,
             free=len(self.free_queue),

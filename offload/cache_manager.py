@@ -1,4 +1,4 @@
-"""The engine's interface to its KV cache: what to reuse, blocks for new tokens, every change.
+"""The engine's interface to its KV cache: hits, blocks for new tokens, events.
 
 A scheduler's step for each request, in this order:
 
@@ -33,7 +33,7 @@ from offload.request import CacheRequest
 
 @dataclass(frozen=True, slots=True)
 class AllocatedBlocks:
-    """Holds what a request was given for its new tokens; `block_tables` has all it holds."""
+    """The blocks that a request got for its new tokens; `block_tables` has all it holds."""
 
     new_blocks: tuple[Sequence[Block], ...]
     """Per group the new blocks, in the order of its tokens."""
@@ -46,15 +46,15 @@ class AllocatedBlocks:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Counts what happened since the start."""
+    """Counts since the start."""
 
     requests: int = 0
     """Admissions: a preempted request counts again."""
     queried_tokens: int = 0
     hit_tokens: int = 0
-    """Those of `queried_tokens` that were reused."""
+    """Tokens of `queried_tokens` that were reused."""
     external_tokens: int = 0
-    """Those of `queried_tokens` that a lower tier brought."""
+    """Tokens of `queried_tokens` that a lower tier brought."""
     refused: int = 0
     """Calls of `allocate_slots` that returned None."""
     resets: int = 0
@@ -62,7 +62,7 @@ class CacheCounts:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Blocks now, and what happened since the start."""
+    """Blocks now, and counts since the start."""
 
     pool: PoolStatistics
     slid_out: tuple[int, ...]
@@ -152,8 +152,8 @@ class CacheManager:
             num_lookahead_tokens: Drafts that are to be written behind the new tokens.
             num_external_tokens: Tokens behind the hit that a lower tier will bring.
             num_encoder_tokens: Tokens of the encoder's output, for cross attention.
-            delay_caching: Cache nothing yet, since a load may fail; the next call without it
-                does, or `cache_blocks`.
+            delay_caching: Cache nothing yet, since a load may fail; the next call without it, or
+                `cache_blocks`, does.
             full_sequence_must_fit: Admit only if the whole prompt fits, not just these tokens.
             reserved_blocks: Free blocks to leave to others.
 
@@ -187,7 +187,8 @@ class CacheManager:
         self.coordinator.cache_blocks(request, min(num_tokens, request.num_tokens))
 
     def free_skipped_blocks(self, request: CacheRequest) -> None:
-        """Give back what slid out of the request's windows, ahead of its next `allocate_slots`."""
+        """Give back blocks that slid out of the request's windows, ahead of its next
+        `allocate_slots`."""
         self.coordinator.free_skipped_blocks(request, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:
@@ -201,18 +202,19 @@ class CacheManager:
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
-        """Make every block unfindable, as after new weights; False if a request holds any."""
+        """Make every block unfindable, as after new weights; return False if a request holds
+        any."""
         is_reset = self.pool.reset_prefix_cache()
         self._counts.resets += is_reset
         return is_reset
 
     def take_events(self) -> list[Event]:
-        """Take what changed since the last call, for the publisher; call it at the end of every
+        """Take the changes since the last call, for the publisher; call it at the end of every
         step."""
         return self._log.take() if self._log else []
 
     def statistics(self) -> CacheStatistics:
-        """Blocks now, and what happened since the start."""
+        """Blocks now, and counts since the start."""
         return CacheStatistics(
             pool=self.pool.statistics(),
             slid_out=tuple(manager.slid_out for manager in self.coordinator.managers),

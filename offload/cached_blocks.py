@@ -1,4 +1,4 @@
-"""Which blocks of one group can be found by their hash."""
+"""Finds the blocks of one group by their hash."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CachedBlocks:
         return [] if oldest is None else [oldest, *self._later.get(block_hash, {}).values()]
 
     def add(self, block_hash: bytes, block: Block) -> bool:
-        """Add a copy; True if it is the only one.
+        """Add a copy; return True if it is the only one.
 
         Args:
             block_hash: Identifies the prefix up to the block's end.
@@ -53,10 +53,10 @@ class CachedBlocks:
         return False
 
     def discard(self, block_hash: bytes, block: Block) -> bool:
-        """Remove a copy; True if it was the last.
+        """Remove a copy; return True if it was the last.
 
         Args:
-            block_hash: What *block* was added under.
+            block_hash: The hash that *block* was added under.
         """
         later = self._later.get(block_hash)
         if later is None:

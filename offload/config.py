@@ -1,4 +1,4 @@
-"""How an engine's KV cache is set up: one frozen model, checked when it is built."""
+"""The configuration of an engine's KV cache: one frozen model, checked when it is built."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class CacheConfig:
             hash_block_size: Tokens between two block hashes; divides every group's block size.
             max_model_len: Longest request, prompt and output.
             max_in_flight_tokens: Most tokens of a request in one step; default *max_model_len*.
-            enable_caching: Whether blocks can be found again by their hash.
-            enable_events: Whether changes are recorded; if so, `take_events` must be called.
+            enable_caching: True if blocks can be found again by their hash.
+            enable_events: True to record changes; then `take_events` must be called.
             eagle: Groups, by index, that must have one block more of a hit than is reused, since
                 they hold layers of an EAGLE or MTP drafter; True: all.
 

@@ -41,7 +41,7 @@ _KEEP_ALL = Retention(None)
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """Holds what a request can reuse."""
+    """The blocks that a request can reuse."""
 
     num_tokens: int
     """The hit, a multiple of the scheduler block size."""
@@ -56,7 +56,7 @@ class ComputedBlocks:
 
 
 class Coordinator(ABC):
-    """Blocks of all groups for a request; its forms differ in what they find and cache."""
+    """Blocks of all groups for a request; its forms differ in the blocks they find and cache."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
         """
@@ -119,7 +119,7 @@ class Coordinator(ABC):
 
         Args:
             need: Its next tokens, or all of them.
-            is_admission: Whether *need* is the whole request.
+            is_admission: True if *need* is the whole request.
         """
         return sum(
             manager.num_blocks_to_allocate(request_id, need, is_admission)
@@ -141,7 +141,7 @@ class Coordinator(ABC):
         )
 
     def adopt_computed_blocks(self, request_id: str, need: RequestNeed) -> None:
-        """Start the request's tables with a hit's blocks and blocks for what a tier will bring.
+        """Start the request's tables with a hit's blocks and blocks for a tier's tokens.
 
         All groups' hits are taken first: a new block for one group must not be another's hit.
 
@@ -164,10 +164,9 @@ class Coordinator(ABC):
         return tuple(manager.allocate_new_blocks(request_id, need) for manager in self.managers)
 
     def free_skipped_blocks(self, request: CacheRequest, num_computed_tokens: int) -> None:
-        """Give back what the request no longer needs, while it runs.
-
-        Where it began, no request resumes any more if its session goes on: behind it is where the
-        next turn does. That leaves what it named, and where it stands.
+        """Give back blocks that the running request no longer needs. If its session goes on, no
+        request resumes at its beginning any more: the next turn does behind it. That leaves the
+        boundaries that it named, and its present end.
         """
         ends: Sequence[int] | None = None
         if request.hints.keep_end and self.retention_interval == 0:
@@ -177,7 +176,7 @@ class Coordinator(ABC):
             manager.free_skipped_blocks(request.request_id, num_computed_tokens, ends)
 
     def refresh_named(self, request: CacheRequest, hit_tokens: int) -> None:
-        """Keep the boundaries that a request names within its hit as long as what it uses.
+        """Keep the boundaries that a request names within its hit as long as the blocks it uses.
 
         It uses the windows and states at the end of its hit, and full attention as a whole, which
         would then outlive the windows that make it a hit for others.
@@ -195,7 +194,7 @@ class Coordinator(ABC):
             manager.free(request_id)
 
     def start_step(self) -> None:
-        """Begin a step: what the last one wrote can be read now."""
+        """Begin a step: the last one's blocks can be read now."""
         for manager in self.managers:
             manager.start_step()
 
@@ -380,7 +379,7 @@ def resume_positions(
     Args:
         num_prompt_tokens: Length of the earlier prompt.
         scheduler_block_size: Hits end at its multiples, in tokens.
-        eagle: Whether some group must have one block more of a hit than is reused.
+        eagle: True if some group must have one block more of a hit than is reused.
     """
     if not eagle:
         return (num_prompt_tokens - 1,)

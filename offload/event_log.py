@@ -1,4 +1,4 @@
-"""Records what one engine step changed in the cache, presence-exactly.
+"""Records the changes of one engine step in the cache, presence-exactly.
 
 A (group, hash) is *stored* when it goes from no copy to one and *removed* when its last copy goes,
 compared between one `take` and the next. A change that was undone in between is not reported, so a
@@ -50,7 +50,7 @@ class EventLog:
 
         Args:
             first_block: Index of the first of them in the request's block table.
-            request: Whose tokens the blocks hold.
+            request: The blocks hold its tokens.
         """
         self._runs.append(_StoredRun(group_idx, first_block, request))
 
@@ -58,7 +58,7 @@ class EventLog:
         """Record that the next block of the run was cached.
 
         Args:
-            has_appeared: Whether it is the first copy of its hash.
+            has_appeared: True if it is the first copy of its hash.
         """
         run = self._runs[-1]
         run.hashes.append(block_hash)

@@ -1,4 +1,4 @@
-"""Holds what the cache knows of one request: its tokens, the hashes of its blocks, its progress."""
+"""One request as the cache sees it: its tokens, the hashes of its blocks, its progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.hashing import ExtraKeys, HashChain
 from offload.errors import EngineRequestError
 
 MAX_BOUNDARIES = 8
-"""That one request can name."""
+"""The most boundaries that one request can name."""
 
 RETENTION_HINTS = 1
 """Version of the hints that requests carry, as `CacheLayout.retention_hints` announces it."""
@@ -21,7 +21,7 @@ RETENTION_HINTS = 1
 
 @dataclass(frozen=True, slots=True)
 class RetentionHints:
-    """Which of a request's blocks later requests will ask for, as the router knows.
+    """The blocks of a request that later requests will ask for, by the router's hints.
 
     They matter to groups that keep sparsely (`CacheConfig.retention_interval`): windows and states.
     Each named boundary costs a window's blocks, or a state.
@@ -30,15 +30,15 @@ class RetentionHints:
     boundaries: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, each in the prompt; rounded down to where hits can end."""
     keep_end: bool = False
-    """True if the session goes on: then the response stays findable as well, and what the request
-    moves past is evicted first where it names no boundary behind it."""
+    """True if the session goes on: then the response stays findable as well, and blocks that the
+    request moves past are evicted first where it names no boundary behind them."""
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None, num_prompt_tokens: int) -> Self:
         """Read `kvroute.keep` and `kvroute.keep_end`.
 
         Args:
-            kv_transfer_params: Of a request, as they came.
+            kv_transfer_params: A request's, as they came.
             num_prompt_tokens: No boundary lies behind them; those that do are left out.
 
         Raises:
@@ -78,7 +78,7 @@ class PeerSource:
         """Read `remote_kv_source`; None where the field is missing.
 
         Args:
-            kv_transfer_params: Of a request, as they came.
+            kv_transfer_params: A request's, as they came.
 
         Raises:
             EngineRequestError: A field is of another form; the message names place, value and rule.
@@ -102,7 +102,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 @dataclass(frozen=True, slots=True)
 class PeerBlocks:
-    """Holds what a peer reported to hold of a request."""
+    """The blocks of a request that a peer reported to hold."""
 
     source: PeerSource
     keys: frozenset[bytes]
@@ -143,12 +143,12 @@ class CacheRequest:
             prompt_token_ids: The whole prompt.
             lora_name: The adapter; keeps its blocks apart from those of other adapters.
             cache_salt: Keeps its blocks apart from those of requests with another salt.
-            extra_keys: What else decides a block's content, per hash block of the prompt:
+            extra_keys: Further parts of a block's content, per hash block of the prompt:
                 `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
                 encoder's input as bytes.
             kv_transfer_params: For the lower tiers; see `RequestContext`.
-            hints: What later requests will ask for.
-            at_peer: What of it can be pulled.
+            hints: The router's.
+            at_peer: Blocks of it that can be pulled.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -184,8 +184,7 @@ class CacheRequest:
         return self.block_hashes[end // self._hasher.hash_block_size - 1]
 
     def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
-        """Return what besides tokens decides the block of `[start, end)`, in the form that events
-        carry.
+        """Return the parts of the block of `[start, end)` besides tokens, in the form of events.
 
         In this order: adapter, multimodal pairs with their offset in this block, salt, digests.
 
@@ -218,7 +217,7 @@ class CacheRequest:
         return tuple(keys) or None
 
     def _keys_between(self, start: int, end: int) -> list[tuple[str, object]]:
-        """Return what decides the block besides tokens, each key behind its kind."""
+        """Return the parts of the block besides tokens, each key behind its kind."""
         size = self._hasher.hash_block_size
         items: list[object] = []
         for position in range(start, end, size):

@@ -29,7 +29,7 @@ from offload.errors import CacheConfigError
 
 @dataclass(slots=True)
 class ReuseFilterStatistics:
-    """Counts what is remembered now, and what happened since the start."""
+    """Keys remembered now, and counts since the start."""
 
     tracked_keys: int = 0
     let_through: int = 0
@@ -43,7 +43,7 @@ class ReuseFilterStatistics:
 class ReuseFilter(OffloadingManager):
     """Wraps an `OffloadingManager`; its `prepare_store` leaves out blocks with too few users.
 
-    What is left out is missing from `keys_to_store`, like a block that the tier holds already. If
+    Blocks left out are missing from `keys_to_store`, like a block that the tier holds already. If
     the tier refuses (None), the uses still count.
     """
 
@@ -139,11 +139,12 @@ class ReuseFilter(OffloadingManager):
         return self.manager.take_events()
 
     def statistics(self) -> ReuseFilterStatistics:
-        """Return what is remembered now, and what happened since the start."""
+        """Return the keys remembered now, and counts since the start."""
         return replace(self._counts, tracked_keys=len(self._users))
 
     def _count_use(self, key: OffloadKey, request_id: str) -> int:
-        """How many requests used the block, this one included; stops counting at `min_uses`."""
+        """Return how many requests used the block, this one included; it stops counting at
+        `min_uses`."""
         users = self._users.pop(key, ())
         if len(users) < self.min_uses and request_id not in users:
             users = (*users, request_id)

@@ -1,9 +1,9 @@
 """Tiers of a tensor-parallel engine, where each of several workers holds its shard of every block.
 
-Where the scheduler decides what a tier holds, one manager speaks for all workers: `ShardedWorker`
+Where the scheduler decides a tier's content, one manager speaks for all workers: `ShardedWorker`
 gives each job to all of them and reports it when the last has ended. Where the workers' own tiers
-decide, each evicts in its own time, and `ShardEvents` turns what they report into what the engine
-can load:
+decide, each evicts in its own time, and `ShardEvents` turns their reports into the blocks that the
+engine can load:
 
     worker 0    stored A    stored B                removed A
     worker 1                stored A    stored B
@@ -54,7 +54,7 @@ class ShardedWorker(OffloadingWorker):
             workers: One per shard, each with room for the same blocks.
 
         Raises:
-            CacheConfigError: There is no worker.
+            CacheConfigError: No worker is given.
         """
         if not workers:
             raise CacheConfigError("sharded worker: there must be at least one worker")
@@ -64,7 +64,7 @@ class ShardedWorker(OffloadingWorker):
 
     @override
     def submit(self, job: TransferJob) -> None:
-        """Give the job to all workers; one that cannot take what the first took fails the job."""
+        """Give the job to all workers; one that cannot take it after the first fails the job."""
         self._workers[0].submit(job)
         sharded = _ShardedJob(job, {0})
         self._jobs[job.job_id] = sharded
@@ -134,8 +134,7 @@ def _result_of(sharded: _ShardedJob) -> TransferResult:
 
 
 class ShardEvents:
-    """Holds what the tiers of all workers hold together, presence-exactly: a block while all have
-    it.
+    """Tracks the common content of all workers' tiers, presence-exactly: a block while all have it.
 
     Workers may report at different times and evict on their own. Each reports a block as stored
     when it has gone from absent to present in its tier, and as removed when it is gone.
@@ -145,7 +144,7 @@ class ShardEvents:
         """Expect reports of workers `0` to `num_workers - 1`.
 
         Raises:
-            CacheConfigError: There is no worker.
+            CacheConfigError: No worker is given.
         """
         if num_workers < 1:
             raise CacheConfigError(f"shard events: num_workers {num_workers} must be at least 1")
@@ -160,13 +159,13 @@ class ShardEvents:
         """The blocks among them that a worker has removed since."""
 
     def report(self, worker: int, events: Iterable[TierEvent]) -> None:
-        """Take what changed in one worker's tier.
+        """Take the changes of one worker's tier.
 
         Args:
             events: As its tier reported them, without tokens, in their order.
 
         Raises:
-            CacheConfigError: There is no worker of that rank.
+            CacheConfigError: No worker has that rank.
         """
         if not 0 <= worker < self._num_workers:
             raise CacheConfigError(
@@ -203,7 +202,7 @@ class ShardEvents:
             del self._stored[block]
 
     def take_events(self) -> list[TierEvent]:
-        """Take what became loadable and ceased to be since the last call, to publish."""
+        """Take the changes of loadable blocks since the last call, to publish."""
         events: list[TierEvent] = list(_removals(self._removed))
         self._removed = {}
         stored = [

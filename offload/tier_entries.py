@@ -1,5 +1,4 @@
-"""Implements what the managers of lower tiers share: entries, lookups, counts, refused calls,
-events."""
+"""The common part of lower tiers' managers: entries, lookups, counts, refused calls, events."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from offload.errors import TierStateError
 
 @dataclass(slots=True)
 class TierEntry:
-    """One offloaded block: what is in flight of it, and whether it may be read."""
+    """One offloaded block: its copies in flight, and whether it may be read."""
 
     storing: bool = True
     loads: int = 0
-    """In flight."""
+    """Loads in flight."""
     doomed: bool = False
     """No longer a hit; kept until its copies are over."""
 
@@ -35,16 +34,16 @@ class TierEntry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts what happened in a tier since the start, in blocks unless stated otherwise."""
+    """Counts of a tier since the start, in blocks unless stated otherwise."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
     lookup_pending: int = 0
     """Lookups of blocks whose store was in flight."""
     stored: int = 0
-    """Became hits."""
+    """Blocks that became hits."""
     evicted: int = 0
-    """Dropped to make room."""
+    """Blocks dropped to make room."""
     failed_stores: int = 0
     failed_loads: int = 0
     """A block that several loads failed on counts for each."""
@@ -91,9 +90,9 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         Errors name a key by its position among *keys*: the key itself identifies a prompt.
 
         Args:
-            keys: What a caller asked for.
-            fits: Whether an entry is in the state the call needs.
-            complaint: What is wrong with an entry that does not fit, for the error.
+            keys: The caller's.
+            fits: Returns whether an entry is in the state the call needs.
+            complaint: The fault of an entry that does not fit, for the error.
 
         Raises:
             TierStateError: An entry is missing or does not fit.
@@ -109,7 +108,7 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         return entries
 
     def require_loads(self, loads: Counter[OffloadKey]) -> None:
-        """Check that at least as many loads are in flight as are reported over.
+        """Check that at least as many loads are in flight as have ended.
 
         Raises:
             TierStateError: A key has fewer loads in flight than *loads* counts.
@@ -133,6 +132,6 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
             self._events.append(OffloadingEvent(tuple(keys), self._medium, removed))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Take what was recorded since the last call."""
+        """Take the events since the last call."""
         events, self._events = self._events, []
         return events

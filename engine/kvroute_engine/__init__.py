@@ -2,7 +2,7 @@
 without tensors; and a demo that plays several behind the router.
 
 The engine is what the end-to-end tests run against, and what people without a GPU test routers for
-hybrid models with. A router treats it as it treats vLLM.
+hybrid models with. A router treats it like vLLM.
 
 Its rooms; each imports only what is listed above it:
 
@@ -10,5 +10,5 @@ Its rooms; each imports only what is listed above it:
     model/      the transformer, in torch; loaded only where a model is wanted
     http/       the engine on its own thread, behind vLLM's HTTP API
     command.py  `kvroute engine`
-    demo/       `kvroute demo`: engines, a router, and what its predictions gain
+    demo/       `kvroute demo`: engines, a router, and the gain of its predictions
 """

@@ -403,7 +403,7 @@ def _hash_key(arguments: argparse.Namespace) -> HashKey | None:
 
 
 def _curve(arguments: argparse.Namespace) -> CurveServer | None:
-    """Return what encrypts the events.
+    """Return the keys that encrypt the events.
 
     Raises:
         CurveError: A file cannot be used.

@@ -1,4 +1,4 @@
-"""The scheduler's side of offloading: what to load and to store, and which copies are done.
+"""The scheduler's side of offloading: plans loads and stores, and follows their copies.
 
 The files; each imports only what is listed above it:
 

@@ -19,7 +19,7 @@ from offload.base import OffloadKey, pack_offload_key, unpack_offload_key
 
 
 class BlockAliases:
-    """Aliases of a tier's blocks; bounded by what the tier holds or is being given."""
+    """Aliases of a tier's blocks; bounded by the blocks that the tier holds or takes."""
 
     def __init__(self, blocks_per_offloaded_block: Sequence[int]) -> None:
         """
@@ -43,11 +43,11 @@ class BlockAliases:
             self._prepared[key] = block_hashes
 
     def cancel(self, key: OffloadKey) -> None:
-        """Forget what was prepared: the block will not be stored."""
+        """Forget a prepared block: it will not be stored."""
         self._prepared.pop(key, None)
 
     def cancel_all(self) -> None:
-        """Forget all that was prepared: a reset ends what is being stored."""
+        """Forget all prepared blocks: a reset ends their stores."""
         self._prepared.clear()
 
     def add(self, key: OffloadKey) -> list[bytes]:

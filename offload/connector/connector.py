@@ -2,16 +2,16 @@
 
 A scheduler goes on from `CacheManager.get_computed_blocks` like this:
 
-1. `find_external_hit` returns what lower tiers add to the GPU's hit; None means that another
-   request is loading part of it right now: ask again in the next step;
+1. `find_external_hit` returns the tokens that lower tiers add to the GPU's hit; None means that
+   another request is loading part of it right now: ask again in the next step;
 2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)`
    gives it blocks;
 3. `start_load` queues the copies, and the request waits while `is_loading`, which is False at once
    where nothing has to be copied;
 4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands
-   all to the tiers' workers, and `complete` takes what they finished: requests whose loads are over
-   go on behind their hit, those whose load failed are freed and start again;
-5. `forget` when a request gives up its blocks, for whatever reason.
+   all to the tiers' workers, and `complete` takes their results: requests whose loads are over go
+   on behind their hit, those whose load failed are freed and start again;
+5. `forget` when a request gives up its blocks, for any reason.
 
 Blocks that a copy reads or writes stay referenced until it is over, so that they are not given out
 meanwhile.
@@ -115,8 +115,8 @@ class OffloadingConnector:
         Args:
             tiers: The fastest first. Blocks are stored in all of them; a load takes each block from
                 the first that has it.
-            promote: Whether blocks that a load brought back are offered to the tiers that lack
-                them: what was found on disk is then found in memory the next time. Without it only
+            promote: True to offer blocks that a load brought back to the tiers that lack them:
+                blocks found on disk are then found in memory the next time. Without it only
                 computed blocks are stored.
 
         Raises:
@@ -161,9 +161,8 @@ class OffloadingConnector:
     def find_external_hit(
         self, request: CacheRequest, computed: ComputedBlocks
     ) -> ExternalHit | None:
-        """Return what lower tiers add to the GPU's hit.
-
-        None if part of it is on its way to the GPU for another request.
+        """Return the tokens that lower tiers add to the GPU's hit. None if part of it is on its way
+        to the GPU for another request.
         """
         if request.request_id not in self._contexts:
             self._begin(context_of(request))
@@ -183,7 +182,7 @@ class OffloadingConnector:
         """Queue the copies of a hit.
 
         Args:
-            request: One that was given blocks for the hit.
+            request: It has blocks for the hit.
 
         Raises:
             TierStateError: The request waits for a load already, or a block was lost since the hit
@@ -272,7 +271,7 @@ class OffloadingConnector:
         return jobs
 
     def complete(self, results: Iterable[TransferResult]) -> FinishedLoads:
-        """Take what workers finished, and return the requests whose loads are over.
+        """Take the workers' results, and return the requests whose loads are over.
 
         Raises:
             TierStateError: A result belongs to a job that is not in flight.
@@ -298,7 +297,7 @@ class OffloadingConnector:
         self._queued[tier_index].append(flight.job)
 
     def _end_load(self, flight: _Flight, success: bool) -> bool:
-        """True if it was the last that its request waited for."""
+        """Return True if it was the last load that its request waited for."""
         flight.tier.complete_load(flight.keys, flight.context, success)
         self._keys_loading -= Counter(flight.keys)
         loading = self._loading.get(flight.context.request_id)
@@ -318,13 +317,12 @@ class OffloadingConnector:
     # --- the tiers as a whole ---------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Drop what the tiers hold, as after new weights."""
+        """Drop the tiers' blocks, as after new weights."""
         for tier in self._tiers:
             tier.reset()
 
     def take_events(self) -> list[Event]:
-        """Take what the tiers stored and removed since the last call, to publish with the
-        cache's."""
+        """Take the tiers' stores and removals since the last call, to publish with the cache's."""
         return [event for tier in self._tiers for event in tier.take_events()]
 
     def statistics(self) -> ConnectorStatistics:

@@ -1,4 +1,5 @@
-"""Plans what lower tiers add to a request's hit on the GPU, and the copies that bring it back."""
+"""Plans the tokens that lower tiers add to a request's hit on the GPU, and the copies that bring
+them back."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ExternalHit:
-    """Holds what lower tiers add to a request's hit on the GPU."""
+    """The tokens that lower tiers add to a request's hit on the GPU."""
 
     num_tokens: int
     """The whole hit. It may be the whole prompt: then the scheduler computes the last token again,
     over the same block."""
     num_external_tokens: int
-    """Those tokens of it that are behind the GPU's hit."""
+    """The tokens behind the GPU's hit."""
     pieces: Sequence[Piece] = ()
     """Group by group, each group's in the order of the prompt."""
 
@@ -88,7 +89,7 @@ class LoadPlanner:
         self._tiers = tiers
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
-        """Return what the tiers add to a hit on the GPU."""
+        """Return the tokens that the tiers add to a hit on the GPU."""
         search = _Search(self._tiers, context_of(request))
         num_tokens = self._longest(request, computed.num_tokens, search)
         pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
@@ -162,7 +163,7 @@ def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Pie
     offloaded blocks of several GPU blocks.
 
     Args:
-        pieces: Of all tiers, in the order of `ExternalHit.pieces`.
+        pieces: All tiers', in the order of `ExternalHit.pieces`.
     """
     runs: dict[GroupIdx, list[list[Piece]]] = {}
     for piece in pieces:

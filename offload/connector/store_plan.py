@@ -1,4 +1,4 @@
-"""Which blocks of a request are worth storing in a lower tier, each considered once."""
+"""Chooses the blocks of a request that are worth storing in a lower tier, each considered once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.request import CacheRequest
 
 
 class StoreScope(Enum):
-    """Which tokens' blocks are stored."""
+    """The tokens whose blocks are stored."""
 
     PROMPT = "prompt"
     ALL = "all"
@@ -81,7 +81,7 @@ class StorePlanner:
         ]
 
     def mark_offered(self, request: CacheRequest, tier_index: int) -> None:
-        """Record that the tier took what it wanted of `candidates`."""
+        """Record that `candidates` were offered to the tier."""
         offered = self._offered[request.request_id][tier_index]
         for manager in self._managers:
             offered[manager.group_idx] = max(

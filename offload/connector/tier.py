@@ -36,7 +36,7 @@ class Tier:
     ) -> None:
         """
         Args:
-            manager: Decides what the tier holds; its own statistics are reached through it.
+            manager: Decides which blocks the tier holds; its own statistics are reached through it.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; the
                 same as the tier's worker has.
 
@@ -100,7 +100,7 @@ class Tier:
         """See `OffloadingManager.complete_load`.
 
         Args:
-            success: Without it the blocks are bad and are dropped.
+            success: False if the blocks are bad; they are dropped.
         """
         self.manager.complete_load(keys, context, success)
 
@@ -140,7 +140,7 @@ class Tier:
 
         Args:
             keys: The `keys_to_store` of `prepare_store`.
-            success: Without it nothing is left of the blocks.
+            success: False drops the blocks.
         """
         self.manager.complete_store(keys, context, success)
         if not success:
@@ -148,12 +148,12 @@ class Tier:
                 self._aliases.cancel(key)
 
     def reset(self) -> None:
-        """Drop what the tier holds, as after new weights."""
+        """Drop the tier's blocks, as after new weights."""
         self.manager.reset()
         self._aliases.cancel_all()
 
     def take_events(self) -> list[Event]:
-        """Take what the tier stored and removed since the last call, per group.
+        """Take the tier's stores and removals since the last call, per group.
 
         The events carry no tokens: the GPU's events of the same hashes do.
         """
@@ -198,7 +198,7 @@ class Tier:
 
     def _check_sizes(self) -> None:
         if max(self.sizes, default=0) > 1 and not self.manager.enable_events:
-            # Which GPU blocks can be loaded follows from the manager's events.
+            # The manager's events show which GPU blocks can be loaded.
             raise CacheConfigError(
                 f"{self.medium} tier: blocks_per_offloaded_block {list(self.sizes)} needs a "
                 "manager with enable_events"

@@ -1,5 +1,4 @@
-"""Manages the CPU tier: what it holds, what of it is in flight, and what it evicts when room is
-needed.
+"""Manages the CPU tier: its blocks, copies in flight, and evictions.
 
 It deals in block ids; the memory is the worker's. A key has at most one block. Its life:
 `prepare_store` makes it pending, `complete_store` makes it a hit, loads protect it, and eviction, a
@@ -33,7 +32,7 @@ from offload.tier_entries import TierCounts, TierEntries, TierEntry
 
 @dataclass(slots=True)
 class CPUTierCounts(TierCounts):
-    """Counts what happened in the CPU tier since the start."""
+    """Counts of the CPU tier since the start."""
 
     loads: int = 0
     """Protections given by `prepare_load`."""
@@ -43,12 +42,12 @@ class CPUTierCounts(TierCounts):
 
 @dataclass(frozen=True, slots=True)
 class CPUTierStatistics:
-    """Blocks now, and what happened since the start."""
+    """Blocks now, and counts since the start."""
 
     num_blocks: int
     free_blocks: int
     idle_blocks: int
-    """Hits that no load protects: what can be evicted."""
+    """Hits that no load protects, which can be evicted."""
     loading_blocks: int
     """Hits that a load protects."""
     pending_blocks: int
@@ -66,8 +65,8 @@ class _CPUEntry(TierEntry):
 class CPUOffloadingManager(OffloadingManager):
     """The CPU tier as the scheduler sees it; its specs are block ids in `[0, num_blocks)`.
 
-    The order of the keys in a call is that of the prompt: what a call stores or has loaded is
-    evicted from its last key to its first, since a block is useless without those before it.
+    The order of the keys in a call is that of the prompt: a call's blocks are evicted from the last
+    key to the first, since a block is useless without those before it.
     """
 
     medium = CPU
@@ -290,7 +289,7 @@ class CPUOffloadingManager(OffloadingManager):
         return self._blocks.take_events()
 
     def statistics(self) -> CPUTierStatistics:
-        """Blocks now, and what happened since the start."""
+        """Blocks now, and counts since the start."""
         free = len(self._free_block_ids)
         not_loading = self._idle_blocks + self._pending_blocks + self._doomed_blocks
         return CPUTierStatistics(

@@ -76,7 +76,7 @@ class CPUTransferWorker(TransferWorker):
         self._transfers.submit(job, plan, side)
 
     def read_block(self, block_id: int, num_bytes: int) -> bytes:
-        """The first bytes of a slot, from any thread, whatever is written there meanwhile.
+        """Return the first bytes of a slot, from any thread, even while it is written.
 
         Args:
             num_bytes: At most `slot_bytes`.

@@ -74,7 +74,7 @@ def _hash_bytes(key: OffloadKey) -> int:
 
 
 def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
-    """Verify what was read from a block's file.
+    """Verify the content of a block's file.
 
     Args:
         header: The file's first `header_bytes(key, gpu_blocks)` bytes.

@@ -1,5 +1,4 @@
-"""Manages the disk tier: what it holds, what of it is in flight, and what it evicts when room is
-needed.
+"""Manages the disk tier: its blocks, copies in flight, and evictions.
 
 A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a
 hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
@@ -38,23 +37,23 @@ _KEYS_PER_EVENT = 1024
 
 @dataclass(slots=True)
 class FileTierCounts(TierCounts):
-    """Counts what happened in the disk tier since the start."""
+    """Counts of the disk tier since the start."""
 
     restored: int = 0
-    """Found in the directory at the start."""
+    """Blocks found in the directory at the start."""
     failed_removals: int = 0
     """Attempts to delete a file that the system refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTierStatistics:
-    """Blocks and bytes now, and what happened since the start."""
+    """Blocks and bytes now, and counts since the start."""
 
     max_bytes: int
     used_bytes: int
     """The bytes of all files, those in flight included."""
     idle_blocks: int
-    """Hits that no load protects: what can be evicted."""
+    """Hits that no load protects, which can be evicted."""
     loading_blocks: int
     """Hits that a load protects."""
     pending_blocks: int
@@ -73,10 +72,9 @@ class FileOffloadingManager(OffloadingManager):
     """The disk tier as the scheduler sees it, over the files of a `BlockStore`.
 
     The least recently used block is evicted first. The order of the keys in a call is that of the
-    prompt: what a call stores or has loaded is evicted from its last key to its first, since a
-    block is useless without those before it. Blocks that an earlier process left in the directory
-    are hits at once, the longest unused of them evicted first, and the first `take_events` reports
-    them.
+    prompt: a call's blocks are evicted from the last key to the first, since a block is useless
+    without those before it. Blocks that an earlier process left in the directory are hits at once,
+    the longest unused of them evicted first, and the first `take_events` reports them.
     """
 
     medium = STORAGE
@@ -85,7 +83,8 @@ class FileOffloadingManager(OffloadingManager):
         """
         Args:
             store: The directory. It belongs to this manager until `store.close()`.
-            max_bytes: Limit for all block files together; see `BlockStore` for what is not counted.
+            max_bytes: Limit for all block files together; see `BlockStore` for bytes that are not
+                counted.
             enable_events: Record what is stored and removed; then `take_events` must be called,
                 since events are kept until it is.
 
@@ -132,7 +131,7 @@ class FileOffloadingManager(OffloadingManager):
 
     @override
     def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
-        """Those of the files that the directory held at the start; empty after the first call."""
+        """See `OffloadingManager`; for files found at the start, and empty after the first call."""
         hashes, self._restored_hashes = self._restored_hashes, {}
         return hashes
 
@@ -271,7 +270,7 @@ class FileOffloadingManager(OffloadingManager):
         return self._files.take_events()
 
     def statistics(self) -> FileTierStatistics:
-        """Blocks and bytes now, and what happened since the start."""
+        """Blocks and bytes now, and counts since the start."""
         files = self._files.values()
         return FileTierStatistics(
             max_bytes=self.max_bytes,

@@ -20,12 +20,12 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Holds what all blocks of a directory have in common."""
+    """The properties that all blocks of a directory share."""
 
     payload_bytes: Sequence[int]
     """Per group, the bytes of an offloaded block."""
     identity: str
-    """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed,
+    """All else that makes equal keys mean equal bytes: model and revision, cache dtype, hash seed,
     rank. Compared verbatim."""
     gpu_blocks: Sequence[int] = ()
     """Per group, how many GPU blocks a block covers, where their hashes are kept."""

@@ -1,6 +1,6 @@
 """A directory of block files named after their keys; each file exists whole or not at all.
 
-Files are written under a temporary name and renamed. What is read is verified; a file that does not
+Files are written under a temporary name and renamed. Reads are verified; a file that does not
 verify is deleted, never served. Sizes are those of the files: file systems need more, for rounding
 and for directories.
 """
@@ -74,7 +74,7 @@ def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class StoreStatistics:
-    """Counts what a store did since it was opened."""
+    """Counts of a store since it was opened."""
 
     written_blocks: int = 0
     written_bytes: int = 0
@@ -85,7 +85,7 @@ class StoreStatistics:
 
 
 class BlockFiles(Protocol):
-    """Describes what a disk tier's manager needs of its files."""
+    """The interface of a disk tier's files to its manager."""
 
     @property
     def payload_bytes(self) -> Sequence[int]:
@@ -103,8 +103,8 @@ class BlockFiles(Protocol):
     def scan(self) -> list[StoredFile]:
         """The block files in the directory, the longest unused first.
 
-        Deletes what interrupted writes left behind, so it must precede any write. Lengths are
-        checked here, contents when they are read.
+        Deletes the remains of interrupted writes, so it must precede any write. Lengths are checked
+        here, contents when they are read.
 
         Raises:
             CacheConfigError: Another process, or another store of this one, has scanned the
@@ -146,7 +146,7 @@ class BlockStore(BlockFiles):
         Args:
             root: The directory; each worker of a model has its own.
             payload_bytes: Per group, the bytes of an offloaded block.
-            identity: What else makes equal keys mean equal bytes, see `Manifest`.
+            identity: See `Manifest`.
             durable: Wait for the disk at every write. Without it a power failure may lose blocks,
                 but damaged ones are never served.
             replace_other_layout: Delete the blocks of a directory that was made for another layout
@@ -285,7 +285,7 @@ class BlockStore(BlockFiles):
             self._claim = None
 
     def statistics(self) -> StoreStatistics:
-        """Return what the store did since it was opened."""
+        """Return the counts since it was opened."""
         with self._lock:
             return replace(self._counts)
 
@@ -346,7 +346,8 @@ class BlockStore(BlockFiles):
                         yield directory / entry.name
 
     def _survivor(self, path: Path) -> StoredFile | None:
-        """A file as a scan reports it; None, and the file deleted, if it is not a whole block."""
+        """Return a file as a scan reports it; delete it and return None if it is not a whole
+        block."""
         key = key_of(path.relative_to(self.root).as_posix())
         status = path.stat()
         if key is None or not self._is_whole(key, status.st_size):
@@ -367,7 +368,7 @@ class BlockStore(BlockFiles):
     # --- reading and writing ----------------------------------------------------------------------
 
     def _new_temporary(self, path: Path) -> Path:
-        """A name beside *path* that no other thread or process writes to."""
+        """Return a name beside *path* that no other thread or process writes to."""
         number = next(self._temporary_numbers)
         return path.with_name(f"{os.getpid()}-{threading.get_native_id()}-{number}{_TEMPORARY}")
 

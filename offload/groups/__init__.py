@@ -1,4 +1,4 @@
-"""Knows what each kind of attention needs of the KV cache.
+"""Implements the needs of each kind of attention from the KV cache.
 
 The files; each imports only what is listed above it:
 

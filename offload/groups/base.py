@@ -1,4 +1,4 @@
-"""Holds what one group of layers has for every request: the part that all kinds share.
+"""Keeps one group's block tables of every request: the part that all kinds share.
 
 A request's *block table* in a group lists its blocks in the order of its tokens, with the null
 block wherever none is needed any more, or none ever was. A manager decides how many blocks a
@@ -48,15 +48,15 @@ class Retention:
     interval: int | None
     """The group's `CacheConfig.retention_interval`."""
     boundaries: Sequence[int] = ()
-    """Token positions at which a hit may end whatever the interval: the ends of the prompt, the end
-    of a shared prefix, and those that the request names."""
+    """Token positions at which a hit may end at any interval: the ends of the prompt, the end of a
+    shared prefix, and those that the request names."""
     kept_behind: int | None = None
     """Behind this position a hit may end anywhere: the response, where the session goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestNeed:
-    """Holds what a request needs of all groups for its next tokens."""
+    """A request's needs of all groups for its next tokens."""
 
     num_tokens: int
     """Computed and new ones together."""
@@ -73,7 +73,7 @@ class RequestNeed:
 
 
 class GroupManager(ABC):
-    """Block tables of one group. Each kind of attention overrides what differs."""
+    """Block tables of one group. Each kind of attention overrides the differences."""
 
     def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
         """
@@ -144,7 +144,8 @@ class GroupManager(ABC):
         )
 
     def _read_behind(self, ends: Iterable[int]) -> set[int]:
-        """Table indices of what requests read that resume at one of *ends*, in tokens."""
+        """Yield table indices of the blocks that requests read that resume at one of *ends*, in
+        tokens."""
         step, eagle = self.settings.scheduler_block_size, int(self.settings.eagle)
         found = set[int]()
         for end in ends:
@@ -153,7 +154,7 @@ class GroupManager(ABC):
         return found
 
     def refresh(self, request: CacheRequest, end: int) -> None:
-        """Evict last what a request reads that resumes at *end*, if all of it is cached.
+        """Evict last the blocks that a request reads that resumes at *end*, if all are cached.
 
         Args:
             end: In tokens, a multiple of the scheduler block size.
@@ -186,7 +187,7 @@ class GroupManager(ABC):
         Args:
             request_id: The request; it may hold blocks already.
             need: Its next tokens, or all of them.
-            is_admission: Whether *need* is the whole request: then blocks that will have slid out
+            is_admission: True if *need* is the whole request: then blocks that will have slid out
                 on the way are not counted twice.
         """
         required = blocks_for(need.num_slots, self.block_size)
@@ -269,11 +270,11 @@ class GroupManager(ABC):
     def free_skipped_blocks(
         self, request_id: str, num_computed_tokens: int, ends: Sequence[int] | None = None
     ) -> None:
-        """Give back what the request no longer needs, while it runs.
+        """Give back blocks that the running request no longer needs.
 
         Args:
-            ends: Where later requests will resume, in tokens: what they will not read is evicted
-                first. None: nothing is known of them.
+            ends: Where later requests will resume, in tokens: blocks they will not read are evicted
+                first. None: unknown.
         """
         indices = self._skipped_indices(request_id, num_computed_tokens)
         if not indices:
@@ -295,7 +296,7 @@ class GroupManager(ABC):
         self.pool.free_blocks(reversed(table))
 
     def start_step(self) -> None:
-        """Begin a step: what the last one wrote can be read now."""
+        """Begin a step: the last one's blocks can be read now."""
         self._unreadable.clear()
 
     def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:

@@ -19,21 +19,21 @@ class PeerClient:
     """Other engines with equal weights. Every call has a socket of its own, so it may be used from
     any thread.
 
-    A peer that did not answer is left alone for a while: a request must not wait for each that is
-    routed past a dead engine.
+    A peer that did not answer is left alone for a while: requests must not wait for a dead engine
+    one by one.
     """
 
     FETCH_S = 5.0
-    """For `MOST_FETCHED` blocks."""
+    """The longest fetch of `MOST_FETCHED` blocks."""
     SILENT_S = 5.0
-    """For how long a silent peer is not asked."""
+    """How long a silent peer is not asked."""
     MOST_SILENT = 1024
-    """PeerClient of which that is remembered."""
+    """The most silent peers that are remembered."""
 
     def __init__(self, identity: bytes, block_bytes: int, answer_s: float) -> None:
         """
         Args:
-            block_bytes: Of the largest block: no frame of a reply may be longer.
+            block_bytes: The largest block's: no frame of a reply may be longer.
             answer_s: How long to wait for an answer to a question, which holds up a request.
         """
         self._answer_s = answer_s
@@ -43,7 +43,7 @@ class PeerClient:
         self._silent_until: dict[PeerSource, float] = {}
 
     def find(self, source: PeerSource, keys: Sequence[OffloadKey]) -> PeerBlocks:
-        """Ask which blocks a peer holds; none where it does not answer.
+        """Ask which blocks a peer holds; empty if it does not answer.
 
         Args:
             keys: At most `MOST_ASKED`.
@@ -63,7 +63,7 @@ class PeerClient:
         )
 
     def fetch(self, source: PeerSource, keys: Sequence[OffloadKey]) -> list[bytes]:
-        """The bytes of blocks, in their order.
+        """Return the bytes of blocks, in their order.
 
         Args:
             keys: Any number; they are fetched `MOST_FETCHED` at a time.

@@ -1,4 +1,4 @@
-"""Remembers what can be pulled for a request: what its peer reported, until a pull has failed."""
+"""Remembers the blocks that can be pulled for a request: its peer's, until a pull has failed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from offload.errors import TierStateError
 from offload.request import PeerSource
 
 PEER = "PEER"
-"""The tier's name. No event carries it: what a peer holds is in that peer's own events."""
+"""The tier's name. No event carries it: a peer's blocks are in that peer's own events."""
 _NOBODY = PeerSource("", 0)
 
 
 @dataclass(slots=True)
 class PeerTierCounts:
-    """Counts what happened since the start."""
+    """Counts since the start."""
 
     pulled: int = 0
-    """Blocks."""
+    """Blocks pulled."""
     failed_pulls: int = 0
     """Copies that a peer did not serve; each costs its request one start from the beginning."""
 
 
 class PeerManager(OffloadingManager):
-    """PeerClient' tiers in memory, as one tier from which is only read.
+    """The peers' tiers in memory, as one tier that is only read.
 
     It takes nothing. A peer may have evicted a block since it was asked: then the copy fails, and
     the request, which begins again, finds nothing at its peer any more.
@@ -58,7 +58,7 @@ class PeerManager(OffloadingManager):
 
     @override
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """The peer notes itself what it serves."""
+        """Do nothing: the peer records its own uses."""
 
     @override
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> PeerLoadSpec:
@@ -93,12 +93,12 @@ class PeerManager(OffloadingManager):
 
     @override
     def reset(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: no block is held here."""
 
     @override
     def take_events(self) -> list[OffloadingEvent]:
         return []
 
     def statistics(self) -> PeerTierCounts:
-        """Return what happened since the start."""
+        """Return the counts since the start."""
         return replace(self._counts)

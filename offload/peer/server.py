@@ -1,4 +1,4 @@
-"""Lets other engines read what this one's tier in memory holds."""
+"""Lets other engines read this one's tier in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PeerMemory(Protocol):
         ...
 
     def read(self, key: OffloadKey) -> bytes | None:
-        """The block's bytes; None if it is not there, or went while it was read."""
+        """Return the block's bytes; None if it is missing, or went while it was read."""
         ...
 
 
@@ -33,14 +33,14 @@ class PeerServer:
     take is dropped."""
 
     POLL_MS = 100
-    """How long closing may take to be seen."""
+    """The longest until closing is noticed."""
 
     def __init__(self, host: str, port: int, identity: bytes, memory: PeerMemory) -> None:
         """Bind, and serve until closed.
 
         Args:
             port: To bind to; 0 for any.
-            identity: Of weights and pages; others get nothing.
+            identity: The identity of weights and pages; others get nothing.
 
         Raises:
             CacheConfigError: The address cannot be bound.
@@ -60,7 +60,7 @@ class PeerServer:
         self.port = int(
             self._socket.getsockopt(zmq.LAST_ENDPOINT).rpartition(b":")[2].rstrip(b"\0")
         )
-        """Where it listens."""
+        """The port it listens on."""
         self._thread = threading.Thread(target=self._run, name="kv-peers", daemon=True)
         self._thread.start()
 

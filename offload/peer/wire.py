@@ -1,9 +1,10 @@
-"""Encodes what one engine asks another's memory, over ZMQ: a request in one frame, and its reply.
+"""Encodes the messages of one engine to another's memory, over ZMQ: a request in one frame, and its
+reply.
 
     [ask: identity, keys]      ->  [a bit for each key: is it held?]
     [fetch: identity, keys]    ->  [block] for each key, empty where it is gone
 
-The identity stands for weights and sizes of pages: an engine of others holds nothing for it.
+The identity stands for weights and sizes of pages: engines of different identities share nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import msgspec
 from offload.errors import TransferError
 
 MOST_ASKED = 1 << 16
-"""Keys in one question."""
+"""The most keys in one question."""
 MOST_FETCHED = 256
-"""Blocks in one fetch."""
+"""The most blocks in one fetch."""
 MAX_REQUEST_BYTES = 8 << 20
 
 
 class PeerQuestion(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Which of these blocks can be loaded?"""
+    """A question which of these blocks can be loaded."""
 
     identity: bytes
     keys: list[bytes]
 
 
 class PeerFetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """The bytes of these blocks."""
+    """A request for the bytes of these blocks."""
 
     identity: bytes
     keys: list[bytes]
@@ -58,7 +59,7 @@ def decode(payload: bytes) -> Request:
 
 
 def pack_bits(bits: Sequence[bool]) -> bytes:
-    """Eight to a byte, the first in the lowest bit."""
+    """Pack eight to a byte, the first in the lowest bit."""
     packed = bytearray(-(-len(bits) // 8))
     for index, bit in enumerate(bits):
         packed[index // 8] |= bit << index % 8
@@ -66,10 +67,10 @@ def pack_bits(bits: Sequence[bool]) -> bytes:
 
 
 def unpack_bits(packed: bytes, count: int) -> list[bool]:
-    """The first *count* of packed bits; those that are missing are not set.
+    """Return the first *count* of packed bits; missing ones are not set.
 
     Args:
-        packed: From `pack_bits`, of whatever length.
+        packed: From `pack_bits`, of any length.
     """
     whole = packed.ljust(-(-count // 8), b"\0")
     return [bool(whole[index // 8] >> index % 8 & 1) for index in range(count)]

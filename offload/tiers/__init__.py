@@ -11,7 +11,7 @@ they were configured and the engine it is for, and returns an `OffloadingSpec`.
 
 The files; each imports only what is listed above it:
 
-    base.py      what a specification does, and what it is given
+    base.py      the interface of a specification, and its host
     options.py   options that are checked
     memory.py    `cpu`
     disk.py      `fs`

@@ -1,4 +1,4 @@
-"""Defines what a tier's specification must do, what it is made from, and for whom."""
+"""Defines the interface of a tier's specification, its configuration and its host."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class TierConfig:
 
 
 class TransferBackend(Protocol):
-    """Describes what makes the workers of an engine's tiers."""
+    """Makes the workers of an engine's tiers."""
 
     def cpu_worker(
         self, num_blocks: int, blocks_per_offloaded_block: Sequence[int]
     ) -> OffloadingWorker:
-        """Return what copies to and from memory.
+        """Return the worker that copies to and from memory.
 
         Args:
             num_blocks: Room in offloaded blocks.
@@ -45,17 +45,17 @@ class TransferBackend(Protocol):
         identity: str,
         blocks_per_offloaded_block: Sequence[int],
     ) -> tuple[BlockFiles, OffloadingWorker]:
-        """Open a directory, and make what copies to and from its files.
+        """Open a directory, and make the worker that copies to and from its files.
 
         Args:
             payload_bytes: Bytes of an offloaded block, per group.
-            identity: Of the weights; files of other weights are refused.
+            identity: The weights'; files of other weights are refused.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
         """
         ...
 
     def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
-        """Return what copies to and from a tier of another package.
+        """Return the worker that copies to and from a tier of another package.
 
         Args:
             make: Given the engine's pages, a `CanonicalKVCache`. An engine without tensors does not
@@ -64,7 +64,7 @@ class TransferBackend(Protocol):
         ...
 
     def peer_worker(self, peers: PeerClient) -> OffloadingWorker:
-        """Return what copies from other engines' memories."""
+        """Return the worker that copies from other engines' memories."""
         ...
 
 
@@ -94,7 +94,7 @@ class OffloadingSpec(Protocol):
         ...
 
     def create_manager(self) -> OffloadingManager:
-        """The scheduler's side.
+        """Make the scheduler's side.
 
         Raises:
             CacheConfigError: The options contradict the engine.
@@ -102,7 +102,7 @@ class OffloadingSpec(Protocol):
         ...
 
     def create_worker(self) -> OffloadingWorker:
-        """The side that moves bytes.
+        """Make the side that moves bytes.
 
         Raises:
             CacheConfigError: The options contradict the engine.
@@ -110,5 +110,5 @@ class OffloadingSpec(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was opened; also called if a part could not be made."""
+        """Close everything opened; also called if a part could not be made."""
         ...

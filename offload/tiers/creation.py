@@ -33,14 +33,14 @@ class MadeTier:
     """A tier with all its parts."""
 
     tier: Tier
-    """For the connector."""
+    """The tier, for the connector."""
     worker: OffloadingWorker
     """Gets the tier's jobs."""
     spec: OffloadingSpec
-    """Is closed last."""
+    """The specification, closed last."""
 
     def close(self) -> None:
-        """Finish what was queued, and give back what was opened."""
+        """Finish the queued jobs, and close everything opened."""
         self.worker.shutdown()
         self.spec.close()
 
@@ -58,7 +58,7 @@ def create_tiers(configs: Sequence[TierConfig], host: TierHost) -> list[MadeTier
 
     Raises:
         CacheConfigError: A name or an option is unknown or does not fit, or a plug-in cannot be
-            used. What a plug-in's own code raises goes through.
+            used. A plug-in's own errors go through.
     """
     made: list[MadeTier] = []
     with ExitStack() as unfinished:

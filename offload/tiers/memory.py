@@ -55,4 +55,4 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @override
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""

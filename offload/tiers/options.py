@@ -19,12 +19,12 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the built-in tiers have in common; other packages may build on it."""
+    """The options that all built-in tiers have; other packages may build on it."""
 
     blocks_per_offloaded_block: Count = 1
     """For all groups but those of states, whose blocks are not adjacent."""
     min_uses: Count = 1
-    """Store only what that many requests used; see `ReuseFilter`."""
+    """Store only blocks that so many requests used; see `ReuseFilter`."""
     max_tracked: Count = 100_000
     """Blocks whose uses are remembered, with `min_uses` above 1."""
 
@@ -51,7 +51,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 def read_options(kind: type[Options], tier: str, given: Mapping[str, Any]) -> Options:
-    """Check what was configured against a specification's options.
+    """Check configured values against a specification's options.
 
     Args:
         kind: The options' class; text is converted to the types of its fields.

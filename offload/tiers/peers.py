@@ -37,15 +37,15 @@ class PeerTierSpec(OffloadingSpec):
     def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
         """
         Raises:
-            CacheConfigError: An option does not fit, the address cannot be bound, or there is no
-                tier in memory before this one that others could read.
+            CacheConfigError: An option does not fit, the address cannot be bound, or no tier in
+                memory precedes this one for others to read.
         """
         self._options = read_options(PeerTierOptions, "p2p", options)
         self._host = host
         known = f"{host.identity} {list(host.page_bytes)}"
         identity = sha256(known.encode()).digest()
         self.peers = PeerClient(identity, max(host.page_bytes), self._options.answer_s)
-        """Asks others what they hold."""
+        """Asks others for their blocks."""
         self.server: PeerServer | None = None
         """Answers others; None without a port."""
         if self._options.port is not None:
@@ -74,7 +74,7 @@ class PeerTierSpec(OffloadingSpec):
 @runtime_checkable
 class _ReadsBlocks(Protocol):
     def read_block(self, block_id: int, num_bytes: int) -> bytes:
-        """The first bytes of a block of the tier."""
+        """Return the first bytes of a block of the tier."""
 
 
 class _TierInMemory:
@@ -100,7 +100,7 @@ class _TierInMemory:
 
 
 def _memory_of(host: TierHost) -> _TierInMemory:
-    """The tier that others may read.
+    """Return the tier that others may read.
 
     Raises:
         CacheConfigError: No such tier, or its blocks are of other sizes than the GPU's.

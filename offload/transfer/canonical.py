@@ -1,9 +1,8 @@
-"""The canonical view of an engine's KV cache: what every transfer worker copies from and to.
-
-Whatever shape an engine's attention kernels give its cache, here it is a list of int8 tensors
-`[num_blocks, row_bytes]`: one row per block. A cache group lists the tensors that hold its layers,
-and how many leading bytes of a row are its own. Groups may share a tensor, as the groups of a
-hybrid model do when they draw blocks from one pool:
+"""The canonical view of an engine's KV cache, which every transfer worker copies from and to.
+Attention kernels shape a cache in many ways; here it is a list of int8 tensors `[num_blocks,
+row_bytes]`: one row per block. A cache group lists the tensors that hold its layers, and how many
+leading bytes of a row are its own. Groups may share a tensor, as the groups of a hybrid model do
+when they draw blocks from one pool:
 
     tensor 0  | row 0 | row 1 | ...     group 0: refs (0, 4096) and (1, 4096), a page of 8192 bytes
     tensor 1  | row 0 | row 1 | ...     group 1: ref  (1, 1024), the start of the same rows
@@ -23,7 +22,7 @@ from offload.errors import CacheConfigError
 
 @dataclass(frozen=True, slots=True)
 class DataRef:
-    """Where some layers of a group live."""
+    """The tensor and bytes of some layers of a group."""
 
     tensor_idx: int
     page_bytes: int
@@ -67,7 +66,7 @@ class CanonicalKVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors are."""
+        """The device of all tensors."""
         return self.tensors[0].device
 
     def page_offsets(self, group: int) -> list[int]:

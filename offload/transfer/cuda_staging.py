@@ -86,7 +86,8 @@ class CudaStager(Stager):
     def record_event(self) -> torch.cuda.Event | None:
         """An event behind all work that the caller's current stream has queued.
 
-        So a store reads finished blocks, and a load does not overwrite what is still being read.
+        So a store reads finished blocks, and a load does not overwrite blocks that are still being
+        read.
         """
         event = _new_event()
         event.record(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""Does a copy job fit, and which bytes does it touch? A job is checked here, before it queues.
+"""Checks a copy job before it queues, and plans the bytes it touches.
 
 In a lower tier a group's *offloaded block* is `blocks_per_offloaded_block` of its GPU blocks
 concatenated, each as the group's page. A plan cuts a job into *chunks*: runs of offloaded blocks of
@@ -37,7 +37,7 @@ class Chunk:
     """Index of its first offloaded block in the lower tier's spec."""
     lower_count: int
     first_page: int
-    """How many GPU blocks of its first offloaded block are left alone."""
+    """How many GPU blocks of its first offloaded block are skipped."""
     first_id: int
     """Index of its first GPU block in the plan's block ids."""
     id_count: int
@@ -224,7 +224,7 @@ def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
     Args:
         place: Where they come from, for the error.
         ids: Each must lie in `[0, limit)`.
-        unique: Whether each may appear only once, because the blocks are written to.
+        unique: True if each may appear only once, because the blocks are written to.
 
     Raises:
         TransferError: An id is out of range, or appears twice.

@@ -1,4 +1,4 @@
-"""The queue of copy jobs, whatever they copy: one thread, in order, polled or waited on."""
+"""The queue of copy jobs: one thread, in order, polled or waited on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TransferStatistics:
-    """Counts what is queued now, and what `get_finished` reported since the start."""
+    """Jobs queued now, and counts of `get_finished` since the start."""
 
     queued_jobs: int = 0
     """Submitted and not ended."""
@@ -75,8 +75,8 @@ class TransferQueue:
 
         Args:
             job_id: Unique among the jobs that `get_finished` has not reported.
-            copy: Runs in the queue's thread and returns the bytes it copied. Whatever it raises
-                fails the job, and the next one runs.
+            copy: Runs in the queue's thread and returns the bytes it copied. Any error fails the
+                job, and the next one runs.
 
         Raises:
             TransferError: The queue was shut down, or has a job of that id that was not reported
@@ -110,13 +110,13 @@ class TransferQueue:
         wait(futures)
 
     def shutdown(self) -> None:
-        """Finish what was queued and stop; a second call has no effect."""
+        """Finish the queued jobs and stop; a second call has no effect."""
         with self._lock:
             self._stopped = True
         self._executor.shutdown(wait=True)
 
     def statistics(self) -> TransferStatistics:
-        """Return what is queued now, and what `get_finished` reported since the start."""
+        """Return the jobs queued now, and counts of `get_finished` since the start."""
         with self._lock:
             queued = sum(not job.future.done() for job in self._jobs.values())
             return replace(self._counts, queued_jobs=queued)

@@ -1,5 +1,4 @@
-"""Implements what every transfer worker is made of, whatever its lower tier: a plan, a stager, a
-queue."""
+"""The common parts of all transfer workers: a plan, a stager, a queue."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _MAX_COPY_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How a worker copies."""
+    """Options of a worker's copies."""
 
     staging_bytes: int | None = None
     """How large a chunk may be. Default: 1 MiB for a cache in host memory, so that a chunk stays in
@@ -80,7 +79,7 @@ class Transfers:
         """Queue a planned job behind the work of the caller's stream.
 
         Args:
-            plan: What `plan` returned for it.
+            plan: From `plan`.
 
         Raises:
             TransferError: The queue was shut down, or another job has that id.
@@ -107,7 +106,7 @@ class Transfers:
 
 
 class TransferWorker(OffloadingWorker):
-    """Holds what the workers of all tiers have in common; each has a `submit` of its own."""
+    """The common part of all tiers' workers; each has a `submit` of its own."""
 
     def __init__(self, transfers: Transfers) -> None:
         """

@@ -24,7 +24,7 @@ from offload.transfer.rows import Bytes, RowCopier, rows_of
 
 Pace = Callable[[int], None]
 """Called in the transfer thread before each chunk, with its bytes: it may block to leave room for
-other traffic, and whatever it raises fails the job."""
+other traffic, and any error fails the job."""
 
 
 def at_once(_: int) -> None:
@@ -78,7 +78,7 @@ class Stager(Protocol):
         When it returns or raises, no copy is in progress.
 
         Args:
-            after: As `record_event` returned it when the job was submitted.
+            after: From `record_event` when the job was submitted.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Describes what one step computes: some tokens of some sequences, and where their pages are."""
+"""Describes one step: some tokens of some sequences, and their pages."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ class EngineConfig:
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_curve: CurveServer | None = None
-    """Encrypts them; None: plain text."""
+    """Encrypts the events; None: plain text."""
     kv_events_hash_key: HashKey | None = None
-    """Under which blocks are announced, without token ids; None: with them."""
+    """Blocks are announced under it, without token ids; None: with token ids."""
     kv_events_topic: str = "kv-events"
     data_parallel_rank: int = 0
     device: str | None = None
@@ -106,7 +106,7 @@ class EngineConfig:
 
 
 class Backend(TransferBackend, Protocol):
-    """Describes what computes and copies: a model and its pages, or the time they would take."""
+    """The parts that compute and copy: a model and its pages, or the time they would take."""
 
     runner: ModelRunner
 
@@ -117,8 +117,8 @@ def build_engine(
     """Build an engine with its publisher bound and its pages allocated.
 
     Args:
-        clock: Where a simulated engine's time comes from; the machine's own if left out.
-        publisher: Where events go; if left out, the one that *config* describes.
+        clock: A simulated engine's; the machine's own if left out.
+        publisher: Gets the events; if left out, the one that *config* describes.
 
     Raises:
         CacheConfigError: Sizes contradict each other, or torch is missing where it is needed.

@@ -18,7 +18,7 @@ from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec
 
 _IDLE_S = 0.001
-"""How long a step waits that has nothing to compute while copies are in flight."""
+"""How long an idle step waits while copies are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Engine:
             publisher: Gets the events of every step.
             connector: To lower tiers, if there are any.
             tiers: Those of *connector*, in its order; closed with the engine.
-            clock: What an idle step sleeps on; the machine's own if left out.
+            clock: An idle step sleeps on it; the machine's own if left out.
         """
         self.model = model
         self.cache = cache
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Return whether there is something to compute, or a copy in flight."""
+        """Return whether it has tokens to compute, or a copy in flight."""
         return not self.scheduler.is_idle or bool(self.connector and not self.connector.is_idle)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -86,8 +86,8 @@ class Engine:
         self.scheduler.add(request)
 
     def ask_peer(self, request: EngineRequest) -> EngineRequest:
-        """The request with what the peer that it names holds of it. Waits for the peer's
-        answer; may be called from any thread.
+        """Return the request with the blocks that its peer holds. Waits for the peer's answer; may
+        be called from any thread.
 
         Raises:
             EngineRequestError: `remote_kv_source` is of another form.
@@ -103,7 +103,7 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def step(self) -> list[StepOutput]:
-        """Compute one batch and publish what it did to the cache."""
+        """Compute one batch and publish the changes of the cache."""
         self._steps += 1
         self._take_finished_copies()
         chunks = self.scheduler.schedule()

@@ -1,4 +1,4 @@
-"""Describes what a model is made of, and how its layers share the KV cache in groups."""
+"""Describes the layers of a model, and their groups in the KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT_BYTES = 4
 
 
 class LayerKind(Enum):
-    """Names what a layer sees of the tokens before it."""
+    """The part of earlier tokens that a layer sees."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"

@@ -1,4 +1,4 @@
-"""Defines what an engine is asked for and what it returns, token by token."""
+"""Defines the requests to an engine and its output, token by token."""
 
 from __future__ import annotations
 

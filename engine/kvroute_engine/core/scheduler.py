@@ -1,10 +1,10 @@
-"""Which tokens of which sequences a step computes.
+"""Chooses the tokens of sequences that a step computes.
 
-Continuous batching with chunked prefill and preemption by recomputation. Sequences have their turns
-in the order that the policy gives (`serving_order.py`), each with as much of its prompt as the
-step's token budget leaves; a waiting one is admitted when it is its turn, if its blocks fit. When
-blocks run out for one that runs, the one that would be served last gives up its blocks and starts
-again. A sequence whose prefix is in a lower tier is loaded while the others run.
+Continuous batching with chunked prefill and preemption by recomputation. Sequences take turns in
+the order of the policy (`serving_order.py`), each with as much of its prompt as the step's token
+budget leaves; a waiting one is admitted when it is its turn, if its blocks fit. When blocks run out
+for one that runs, the one that would be served last gives up its blocks and starts again. A
+sequence whose prefix is in a lower tier is loaded while the others run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Step:
-    """Holds what the next step computes, while it is put together."""
+    """The next step, while it is put together."""
 
     budget: int
     """Tokens that it can compute besides."""
@@ -86,7 +86,7 @@ def most_blocks_held(cache: CacheManager, num_tokens: int) -> int:
 class Scheduler:
     """The sequences of one engine, without I/O.
 
-    `schedule` returns what to compute, `update` takes the tokens that came of it.
+    `schedule` returns the tokens to compute, `update` takes the new ones.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Scheduler:
         self._sequences: dict[str, SequenceInProgress] = {}
         self._order = serving_order(config.policy, cache)
         self._waiting: list[SequenceInProgress] = []
-        """By their places in the order."""
+        """Waiting sequences, by their places in the order."""
         self._running: list[SequenceInProgress] = []
         # A recurrent state can be reused only at the end of a block, so chunks end there.
         self._has_states = any(
@@ -218,7 +218,7 @@ class Scheduler:
     # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> list[SequenceChunk]:
-        """Return what the next step computes; empty if nothing fits or there is nothing to do."""
+        """Return the tokens of the next step; empty if nothing fits or is left to do."""
         self._cache.start_step()
         step = _Step(self._config.max_num_batched_tokens)
         for sequence in self._order.turns(self._running, self._waiting):
@@ -237,7 +237,7 @@ class Scheduler:
         ]
 
     def _extend(self, sequence: SequenceInProgress, step: _Step) -> None:
-        """Let a running sequence compute what the step has room for, if its blocks fit."""
+        """Let a running sequence compute as much as the step has room for, if its blocks fit."""
         count = self._next_count(sequence, sequence.cache.num_computed_tokens, step.budget)
         while self._cache.allocate_slots(sequence.cache, count) is None:
             if self._preempt_last(step) is sequence:
@@ -260,8 +260,7 @@ class Scheduler:
         """Take the tokens of a step.
 
         Args:
-            chunks: What `schedule` returned.
-            tokens: What the runner returned for them, one entry per chunk.
+            chunks: From `schedule`. tokens: The runner's, one entry per chunk.
 
         Returns:
             An output for each request that got a token.
@@ -359,7 +358,7 @@ class Scheduler:
         return count
 
     def _look_up_groups(self, sequence: SequenceInProgress, computed: ComputedBlocks) -> None:
-        """Note what each group alone could serve.
+        """Record the prefix that each group alone could serve.
 
         This happens before the sequence has blocks of its own, which would count as found, and
         again only when its hit changes, since it may wait for many steps.

@@ -10,7 +10,7 @@ from offload.request import CacheRequest
 
 
 class SequenceState(Enum):
-    """Names what a sequence does."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -19,7 +19,7 @@ class SequenceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceInProgress:
-    """A prompt and what has been generated behind it."""
+    """A prompt and the tokens generated behind it."""
 
     request: EngineRequest
     cache: CacheRequest

@@ -2,9 +2,9 @@
 
     fcfs        running ones as they were admitted, then waiting ones as they arrived
     priority    the same, but both by the priority that their requests name, lower first
-    shortest    sequences in decode, then all prompts, begun or not, by what is left to compute
+    shortest    sequences in decode, then all prompts, begun or not, by the tokens left to compute
 
-The last one grows older with work instead of time: what waits while the engine computes n tokens
+The last one ages with work instead of time: a request that waits while the engine computes n tokens
 counts as n / 10 tokens shorter. So a prompt of m tokens is overtaken only by prompts that arrive
 before the engine has computed 10 * m more, however fast it is.
 """
@@ -28,7 +28,7 @@ _LOOKED_UP = 32
 
 
 class SchedulingPolicy(Enum):
-    """By what requests are ordered; the first two are vLLM's."""
+    """The orders of requests; the first two are vLLM's."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -45,7 +45,7 @@ class ServingOrder(Protocol):
     def turns(
         self, running: Sequence[SequenceInProgress], waiting: Sequence[SequenceInProgress]
     ) -> Iterable[SequenceInProgress]:
-        """All of them, in the order in which a step serves them.
+        """Yield all sequences, in the order in which a step serves them.
 
         Args:
             running: In the order of their admission; may change during the iteration.
@@ -54,7 +54,7 @@ class ServingOrder(Protocol):
         ...
 
     def last(self, running: Sequence[SequenceInProgress]) -> SequenceInProgress:
-        """Which of these, at least one, gives up its blocks when there are too few."""
+        """Return the one of these that gives up its blocks when too few are free."""
         ...
 
 
@@ -74,7 +74,7 @@ class _ArrivalOrder:
 
 
 class _PriorityOrder(_ArrivalOrder):
-    """By the requests' own priorities; what waits does not hold up what runs."""
+    """By the requests' own priorities; waiting ones do not hold up running ones."""
 
     def place(self, sequence: SequenceInProgress) -> tuple[int, int]:
         return sequence.request.priority, sequence.number
@@ -89,7 +89,7 @@ class _PriorityOrder(_ArrivalOrder):
 
 
 class _ShortestOrder(_ArrivalOrder):
-    """By what is left to compute, with ageing."""
+    """By the tokens left to compute, with ageing."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
@@ -108,8 +108,8 @@ class _ShortestOrder(_ArrivalOrder):
         return max(_in_prefill(running), key=self._rank, default=running[-1])
 
     def _look_up(self, waiting: Sequence[SequenceInProgress]) -> None:
-        """Take the hits of new ones, and again those of the first ones: others that ran in the
-        meantime may have cached more of them, or evicted it."""
+        """Look up the hits of new ones, and again those of the first ones: others that ran
+        meanwhile may have cached more of them, or evicted it."""
         known, self._left = self._left, {}
         for sequence in waiting:
             left = known.get(sequence)
@@ -119,7 +119,7 @@ class _ShortestOrder(_ArrivalOrder):
                 self._left[sequence] = self._to_compute(sequence)
 
     def _to_compute(self, sequence: SequenceInProgress) -> int:
-        """Return how many tokens the GPU's cache lacks; what lower tiers hold would have to be
+        """Return how many tokens the GPU's cache lacks; those in lower tiers would have to be
         loaded."""
         return (
             sequence.cache.num_tokens - self._cache.get_computed_blocks(sequence.cache).num_tokens

@@ -1,7 +1,7 @@
 """The engine's backend without tensors: it takes the time that computing and copying would take.
 
-Scheduler, cache, tiers and events are the real ones, so what such an engine reports about its cache
-is what an engine with a model would report.
+Scheduler, cache, tiers and events are the real ones, so such an engine reports the same about its
+cache as one with a model.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class SimulatedBackend:
         """
         Args:
             time_model: How long steps and copies take.
-            vocab_size: Of the model that is simulated.
+            vocab_size: The simulated model's.
             block_bytes: Bytes of a GPU block of that model.
         """
         # Bytes only: a special token would end a response or have no text.

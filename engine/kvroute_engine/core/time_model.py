@@ -1,4 +1,4 @@
-"""How long a step would take on real hardware, for engines without tensors; clocks."""
+"""The time of a step on real hardware, for engines without tensors; clocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.errors import CacheConfigError
 
 
 class Clock(Protocol):
-    """Where an engine's time comes from."""
+    """An engine's clock."""
 
     def now_s(self) -> float:
         """A monotonic clock, in seconds."""
@@ -52,7 +52,7 @@ class TimeModel:
 
     prefill_tokens_per_s: float = 20_000.0
     decode_tokens_per_s: float = 2_500.0
-    """Over all sequences together."""
+    """Of all sequences together."""
     step_overhead_s: float = 0.005
     """Fixed cost of a step, such as reading the weights from memory."""
     transfer_bytes_per_s: float = 20e9

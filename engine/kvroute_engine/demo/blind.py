@@ -2,7 +2,7 @@
 
 It is there for comparison. The blocks of every group count as blocks of one full-attention group,
 and a block is held from the first event that stores it, for whichever group. Such routers differ in
-when it is gone again, and are wrong in opposite ways once a window has slid on:
+when it is removed, and are wrong in opposite ways once a window has slid on:
 
     with the first removal   what the window left behind and full attention still holds seems lost
     with the last copy       what full attention holds seems reusable where the window is gone

@@ -43,7 +43,7 @@ class Client:
         await self._upstream.close()
 
     async def get(self, path: str) -> bytes:
-        """The body of the response.
+        """Return the body of the response.
 
         Raises:
             DemoFailed: Its status is not 200.
@@ -51,11 +51,11 @@ class Client:
         return await self._fetch(b"GET", path, b"")
 
     async def get_json(self, path: str) -> Any:
-        """The decoded body of the response; raises as `get` does."""
+        """Return the decoded body of the response; raises like `get`."""
         return msgspec.json.decode(await self.get(path))
 
     async def post(self, path: str, value: object = None) -> bytes:
-        """The body of the response.
+        """Return the body of the response.
 
         Args:
             value: Sent as JSON; None for an empty body.

@@ -1,5 +1,5 @@
-"""`kvroute demo`: hybrid engines, a router, a live table, and what knowing the KV cache groups
-gains."""
+"""`kvroute demo`: hybrid engines, a router, a live table, and the gain of knowing the KV cache
+groups."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from router.telemetry.labels import group_label
 
 _CACHE_BLOCKS = 140
 _SIMULATED = ("--simulate", "--prefill-tokens-per-s", "10000")
-"""Slow enough that the times to compute stand out from those of a busy machine."""
+"""Slow enough that computing times stand out from those of a busy machine."""
 _FILE_COLUMNS = 130
-"""Where the output goes into a file, which has no width of its own."""
+"""The width of output to a file, which has none of its own."""
 _INTRODUCTION = """\
 The same questions about shared documents, routed in five ways. Every document is longer
 than the model's sliding window, and the caches are too small for all of them. To reuse
@@ -249,7 +249,7 @@ def _exact(results: Sequence[PhaseResult]) -> str:
 
 
 def _verdict(scene: Scene) -> str:
-    """The figures in sentences."""
+    """Return the results in sentences."""
     plays = scene.plays
     ours, *others = dict.fromkeys(found.way for found in plays)
     lines = [_prediction_sentence(of_way(plays, ours), others, plays)]

@@ -1,5 +1,4 @@
-"""The ways of routing beside each other, each played several times, and which differences are more
-than chance.
+"""Compares the ways of routing, each played several times, and finds differences beyond chance.
 
 The plays of one way differ only by chance, so the spread within the ways shows how far apart two
 ways may be by chance alone: as in an analysis of variance, the spreads are pooled, and a difference
@@ -41,7 +40,7 @@ class Play:
 
     @property
     def mean_ttft_s(self) -> float:
-        """Over all requests; 0 before the first."""
+        """The mean over all requests; 0 before the first."""
         ttfts_s = [ttft_s for phase in self.phases for ttft_s in phase.ttfts_s]
         return statistics.fmean(ttfts_s) if ttfts_s else 0.0
 
@@ -74,7 +73,7 @@ def chance(plays: Sequence[Play], measure: Measure) -> float | None:
     no way was played twice.
 
     Args:
-        plays: Of all ways, each played equally often.
+        plays: All ways', each played equally often.
     """
     ways = dict.fromkeys(play.way for play in plays)
     samples = [[measure(play) for play in of_way(plays, way)] for way in ways]

@@ -13,7 +13,7 @@ from kvroute_engine.demo.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class PlayPhase:
-    """How the requests are sent."""
+    """The way in which the requests are sent."""
 
     name: str
     clients: int
@@ -35,7 +35,7 @@ class ReplicaResult:
 
     @property
     def mean_ttft_s(self) -> float:
-        """0 without requests."""
+        """The mean time to the first token; 0 without requests."""
         return statistics.fmean(self.ttfts_s) if self.ttfts_s else 0.0
 
 

@@ -27,14 +27,14 @@ from router.config.origin import Origin
 
 _LOOK_EVERY_S = 0.5
 _RECENT_TTL_S = 0.1
-"""How long the router remembers what it has just sent where; shorter than its default in every
-routing mode, since here a document is not asked about again after half a minute but after a
-fraction of a second."""
+"""How long the router remembers its last requests; shorter than its default in every routing mode,
+since here a document is not asked about again after half a minute but after a fraction of a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingMode:
-    """How the router chooses a replica."""
+    """A way of routing."""
 
     name: str
     policy: str | None = None
@@ -52,8 +52,8 @@ MODES = (
     RoutingMode("blind, first removal", "prefix", "group-blind"),
     RoutingMode("round robin", "round_robin"),
 )
-"""The blind ones weigh what they believe to be cached against load, as routers without groups do;
-what a cache would evict for a prompt they cannot know."""
+"""The blind ones weigh believed hits against load, as routers without groups do; they cannot know
+what a cache would evict for a prompt."""
 
 PHASES = (
     PlayPhase("one at a time", clients=1, is_settled=True),
@@ -63,7 +63,7 @@ PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """Holds what to play."""
+    """The settings of the demo."""
 
     replicas: int = 5
     engine_arguments: Sequence[str] = ()
@@ -93,7 +93,7 @@ class Scene:
     caches_before: list[EngineCache] = field(default_factory=list)
     """Before the present phase: the engines' counts go on from one to the next."""
     requests: int = 0
-    """In the present phase."""
+    """Requests in the present phase."""
     is_over: bool = False
 
 
@@ -137,7 +137,7 @@ async def play(settings: DemoSettings, show: Callable[[Scene], None]) -> Scene:
 
 
 async def _warm_up(engines: Sequence[Client], model: str) -> None:
-    """Let every engine compute once: what the first request costs is no matter of routing."""
+    """Let every engine compute once: the first request's cost has nothing to do with routing."""
     request = {"model": model, "prompt": [1] * 300, "max_tokens": 2}
     await asyncio.gather(*(engine.post("/v1/completions", request) for engine in engines))
 

@@ -57,7 +57,7 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
     """Run engines of one kind, started together, until the block ends.
 
     Args:
-        arguments: For each of them, as for `kvroute engine`.
+        arguments: Each engine's, as for `kvroute engine`.
     Raises:
         DemoFailed: One of them did not start.
     """
@@ -74,7 +74,7 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
         starting = [
             running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)
         ]
-        # Wait for all of them: one that fails must not leave behind another that has just started.
+        # Wait for all: one that fails must not leave another behind that has just started.
         started = await asyncio.gather(
             *(stack.enter_async_context(engine) for engine in starting), return_exceptions=True
         )

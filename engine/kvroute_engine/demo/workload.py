@@ -27,14 +27,14 @@ class WorkloadSizes:
 
     documents: int = 12
     document_tokens: Sequence[int] = (210, 700)
-    """The documents take these lengths in turn."""
+    """Lengths of the documents, in turn."""
     in_use: int = 9
     """Documents that are asked about in a round."""
     swapped: int = 1
     """Documents of these that fall out of use before the next round."""
     rounds: int = 4
     questions: int = 3
-    """About each document in use, in a round."""
+    """Questions about each document in use, in a round."""
     question_tokens: int = 40
     answer_tokens: int = 2
     """Short, since results are decided before the answer, and a longer one only takes longer."""
@@ -70,7 +70,7 @@ def questions_about_documents(sizes: WorkloadSizes) -> Workload:
 
 
 def _asked(chance: random.Random, sizes: WorkloadSizes) -> Iterator[int]:
-    """Which document each question is about."""
+    """Return the document of each question."""
     in_use = list(range(min(sizes.in_use, sizes.documents)))
     for number in range(sizes.rounds):
         if number:

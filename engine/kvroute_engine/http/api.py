@@ -1,4 +1,4 @@
-"""The endpoints, as vLLM has them: completions, chats, and what routers and operators ask for."""
+"""The endpoints, like vLLM's: completions, chats, and those for routers and operators."""
 
 from __future__ import annotations
 
@@ -275,11 +275,11 @@ class _Api:
         return ids[:added] + self._cut(ids[added:], body, added)
 
     def _cut(self, ids: list[int], body: GenerateBody, taken: int = 0) -> list[int]:
-        """Return what is left of a prompt.
+        """Cut a prompt to its limit.
 
         Args:
-            ids: All of it, apart from what stays whatever its length.
-            body: It has how much is kept, and which end.
+            ids: All of it, apart from tokens that always stay.
+            body: It names the length and the side.
             taken: How many tokens stay besides.
         """
         limit = body.truncate_prompt_tokens

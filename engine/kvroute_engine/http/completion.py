@@ -45,7 +45,7 @@ class CompletionBuilder:
     """Builds the response to one request of a client, with one choice per prompt."""
 
     def __init__(self, prompts: Sequence[tuple[EngineRequest, TextStream]]) -> None:
-        """Take each prompt with what turns its output into text."""
+        """Take each prompt with the detokenizer of its output."""
         self._choices = {
             request.request_id: _ChoiceInProgress(index, request, text)
             for index, (request, text) in enumerate(prompts)

@@ -1,7 +1,7 @@
 """An engine on its own thread, driven from an event loop.
 
-Only that thread touches the engine. What the loop wants of the engine is queued as a command and
-executed between two steps; the outputs of a step go back to the loop in one call.
+Only that thread touches the engine. The loop's calls are queued as commands and executed between
+two steps; the outputs of a step go back to the loop in one call.
 """
 
 from __future__ import annotations

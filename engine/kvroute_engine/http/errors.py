@@ -1,4 +1,4 @@
-"""Defines what can go wrong between an engine and its clients.
+"""Defines the errors between an engine and its clients.
 
     OffloadError
     ├── EngineRequestError       (offload/errors.py) the engine refuses a request

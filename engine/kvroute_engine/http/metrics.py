@@ -140,8 +140,8 @@ class EngineCollector(Collector):
         yield from self._groups(now)
 
     def _groups(self, now: EngineStatistics) -> Iterator[Metric]:
-        """Yield what vLLM does not report: the cache by KV cache group, and why blocks were
-        evicted."""
+        """Yield metrics that vLLM lacks: the cache by KV cache group, and the reasons of
+        evictions."""
         labels = (*LABELS, "group", "kind")
         cached = GaugeMetricFamily(
             "kvroute_engine_cached_blocks", "Blocks that can be found, on the GPU.", labels=labels
@@ -181,7 +181,7 @@ class EngineCollector(Collector):
             "prefix_cache_queries", "Prompt tokens looked up in the cache.", queries
         )
         yield self._counter("prefix_cache_hits", "Of these, tokens found.", hits)
-        # Lower tiers are asked for what was not found.
+        # Lower tiers are asked for tokens that were not found.
         yield self._counter(
             "external_prefix_cache_queries",
             "Prompt tokens looked up in lower tiers.",

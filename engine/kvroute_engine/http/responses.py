@@ -14,7 +14,7 @@ from offload.request import RETENTION_HINTS
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Holds what clients may know about the engine."""
+    """The facts about the engine for clients."""
 
     name: str
     vocab_size: int
@@ -32,7 +32,7 @@ class ServedModel:
     group_kinds: tuple[str, ...] = ()
     """Kind of each KV cache group as on the wire: `full_attention`, `sliding_window` ..."""
     scheduling_policy: str = "fcfs"
-    """By what requests are ordered; `priority` where their own priorities count."""
+    """The order of requests; `priority` where their own priorities count."""
 
 
 # --- completions and chats ------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Choice` in a chat: a whole message, or in a stream what is new of it."""
+    """A `Choice` in a chat: a whole message, or in a stream its new part."""
 
     index: int
     message: ChatMessage | UnsetType = UNSET
@@ -229,7 +229,7 @@ class ServedModelList(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Response of /server_info: what a router can make use of."""
+    """Response of /server_info: facts for routers."""
 
     scheduling_policy: str
     retention_hints: int = RETENTION_HINTS

@@ -38,7 +38,7 @@ _Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Holds what a stream reports besides its tokens."""
+    """The reports of a stream besides its tokens."""
 
     include_usage: bool = False
     """A last event with the usage."""

@@ -57,7 +57,7 @@ def run(engine: Engine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServ
     """Serve until SIGTERM or SIGINT; a second signal cuts the requests that still run.
 
     Args:
-        engine: What to serve; closed at the end.
+        engine: Closed at the end.
 
     Returns:
         The exit code of the process.

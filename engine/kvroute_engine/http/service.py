@@ -39,7 +39,7 @@ class LatencyObserver(Protocol):
         """A request ended.
 
         Args:
-            reason: Why; `ABORT` also if the engine died.
+            reason: `ABORT` also if the engine died.
         """
 
 
@@ -264,7 +264,7 @@ class EngineService:
         return has_ended
 
     async def _with_peers(self, requests: Sequence[EngineRequest]) -> Sequence[EngineRequest]:
-        """The requests with what the peers that they name hold of them."""
+        """Return the requests with the blocks that their peers hold."""
         if self._engine.peers is None:
             return requests
         self._check_open(requests)

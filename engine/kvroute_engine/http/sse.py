@@ -74,7 +74,7 @@ class EventStream(Response):
     def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation) -> None:
         """
         Args:
-            events: What `events` returned.
+            events: From `events`.
         """
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]

@@ -32,7 +32,7 @@ class TextStream:
         return self._take(self._detokenizer.feed(token_ids), is_last=False)
 
     def finish(self) -> str:
-        """Return what was held back, since no more ids will come."""
+        """Return the text held back, since no more ids will come."""
         if self.stopped_by is not None:
             return ""
         return self._take(self._detokenizer.finish(), is_last=True)

@@ -1,4 +1,4 @@
-"""Text <-> token ids: what a tokenizer does, and the engine's own, whose tokens are bytes."""
+"""Text <-> token ids: the interface of tokenizers, and the engine's own, whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Detokenizer(Protocol):
         """Take ids; return the text that is certain now. Half a character is held back."""
 
     def finish(self) -> str:
-        """Return what was held back, since no more ids will come."""
+        """Return the text held back, since no more ids will come."""
 
 
 class Tokenizer(Protocol):
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
         """Tokenise a text.
 
         Args:
-            add_special_tokens: Whether to add the special tokens that the model expects around it.
+            add_special_tokens: True to add the special tokens that the model expects around it.
         """
 
     def encode_chat(self, chat: Chat) -> list[int]:
@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
 
         Args:
             token_ids: Any ids; unknown ones have no text.
-            skip_special_tokens: Whether special tokens are left out.
+            skip_special_tokens: True to leave special tokens out.
         """
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -97,7 +97,7 @@ class ByteTokenizer:
         """Return the text's bytes.
 
         Args:
-            add_special_tokens: Whether a beginning-of-sequence token precedes them.
+            add_special_tokens: True to put a beginning-of-sequence token before them.
         """
         return [*([BOS_TOKEN_ID] if add_special_tokens else []), *text.encode()]
 
@@ -127,7 +127,7 @@ class ByteTokenizer:
 
         Args:
             token_ids: Any ids; unknown ones have no text.
-            skip_special_tokens: Whether special tokens are left out.
+            skip_special_tokens: True to leave special tokens out.
         """
         return _bytes_of(token_ids, skip_special_tokens).decode("utf-8", "replace")
 

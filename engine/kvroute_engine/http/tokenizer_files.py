@@ -68,16 +68,16 @@ class FileTokenizer:
         """Tokenise a text.
 
         Args:
-            add_special_tokens: Whether the tokenizer's post-processor adds its special tokens.
+            add_special_tokens: True to have the post-processor add special tokens.
         """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """Tokenise what the template writes for a conversation.
+        """Tokenise the template's text of a conversation.
 
         Raises:
-            ConversationError: There is no template, or it refuses the conversation.
+            ConversationError: No template, or it refuses the conversation.
         """
         if self._template is None:
             raise ConversationError(
@@ -90,7 +90,7 @@ class FileTokenizer:
 
         Args:
             token_ids: Any ids; unknown ones have no text.
-            skip_special_tokens: Whether special tokens are left out.
+            skip_special_tokens: True to leave special tokens out.
         """
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -105,9 +105,9 @@ class FileTokenizer:
 class _WindowDetokenizer:
     """Decodes new ids together with the few before them, on which their text may depend.
 
-    Many decoders drop a space at the start of what they decode, so ids cannot be decoded one by
-    one. `_known` are ids whose text was returned, `_new` those after them. What is returned is the
-    text of both without the text of `_known`, as soon as it does not end inside a character.
+    Many decoders drop a space at the start of a text, so ids cannot be decoded one by one. `_known`
+    are ids whose text was returned, `_new` those after them. It returns the text of both without
+    the text of `_known`, as soon as it does not end inside a character.
     """
 
     def __init__(self, tokenizer: FileTokenizer, skip_special_tokens: bool) -> None:

@@ -90,7 +90,7 @@ class Layer(nn.Module):
     ) -> None:
         """
         Args:
-            kind: What the layer sees of the past.
+            kind: The part of the past that the layer sees.
             group_idx: KV cache group whose block tables it uses.
             layer_in_group: Its index there, and so the tensor of *pages* that it uses.
         """
@@ -112,8 +112,8 @@ class Layer(nn.Module):
 
         Args:
             hidden: `(tokens, hidden_size)`.
-            rotation: What `rotary` returned for the tokens' positions.
-            chunks: Which sequence each run of tokens belongs to.
+            rotation: From `rotary`, for the tokens' positions.
+            chunks: The sequence of each run of tokens.
 
         Returns:
             `(tokens, hidden_size)`.
@@ -155,8 +155,8 @@ class Attention(nn.Module):
 
         Args:
             hidden: `(tokens, hidden_size)`.
-            rotation: What `rotary` returned for the tokens' positions.
-            chunks: Which sequence each run of tokens belongs to.
+            rotation: From `rotary`, for the tokens' positions.
+            chunks: The sequence of each run of tokens.
 
         Returns:
             `(tokens, hidden_size)`.
@@ -266,7 +266,7 @@ class StateMixer(nn.Module):
         Args:
             hidden: `(tokens, hidden_size)`.
             _rotation: Not used: a state knows distances by their decay.
-            chunks: Which sequence each run of tokens belongs to.
+            chunks: The sequence of each run of tokens.
 
         Returns:
             `(tokens, hidden_size)`.
@@ -349,7 +349,7 @@ def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         heads: `(tokens, heads, head_dim)`.
-        rotation: What `rotary` returned for the tokens' positions.
+        rotation: From `rotary`, for the tokens' positions.
 
     Returns:
         `(tokens, heads, head_dim)`.

@@ -66,7 +66,7 @@ class TorchBackend:
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
 
         Returns:
-            The files, and what copies to and from them.
+            The files, and the worker that copies to and from them.
 
         Raises:
             CacheConfigError: The directory holds blocks of another model.

@@ -45,8 +45,8 @@ def create_policy(name: str, capacity: int) -> EvictionPolicy:
         capacity: Blocks in the tier, at least 1.
 
     Raises:
-        CacheConfigError: The name is unknown, or its plug-in cannot be used. What a plug-in's own
-            code raises goes through.
+        CacheConfigError: The name is unknown, or its plug-in cannot be used. A plug-in's own errors
+            go through.
     """
     if capacity < 1:
         raise CacheConfigError(f"cache_policy {name!r}: capacity {capacity} must be at least 1")

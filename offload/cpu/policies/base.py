@@ -1,4 +1,4 @@
-"""Defines what a tier asks of an eviction policy.
+"""Defines the interface of an eviction policy.
 
 A policy only orders keys: block ids, copies and events are the manager's. A key that the tier has a
 block for is *resident*; a resident key that is being stored or loaded is *held* and is never
@@ -24,7 +24,7 @@ class EvictionPolicy(Protocol):
 
         Args:
             key: Not resident so far.
-            evict: Whether the tier has no free block, so that another key, resident and not held,
+            evict: True if the tier has no free block, so that another key, resident and not held,
                 must go. The manager passes True only if there is such a key.
 
         Returns:
