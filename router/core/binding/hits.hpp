@@ -31,7 +31,7 @@ public:
     std::vector<Hit> hits;                            // by slot
     std::vector<std::pair<u32, NamedShares>> shares;  // of those that have any
 
-    // `slots`: `{source: slot}`, which nobody changes any more.
+    // `slots`: `{source: slot}`, which does not change any more.
     HitMap(nanobind::dict slots, ResultTypes types)
         : slots_(std::move(slots)), types_(std::move(types)) {}
 

@@ -149,8 +149,8 @@ public:
     }
 
     // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple,
-    // which also says in which slot the source is now. A list of news to tell the layout learner,
-    // with nothing applied yet; None where the batch is odd.
+    // which also has the slot of the source now. A list of news for the layout learner, with
+    // nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
         std::vector<News> news;
@@ -419,7 +419,7 @@ private:
         return has_more;
     }
 
-    // What `statistics` says of a source.
+    // The statistics of a source.
     struct SourceNumbers {
         struct OfPlane {
             u32 group;

@@ -149,8 +149,8 @@ public:
         return {books_, clock_, std::move(visit)};
     }
 
-    // Of each: its number, how many tokens are queued, and if it was not told before, its model, cache,
-    // tokens and keys.
+    // Of each: its number, how many tokens are queued, and if it was not published before, its
+    // model, cache, tokens and keys.
     nb::list prefilling() {
         struct Told {
             u64 number;

@@ -123,7 +123,7 @@ public:
 
     bool is_at(char byte) const { return at_ != end_ && *at_ == byte; }
 
-    // Fields up to the empty line, each told to `note`, which is false for one that breaks a rule.
+    // Fields up to the empty line, each passed to `note`, which returns false if it breaks a rule.
     template <class Note>
     Parsed fields(std::vector<Field>& fields, const Note& note) {
         while (!is_at('\r')) {
@@ -171,7 +171,7 @@ bool is_host_and_port(std::string_view value) {
     return port.empty() || (port[0] == ':' && port.find_first_not_of("0123456789", 1) == port.npos);
 }
 
-// What the fields of a head say about its body and its connection.
+// The framing of the body and the options of the connection, from the fields of a head.
 class Told {
 public:
     bool has_length = false, is_chunked = false, has_unknown_coding = false;
@@ -331,8 +331,8 @@ Parsed conclude(Scanner& scanner, ResponseHead& head, const Told& told, bool is_
         return scanner.refuse(kOddStatus, static_cast<std::uint64_t>(head.status));
     }
     if (told.has_unknown_coding) return scanner.refuse(kOfResponses.unknown_coding);
-    // It has no body, whatever it says; and it must not say so (RFC 9112 6.1, RFC 9110 8.6), since
-    // some readers look for one: what they then take for a body is the final response.
+    // It has no body, and must not announce one (RFC 9112 6.1, RFC 9110 8.6): some readers would
+    // take the final response for that body.
     if (is_interim && (told.is_chunked || told.length > 0)) return scanner.malformed();
     const bool has_no_body = is_interim || head.status == 204 || head.status == 304;
     head.framing = has_no_body || is_of_head_request ? Framing::none

@@ -265,7 +265,7 @@ bool Applier::leaves_none(Source& of, const Event& event, u32 plane, Applied& re
     return true;
 }
 
-// Makes the copies of each block as many as `left` says; returns how many there were blocks of.
+// Sets the copies of each block to `left`; returns how many of the blocks were present.
 u64 Applier::leave(Source& of, u32 plane, std::span<const u64> hashes, const u32* left) {
     u64 removed = 0;
     for (std::size_t i = 0; i < hashes.size(); ++i) {

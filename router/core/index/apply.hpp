@@ -15,7 +15,7 @@ struct Applied {
     std::vector<u32> stores_to_tell;  // slots: what their readers are to know of the layout is new
 };
 
-// What the layout learner has not heard yet.
+// Facts that the layout learner does not know yet.
 struct News {
     std::optional<u32> lookahead;
     std::optional<u32> group;
@@ -32,11 +32,11 @@ public:
     explicit Applier(Index& index)
         : index_(index), nodes_(index.nodes()), space_(index.space()), limits_(index.limits()) {}
 
-    // Applies one batch, unless it is odd or holds news: then nothing has happened, but that the
-    // news count as told. Where `result.cleared`, the source may have another slot than before.
+    // Applies one batch, unless it is odd or holds news: then nothing has happened, except that the
+    // news count as reported. Where `result.cleared`, the source may have another slot than before.
     Outcome apply(u32 slot, std::span<const u8> payload, Applied& result, std::vector<News>& news);
 
-    // Applies a batch whose news have been told. `is_canonical`: see `read_batch`. `opaque`:
+    // Applies a batch whose news have been reported. `is_canonical`: see `read_batch`. `opaque`:
     // numbers of events that hide something which goes into their hashes, ascending. False where it
     // is odd.
     bool apply_told(u32 slot, std::span<const u8> payload, bool is_canonical,

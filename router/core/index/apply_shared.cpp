@@ -28,7 +28,7 @@ Source* Applier::meant_by(const Source& of, const Event& event) {
     return nullptr;
 }
 
-// Takes blocks into a store, each once, whoever announced it and how often.
+// Takes blocks into a store, each once, by any writer and any number of announcements.
 void Applier::store_shared(Source& of, Source& store, const Event& event, Applied& result) {
     if (of.has_own_layout && store.layout_number != of.layout_number) {
         store.layout_number = of.layout_number;
@@ -74,7 +74,7 @@ u64 Applier::take_in(const Source& of, Source& store, const Event& event, u32 ti
     return refused;
 }
 
-// Forgets blocks of a store, whoever stored them.
+// Forgets blocks of a store, by any writer.
 u64 Applier::remove_shared(Source& store, const Event& event) {
     const u32 tier = store.tier_named(event.tier);
     if (tier == kNone) return 0;
@@ -82,8 +82,8 @@ u64 Applier::remove_shared(Source& store, const Event& event) {
     return leave(store, plane_of(event.group, tier), hashes_of(event), none.data());
 }
 
-// Empties a tier that is shared as a whole: an engine that says that such a tier is empty means
-// what is behind it.
+// Empties a tier that is shared as a whole: an engine that reports such a tier empty means the
+// store behind it.
 u64 Applier::clear_shared(const Source& of, std::string_view tier) {
     std::vector<u32> meant;
     for (const StoreHint& hint : of.store_hints) {

@@ -35,7 +35,7 @@ struct HashedBlocks {
 // Appends the digest of every full block of `tokens` to `out`, one after the other.
 //
 // `extra_keys` has an entry a block, written in the function's form; empty and missing ones are
-// None. False, with `out` as it was, where this cannot tell the bytes that Python would write: a
+// None. False, with `out` as it was, where the bytes that Python would write are unknown here: a
 // root of another length than a digest's, or a message of more than 64 KiB in pickle's form.
 bool append_block_hashes(HashFunction function, std::span<const u8> root,
                          std::span<const u32> tokens, HashedBlocks blocks,

@@ -1,9 +1,7 @@
-// Sources that a match follows together: what 64 of them hold of a block is one word.
-//
-// Block by block, the words say which sources hold everything so far, and which hold what each of
-// the other groups would need for a hit that ends there. A source costs a step of its own only
-// where that changes for it, and most of them leave but once. For four sources and a window of 2
-// blocks:
+// Sources that a match follows together: what 64 of them hold of a block is one word. Block by
+// block, the words show which sources hold everything so far, and which hold what each of the other
+// groups would need for a hit that ends there. A source costs a step of its own only where that
+// changes for it, and most of them leave but once. For four sources and a window of 2 blocks:
 //
 //     block                          0     1     2     3
 //     full attention holds it     1111  1111  1101  0101

@@ -1,4 +1,4 @@
-// How a source tells of several copies of one block: every removal, or the last one only. See
+// How a source reports the removal of several copies of one block: each, or the last one only. See
 // `tests/oracle/index/copy_counting.py`, whose rules these are.
 #pragma once
 

@@ -19,7 +19,7 @@ enum class EventType : u8 { stored, removed, cleared };
 struct Event {
     EventType type = EventType::cleared;
     bool is_on_gpu = true;
-    bool has_locality = false;         // says where it is stored:
+    bool has_locality = false;         // it has where it is stored:
     bool is_remote = false;            // elsewhere,
     bool is_local = false;             // or here
     bool has_root_sample = false;      // starts at the root and may show the hash function

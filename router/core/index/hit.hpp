@@ -1,4 +1,4 @@
-// What a match says of a source.
+// The result of a match for a source.
 #pragma once
 
 #include <utility>

@@ -1,6 +1,5 @@
-// All sources of one model: who holds which block, how often, and for which prefix.
-//
-// `Applier` writes what events say into it, `Matcher` reads how much of a prompt each source has,
+// All sources of one model: which source holds which block, how often, and for which prefix.
+// `Applier` writes events into it, `Matcher` reads how much of a prompt each source has,
 // `Inspector` counts everything anew. Engines that hash alike share nodes; engines with other seeds
 // have other nodes under one key.
 #pragma once
@@ -42,7 +41,7 @@ public:
 
     void set_layout(u32 slot, Layout layout, bool is_announced, u32 lookahead);
     void unset_layout(u32 slot, bool is_announced, u32 lookahead);
-    // To a source that has told none: that of the others that share its store.
+    // Gives a source without one the layout of the others that share its store.
     void borrow_layout(u32 slot, Layout layout, u32 read_lookahead);
 
     // --- stores ---
@@ -96,8 +95,8 @@ public:
 
     // How many more blocks a plane may hold.
     u64 room(const Source& of, u32 plane) const;
-    // Drops what was announced first in a tier that is full and never removes: what is still there
-    // of it nobody knows.
+    // Drops the oldest blocks of a tier that is full and never removes: whether they are still
+    // there is unknown.
     void make_room(Source& of, u32 group, u32 tier, u64 wanted);
     // Counts copies of a block; false while it is not placed. `key`: what a new entry stands for,
     // if that is known and nothing else was remembered of it.
@@ -147,7 +146,7 @@ private:
 
     // At any time outside a call:
     //   1. A source holds a hash in at most one node: the entry of that hash. Another may hold the
-    //      same hash in another node, since a hash stands for whatever its own source says: no
+    //      same hash in another node, since each source defines its own hashes: no
     //      source can move another's blocks.
     //   2. A node without rows is gone, from the store and from both tables.
     //   3. A node is in the list of its key only where some source *finds* it there: of two hashes

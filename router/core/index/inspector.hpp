@@ -1,4 +1,4 @@
-// Counts everything anew, and says where an index contradicts itself. For tests: it costs a walk
+// Counts everything anew, and reports where an index contradicts itself. For tests: it costs a walk
 // over all nodes for every source.
 #pragma once
 

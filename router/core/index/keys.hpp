@@ -34,7 +34,7 @@ inline u64 reduced(u128 value) {
 
 inline u64 times(u64 left, u64 right) { return reduced(static_cast<u128>(left) * right); }
 
-// 64 bits in which every bit of the input counts, for tables. Secret, so that nobody can fill one
+// 64 bits in which every bit of the input counts, for tables. Secret, so that no one can fill one
 // place of a table on purpose.
 inline u64 mixed(u64 value, u64 secret) {
     u128 product = static_cast<u128>(value ^ secret) * 0x9E3779B97F4A7C15u;
@@ -45,7 +45,7 @@ inline u64 mixed(u64 value, u64 secret) {
 
 constexpr u32 kMaxLength = 0x7FFFFFFF;
 
-// A prefix; `residue` alone decides nearly always, `length` says where its last block ends.
+// A prefix; `residue` alone decides nearly always, `length` is where its last block ends.
 struct Key {
     u64 residue = ~u64{0};
     u32 length = 0;

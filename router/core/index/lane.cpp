@@ -6,7 +6,7 @@ namespace {
 
 constexpr u32 kMostPlanes = 64;   // of a source that is matched together with others
 constexpr u32 kMostWords = 2048;  // for one block
-constexpr u64 kFirstPiece = 8;    // blocks: a prompt that nobody knows ends after a short piece
+constexpr u64 kFirstPiece = 8;    // blocks: an unknown prompt ends after a short piece
 
 // Turns 64 words of 64 bits over: bit j of word i becomes bit i of word j.
 void transpose(u64* words) {

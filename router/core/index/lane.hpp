@@ -61,7 +61,7 @@ private:
         u64 sources;
     };
 
-    // Where a word lies among those of a block; kNone where nobody holds anything.
+    // Where a word lies among those of a block; kNone where no source holds anything.
     u32 place_of(u32 word, u32 plane) const {
         if (plane >= dense_.size() || word >= words_ || dense_[plane] == kNone) return kNone;
         return dense_[plane] * words_ + word;

@@ -1,5 +1,5 @@
-// What sources have left behind: to take a large one out of all its nodes takes long, so that it is
-// done a little at a time. Until then its slot is taken, and nobody finds anything by it.
+// Blocks left behind by sources: taking a large source out of all its nodes takes long, so it is
+// done a little at a time. Until then its slot is taken, and no prompt finds anything there.
 #pragma once
 
 #include <deque>

@@ -89,7 +89,7 @@ u64 LowerTiers::loadable(Source& of, const std::string& name, u64 length, const 
     return rule::extended_hit(of.layout, below, 0, length, units, !of.is_announced);
 }
 
-// The fastest first, as far as names tell; a source's own before what it shares.
+// The fastest first, by their names; a source's own before those it shares.
 std::vector<LowerTiers::Lower> LowerTiers::tiers_of(const Source& of) const {
     std::vector<Lower> tiers;
     add_tiers(of, kNone, tiers, is_faster);
@@ -114,7 +114,7 @@ Presence LowerTiers::presence(const Source& of, std::span<const Lower> tiers, co
     return below;
 }
 
-// From what a tier holds of the prompt, if its events did not tell.
+// From a tier's blocks of the prompt, where its events do not show the unit.
 void LowerTiers::learn_units(Source& of, const Lower& tier, u64 length, const Found& found) {
     const u64 step = of.layout.hash_block_size;
     Source& in = holder(of, tier);

@@ -1,5 +1,5 @@
-// Reads msgpack from bytes that nobody has checked: every length is compared with what is left
-// before it is believed, nesting is bounded, nothing is copied.
+// Reads msgpack from unchecked bytes: every length is compared with what is left before it is
+// believed, nesting is bounded, nothing is copied.
 #pragma once
 
 #include <string_view>

@@ -1,14 +1,12 @@
 // Nodes: one for each pair of an engine's hash and the key of the prefix it stands for, shared by
-// all sources that agree on both; and which sources hold it where.
-//
-// Who holds a node is kept in rows of 64 sources: one row says for 64 sources whether each holds
-// the block in one place, a *plane*: a group and a tier. A node held by 64 replicas on the GPU has
-// one row of 8 bytes; nearly every node has one row, which lies in the node itself.
+// all sources that agree on both; and which sources hold it where. The holders of a node are kept
+// in rows of 64 sources: one row has for 64 sources whether each holds the block in one place, a
+// *plane*: a group and a tier. A node held by 64 replicas on the GPU has one row of 8 bytes; nearly
+// every node has one row, which lies in the node itself.
 //
 //     row key    word << 16 | plane     `word`: source number / 64
 //     plane      group << 4 | tier      `tier`: number of the tier within its source, 0 is the GPU
-//
-// Two planes say something else than where a block is (see `Index`): kNotFound, kTierFound.
+// Two planes mean something else than the place of a block (see `Index`): kNotFound, kTierFound.
 #pragma once
 
 #include <cstdlib>

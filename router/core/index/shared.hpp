@@ -15,8 +15,8 @@ namespace kvroute {
 // one that comes again is the same. Its slot changes when a large clear leaves behind what it held.
 using SourceNumber = u32;
 
-// What a thread does before it waits for a mutex; null: nothing. Set by whoever holds something
-// that the thread in possession of the mutex may need in order to go on.
+// Called by a thread before it waits for a mutex; null: nothing. Set by a thread that holds
+// something that the owner of the mutex may need to go on.
 inline thread_local void (*before_waiting)() = nullptr;
 
 // Locks a mutex for as long as the result lives.

@@ -12,7 +12,7 @@
 
 namespace kvroute {
 
-// What the configuration says of a store that a source shares with others.
+// The configuration of a store that a source shares with others.
 struct StoreHint {
     u32 slot = 0;                    // of the store, which is kept as a source without a layout
     std::vector<std::string> tiers;  // in upper case: blocks in these are there, unless local; none
@@ -20,7 +20,7 @@ struct StoreHint {
     std::optional<std::string> ownership;  // only blocks announced with it
 };
 
-// What the layout learner has been told last of a group, to tell it no more than what is new.
+// The facts of a group last reported to the layout learner, so that only news are reported.
 struct ToldGroup {
     bool is_told = false;
     std::string kind;
@@ -53,7 +53,7 @@ struct Source {
     std::vector<StoreHint> store_hints;  // an event belongs to the first that it fits
     std::vector<u32> stores;             // their slots, each once
     bool has_shared = false;             // it has written to one of them
-    u64 layout_number = 0;               // of a store: that of the writer heard last
+    u64 layout_number = 0;               // of a store: its last writer's
 
     // What it holds. For every tier `blocks` is the sum of its `counts`; `places` is that of all,
     // and `copies` that and all of `further_copies`.
@@ -98,7 +98,7 @@ struct Source {
     bool has_overflowed = false;
     bool has_lost_removals = false;
 
-    // What Python was told last.
+    // Last reported to Python.
     bool told_chain = false;      // `has_chain`
     bool told_unplaced = false;   // whether any block is not placed
     std::vector<ToldGroup> told;  // by group * 2, + 1 for lower tiers

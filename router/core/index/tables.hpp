@@ -1,8 +1,8 @@
 // The nodes of an index, and the two ways to find one: by the engine's hash, and by key.
 //
-// Many nodes may have one hash, since a hash stands for whatever its source says; and many one
-// key, since engines with other seeds hash a prefix in other ways. Either are in a list, of which a
-// table has the first.
+// Many nodes may have one hash, since each source defines its own hashes; and many one key, since
+// engines with other seeds hash a prefix in other ways. Either are in a list, of which a table has
+// the first.
 #pragma once
 
 #include "index/nodes.hpp"
@@ -70,7 +70,7 @@ public:
     // Takes a node out of its key's list where no source finds it any more.
     void refresh_link(u32 id);
 
-    // Forgets a node that nobody holds.
+    // Forgets a node that no source holds.
     void release_if_bare(u32 id);
 
 private:

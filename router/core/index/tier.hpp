@@ -46,7 +46,7 @@ private:
     std::size_t gone_places_ = 0;
 };
 
-// What the configuration says of how much a tier keeps together; 0 where it says nothing.
+// How much a tier keeps together, by the configuration; 0 where that is not set.
 struct TierUnit {
     std::string name;
     u64 blocks = 0;

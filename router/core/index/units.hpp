@@ -1,5 +1,5 @@
-// How much a lower tier keeps together, its *unit*: what its events, its contents and the
-// configuration say. `in` is what holds the tier: the source `of` itself, or a store that it reads.
+// How much a lower tier keeps together, its *unit*, by its events, its contents and the
+// configuration. `in` holds the tier: the source `of` itself, or a store that it reads.
 // `tests/oracle/index/tier_units.py` has the same in Python.
 #pragma once
 
@@ -15,7 +15,7 @@ bool may_shrink(const Source& of, const Source& in, u32 plane);
 
 // Learns from what a tier holds of a prompt: `ends` is the divisor of the ends found.
 void see_ends(Source& in, u32 plane, u64 ends);
-// Whether that may tell more. Not where events describe blocks: one names all blocks in a unit, and
+// Whether that may show more. Not where events describe blocks: one names all blocks in a unit, and
 // only the last of them ends it.
 bool wants_ends(const Source& of, const Source& in, u32 plane);
 

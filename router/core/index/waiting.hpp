@@ -1,4 +1,4 @@
-// Blocks whose place is not known yet, since nobody knows the block before them.
+// Blocks whose place is unknown yet, since the block before them is unknown.
 #pragma once
 
 #include "index/bounded_map.hpp"

@@ -1,9 +1,9 @@
-// What caches hold whose events are not there, as far as requests and responses show it.
+// Estimates the content of caches without events, by requests and responses.
 //
-// What was sent to a cache was stored there, an engine evicts what was used longest ago, and responses
-// say how much of their prompts was cached. From that follows an estimate, over the keys that the
-// mirror has of prefixes, one for every `kStep` tokens. It is bounded by the capacity that the engine
-// reports, or by less: as far as reuse was seen to last.
+// What was sent to a cache was stored there, an engine evicts what was used longest ago, and
+// responses report how much of their prompts was cached. From that follows an estimate, over the
+// keys that the mirror has of prefixes, one for every `kStep` tokens. It is bounded by the capacity
+// that the engine reports, or by less: as far as reuse was seen to last.
 //
 // An estimate stands in where a replica has no event stream, or where one has not been whole for long.
 // It begins with what this router sent there before, and ends when the stream is whole again.
@@ -24,7 +24,7 @@ struct ApproximateHit {
 // The estimate of one cache.
 struct ApproximateStatistics {
     Tokens tokens = 0;           // that it may hold
-    Tokens capacity_tokens = 0;  // as far as reuse was seen to last; never more than it is said to have
+    Tokens capacity_tokens = 0;  // as far as reuse was seen to last; at most the reported size
     double trust = 0.0;          // see `ApproximateHit`
 
     bool operator==(const ApproximateStatistics&) const = default;
@@ -82,8 +82,8 @@ public:
 
     // An engine reports how much of a prompt was cached.
     //
-    // What is idle for longer than the rest goes first. So a prediction tells, by the age of the last
-    // thing that it counts on, how far the capacity reaches.
+    // What is idle for longer than the rest goes first. So a prediction shows, by the age of the
+    // last block that it counts on, how far the capacity reaches.
     void learn(const Met& found, Tokens predicted_tokens, Tokens actual_tokens);
 
     ApproximateStatistics statistics() const;
@@ -113,8 +113,8 @@ public:
 
     // Its prompts have been computed; to be called once.
     void first_token();
-    // It is over; a second call does nothing. `actual_tokens`: of its only prompt, those that were
-    // cached as the engine says; nothing: it did not say.
+    // It is over; a second call does nothing. `actual_tokens`: of its only prompt, those that the
+    // engine reported as cached; nothing: no report.
     void ended(std::optional<Tokens> actual_tokens, double now);
 
 private:

@@ -13,7 +13,7 @@ constexpr double kEmptied = 0.75;
 
 }  // namespace
 
-// --- what the index says ---
+// --- its state in the index ---
 
 bool IndexedCache::is_followed() const {
     const auto lock = locked(index_->mutex);

@@ -1,5 +1,5 @@
-// One cache as the mirror follows it: what is in prefill there, what ended requests have left, and what
-// the index says of it.
+// One cache as the mirror follows it: what is in prefill there, the blocks of ended requests, and
+// its state in the index.
 #pragma once
 
 #include "mirror/eviction.hpp"

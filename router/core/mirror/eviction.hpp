@@ -57,8 +57,8 @@ public:
 
     // --- what it will do ---
 
-    // Finds what goes when the cache needs so many blocks; `keys_evicted` and `is_evicted` tell,
-    // until this is called again or something else changes.
+    // Finds what goes when the cache needs so many blocks; `keys_evicted` and `is_evicted` have the
+    // result, until this is called again or something else changes.
     void foresee(double blocks, double blocks_per_key);
     // Of the full attention of a request: how many keys, from the end.
     double keys_evicted(const Use& use) const;
@@ -85,10 +85,9 @@ private:
     u64 question_ = 0;
 };
 
-// How many blocks a cache evicts while it computes prompts, one behind the other, in steps.
-//
-// Whatever a step computes has blocks in every group. Of a window, those that nobody keeps are free
-// again in the next step.
+// How many blocks a cache evicts while it computes prompts, one behind the other, in steps. A
+// step's tokens have blocks in every group. Of a window, those that are not kept are free again in
+// the next step.
 class Forecast {
 public:
     // `layout` must live as long. `free_blocks`: that hold nothing.

@@ -24,7 +24,7 @@ Tokens equal_tokens(std::span<const u64> keys, std::span<const u64> theirs, Toke
     return static_cast<Tokens>(equal_keys(keys, theirs, 0, most)) * step;
 }
 
-// How many leading tokens two prompts share, as far as the keys of both tell.
+// How many leading tokens two prompts share, by the keys of both.
 Tokens shared_tokens(const Asked& asked, Tokens tokens, const Computing& other,
                      const Layout& layout) {
     if (other.prompt != nullptr && layout.is_known) {

@@ -64,10 +64,10 @@ struct Computing {
     CacheId cache = kNone;  // where
     Keys keys;              // every `kStep` tokens
     Tokens tokens = 0;      // its length
-    Prompt* prompt = nullptr;  // for keys of other steps; null where others tell of it
+    Prompt* prompt = nullptr;  // for keys of other steps; null for other routers' prompts
     const KeySpace* space = nullptr;
-    // Boundaries besides those of the layout, ascending: what it found, what full attention had beyond
-    // that, what the engine was told.
+    // Boundaries besides those of the layout, ascending: its hit, the run of full attention beyond
+    // that, the hints to the engine.
     std::vector<Tokens> kept;
 
     std::size_t place = 0;     // in `InPrefill`: among those with the same first key

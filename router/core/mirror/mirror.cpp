@@ -4,7 +4,7 @@ namespace kvroute::mirror {
 
 namespace {
 
-// Boundaries of a prompt besides its end, if an engine finds that much and is told to keep `keep`.
+// Boundaries of a prompt besides its end, if an engine finds that much and is asked to keep `keep`.
 std::vector<Tokens> kept_of(const Layout& layout, Coming found, std::span<const Tokens> keep) {
     if (!layout.is_sparse) return {};
     std::vector<Tokens> kept{found.tokens, found.run};
@@ -148,10 +148,10 @@ void Mirror::ended(const std::shared_ptr<Visit>& visit, bool was_served, double 
     fit(cache);
 }
 
-// --- what others are told, and tell ---
+// --- what routers publish to each other ---
 
 bool Mirror::is_worth_telling(const Visit& visit, double now) const {
-    if (models_[visit.model] != visit.traffic) return false;  // nobody serves the model any more
+    if (models_[visit.model] != visit.traffic) return false;  // no replica serves it any more
     const bool is_slow = visit.is_in_prefill && now - visit.started_at >= kSoonS;
     return visit.uncached_tokens >= kWorthTelling || (is_slow && visit.uncached_tokens >= kStep);
 }
@@ -242,8 +242,8 @@ Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, 
     const std::span<const u64> keys = asked.keys(kStep);
     if (!cache.layout.is_known) look_at_layout(cache);
     if (keys.empty() || cache.prefilling.empty()) return now;
-    // Until the first event says where hits end and of which groups they are, what is being computed
-    // there promises nothing: with windows or states it was wrong twice as often as right.
+    // Until the first event shows where hits end and of which groups they are, what is being
+    // computed there promises nothing: with windows or states it was wrong twice as often as right.
     if (!cache.layout.is_known && cache.index.is_followed()) return now;
     cache.forget_evicted();
     const double evicted = foresee_evictions(cache), evictable = cache.evictable();
@@ -260,8 +260,9 @@ Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, 
     return {coming.tokens, std::max(coming.run, coming.tokens)};
 }
 
-// How many blocks will have been evicted when the next request is admitted; each of those in prefill is
-// told how many when it has been computed, or where windows are kept densely, when it is begun.
+// How many blocks will have been evicted when the next request is admitted; each of those in
+// prefill gets the number when it has been computed, or where windows are kept densely, when it is
+// begun.
 double Mirror::foresee_evictions(Cache& cache) {
     const Layout& layout = cache.layout;
     Forecast forecast(layout, cache.free_blocks());
@@ -369,7 +370,7 @@ void Mirror::leave_prefill(Visit& visit, double now) {
     computed_.push_back(&visit);
 }
 
-// Keeps a visit no longer; somebody else may.
+// Drops a visit; others may still keep it.
 void Mirror::drop(Visit& visit) {
     const std::size_t place = visit.number_live;
     live_.back()->number_live = place;

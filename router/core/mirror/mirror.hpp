@@ -1,5 +1,5 @@
 // Every cache as this router drives it: requests in prefill, ended ones in the order in which their
-// blocks will be evicted, and what that says to a policy.
+// blocks will be evicted, and what a policy learns from that.
 //
 // An engine evicts what was least recently used, by the end of the request that used it last. So the
 // order is known here. How far the eviction has come is not: it is read from the index, by asking
@@ -24,7 +24,7 @@
 
 namespace kvroute::mirror {
 
-// Uncached tokens from which others are told of a prompt at once.
+// Uncached tokens from which a prompt is published to others at once.
 constexpr Tokens kWorthTelling = 256;
 
 // One request at one cache, from its sending to its end. Every step may be repeated, or left out; a
@@ -43,7 +43,7 @@ struct Visit : Computing {
     bool is_in_prefill = false;
     bool is_decoding = false;
     bool is_over = false;
-    bool is_told = false;      // others have heard of it
+    bool is_told = false;      // published to others
     double known_until = 0.0;  // when its prompt no longer counts as being computed
     std::vector<std::shared_ptr<Use>> uses;   // of its prompts
     std::vector<std::shared_ptr<Use>> reuse;  // the same for its model
@@ -68,14 +68,14 @@ struct Sent {
     double speed = 1.0;               // of the replica, relative to others
     ByTier loads;                     // what of the hit comes from below the GPU
     Tokens junction_tokens = 0;  // behind the hit, those of which only full attention is there
-    std::span<const Tokens> keep;  // lengths at which the engine is told to keep windows and states
+    std::span<const Tokens> keep;  // lengths at which to keep windows and states, as hinted
 };
 
-// A prompt that is being computed for a request, or has just been, as others are told of it.
+// A prompt that is being computed for a request, or has just been, as published to others.
 struct Told {
     const Visit& visit;
     Tokens queued_tokens;  // the last ones of the prompt, which have still to be computed
-    bool is_new;           // nobody has been told so far
+    bool is_new;           // not published so far
 };
 
 // A prompt that is being computed for another router.
@@ -93,8 +93,8 @@ class Mirror {
 public:
     static constexpr double kMaxProgress = 0.95;  // of the first prompt in prefill, computed at most
     static constexpr double kOutlookS = 0.05;  // how long an outlook holds while nothing happens there
-    static constexpr double kSoonS = 0.02;  // a short prompt that is computed within it is not told
-    static constexpr double kEventsS = 0.25;  // after a first token, until events have told for sure
+    static constexpr double kSoonS = 0.02;  // a short prompt computed within it is not published
+    static constexpr double kEventsS = 0.25;  // after a first token, until events have surely shown it
 
     // `max_keys`: bound on what is kept for all caches together, in keys (`Ownership::size`); the
     // oldest requests of the cache that grows are forgotten first. `first_number`: of its visits;
@@ -112,13 +112,13 @@ public:
     // A visit is over. `was_served`: whether its prompt may be cached there now.
     void ended(const std::shared_ptr<Visit>& visit, bool was_served, double now);
 
-    // --- what others are told, and tell ---
+    // --- what routers publish to each other ---
 
     // Calls `visit(told)` with what is being computed for requests of this router, as far as others
-    // should know of it before its events tell them, in no order.
+    // should know of it before its events reach them, in no order.
     //
-    // A short prompt that is computed at once is not among it: to tell and to hear of it costs more
-    // than to compute it twice.
+    // A short prompt that is computed at once is not among it: to publish and to receive it costs
+    // more than to compute it twice.
     template <class See>
     void for_each_told(double now, See&& see) {
         forget_computed(now);
@@ -145,7 +145,7 @@ public:
 
     // Of a replica of this model at speed 1.
     double prefill_tokens_per_s(ModelId model) { return traffic_of(model)->prefill_tokens_per_s(); }
-    // How probable it is that something will be used again that nobody has used for so long.
+    // The probability that something unused for so long will be used again.
     double reuse_probability(ModelId model, double idle_s) {
         return traffic_of(model)->reuse_probability(idle_s);
     }
@@ -155,7 +155,7 @@ public:
     // Whether `outlook` would look at the cache anew, and read its size.
     bool wants_look(CacheId cache, double now) const;
     // What a new request of a model would find at a cache; one that is unknown is idle and empty.
-    // `capacity_blocks`: what the engine says of its size.
+    // `capacity_blocks`: its size by the engine.
     const Outlook& outlook(ModelId model, CacheId cache, std::optional<u64> capacity_blocks,
                            double now);
     // Of the uncached tokens in prefill at a cache, those that are computed by now.

@@ -19,7 +19,7 @@ using ModelId = u32;
 // Tokens between two keys of a prefix; the same for all prompts of a model.
 constexpr Tokens kStep = 64;
 
-// What a cache will have of a prompt, though no event says so yet. In tokens.
+// What a cache will have of a prompt before events show it. In tokens.
 struct Coming {
     Tokens tokens = 0;  // a hit
     Tokens run = 0;     // what full attention will have: beyond the hit it is a junction

@@ -115,7 +115,7 @@ void Ownership::note_taken(const std::shared_ptr<Use>& before, std::size_t start
     before->owned_from = std::max(before->owned_from, end);
 }
 
-// Adds the keys from `start` on that nobody owns; returns the index behind them.
+// Adds the keys from `start` on that have no owner; returns the index behind them.
 std::size_t Ownership::add(const std::shared_ptr<Use>& use, std::size_t start) {
     const std::span<const u64> keys = use->keys.span;
     const u32 run = new_run(keys.size(), use);

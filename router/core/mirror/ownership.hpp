@@ -1,8 +1,7 @@
-// Which of several requests used each part of a prefix last.
-//
-// A request uses a prompt from its start, so whoever uses a key uses all keys before it, too. What a
-// request is the last to have used is therefore a *suffix* of its keys: the others took a prefix of
-// them. Three requests, the earliest first, where `A` stands for a key that A owns:
+// Which of several requests used each part of a prefix last. A request uses a prompt from its
+// start, so a user of a key uses all keys before it, too. The keys that a request was the last to
+// use are therefore a *suffix* of its keys: the others took a prefix of them. Three requests, the
+// earliest first, where `A` stands for a key that A owns:
 //
 //     A  1 2 3 4 5         owns          4 5
 //     B  1 2 3 6 7         owns      3   6 7
@@ -30,7 +29,7 @@ constexpr std::size_t kUseKeys = 4;
 
 // A prompt, and its hashes by the engine of one cache where blocks are found there only by these.
 struct LookUp {
-    std::shared_ptr<Prompt> prompt;  // null: nobody needs it
+    std::shared_ptr<Prompt> prompt;  // null: not needed
     std::shared_ptr<const Computed> computed;
 };
 
@@ -40,7 +39,7 @@ struct Use {
     Keys keys;
     std::size_t owned_from = 0;      // the index of the first key that it owns; all of them: nothing
     std::optional<double> ended_at;  // nothing while it runs
-    LookUp look_up;                  // where somebody needs it
+    LookUp look_up;                  // where it is needed
     double rest = 0.0;  // what it leaves behind the last key, in keys; less than 0: so many are gone
 
     u32 place_ended = kNone;  // among those that have ended and own something
@@ -64,7 +63,7 @@ class Ownership {
 public:
     using Ended = Chain<std::shared_ptr<Use>>;
 
-    // Keys that somebody owns.
+    // Keys that have an owner.
     std::size_t keys() const { return runs_.size(); }
     // Ended requests that own something.
     std::size_t requests() const { return ended_.size(); }
@@ -81,7 +80,7 @@ public:
     // From `begin` or `end`, whichever was last.
     const std::vector<Taken>& taken() const { return taken_; }
 
-    // Forgets a request and what it owns; its keys are nobody's then.
+    // Forgets a request and what it owns; its keys have no owner then.
     void drop(std::shared_ptr<Use> use);
 
     // Forgets the last keys that a request owns, `count` at most, as an engine evicts them, and
@@ -100,7 +99,7 @@ public:
     // Forgets all requests that have ended.
     void clear();
 
-    // How many leading keys of a prompt somebody owns.
+    // How many leading keys of a prompt have an owner.
     std::size_t leading(std::span<const u64> keys) const;
 
     // Calls `visit(start, end, use)` for the stretches of `keys` that one request each owns, until it

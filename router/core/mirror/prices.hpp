@@ -24,11 +24,11 @@ struct FirstPrices {
 
 // By tier, the time to load one token over the time to compute one.
 //
-// A hit may come from several tiers. Its time says something about the one that most of it came from:
-// what the others take is subtracted at their prices.
+// A hit may come from several tiers. Its time measures the one that most of it came from: the
+// others' part is subtracted at their prices.
 class LoadPrices {
 public:
-    static constexpr Tokens kLeastTokens = 1024;  // fewer say more about the cost of a step
+    static constexpr Tokens kLeastTokens = 1024;  // fewer measure the cost of a step
     static constexpr double kLeastShare = 0.5;    // of a hit's lower tokens that one tier has
     static constexpr double kFirstTokens = 4096.0;  // what the price before any load counts, in tokens
     static constexpr int kLoads = 32;               // after so many a load counts 1/e
@@ -38,7 +38,7 @@ public:
 
     // The price of a token from a tier.
     double of(std::string_view tier) const;
-    // The price of a token of those from several tiers; empty: nobody knows from which.
+    // The price of a token of those from several tiers; empty: their tiers are unknown.
     double mean(const ByTier& by_tier) const;
     // A prompt has begun to respond. `by_tier`: what of it was loaded; not empty. `cost`: the time
     // that this took, in tokens to compute.

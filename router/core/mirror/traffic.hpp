@@ -94,7 +94,7 @@ constexpr std::size_t kReuseStep = 4;
 class ModelTraffic {
 public:
     static constexpr int kPrefills = 32;
-    static constexpr Tokens kLeastPrefill = 1024;  // a shorter one says more about the cost of a step
+    static constexpr Tokens kLeastPrefill = 1024;  // a shorter one measures the cost of a step
     static constexpr double kFirstGuessTokensPerS = 10'000.0;
     static constexpr u64 kHalveEvery = 20'000;
 

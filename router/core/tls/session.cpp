@@ -107,7 +107,7 @@ Session::Read Session::receive(std::string_view came, char* out, std::size_t siz
     if (is_established_ || shake_hands()) {
         const Library& openssl = library();
         for (;;) {
-            if (found.bytes == size) {  // not one byte may be left: nobody would come back for it
+            if (found.bytes == size) {  // not one byte may be left: it would never be read
                 problem_ = "more than one record was left";
                 found.state = State::broken;
                 is_broken_ = true;

@@ -24,8 +24,8 @@ public:
         State state = State::open;  // after these
     };
 
-    // Takes all of what has come, and writes into `out` what that says; it fits where there is room for
-    // `came` and one record. What the other side has to be told is appended to `to_send`.
+    // Takes all received bytes and writes their plain text into `out`; it fits where there is room
+    // for `came` and one record. Bytes for the other side are appended to `to_send`.
     Read receive(std::string_view came, char* out, std::size_t size, std::string& to_send);
     // Nothing before the handshake is over. False: it is broken.
     bool send(std::string_view bytes, std::string& to_send);
