@@ -13,8 +13,8 @@ from kvevents.errors import KVEventsError
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
 from router.doors import address_of
-from router.feed.beginning import Beginning
-from router.feed.feed import Reach
+from router.feed.beginning import SnapshotRestorer
+from router.feed.feed import SourceOptions
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
@@ -35,7 +35,7 @@ class ReplicaFollower(ReplicaListener):
     parts: RouterParts
     planner: RoutePlanner
     observers: RequestObservers
-    beginning: Beginning
+    beginning: SnapshotRestorer
 
     def __post_init__(self) -> None:
         self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
@@ -139,8 +139,8 @@ class ReplicaFollower(ReplicaListener):
         if self.parts.models.get(model.name) is not model:
             return  # it was removed again before its turn came
         names = replica.id, replica.origin.host, address_of(replica)
-        reach = Reach(replica.origin.allows, names, _headers_for(source, replica))
-        self.parts.feed.add(replica.id, source, model.name, model.hints_of(replica.id), reach)
+        options = SourceOptions(replica.origin.allows, names, _headers_for(source, replica))
+        self.parts.feed.add(replica.id, source, model.name, model.hints_of(replica.id), options)
 
     async def _keep_feed(self) -> None:
         await self.beginning.find()

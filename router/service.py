@@ -19,7 +19,7 @@ from kvevents.stream_state import SourceState
 from router.config import RouterConfig
 from router.config.certificates import PEERS, replica_certificate
 from router.doors import Reservations, ReservationStatistics
-from router.feed.beginning import Beginning
+from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper, read_file
 from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
@@ -323,7 +323,7 @@ class RouterService(RouterParts):
             places.append(
                 functools.partial(asyncio.to_thread, read_file, directory, state.max_age_s)
             )
-        self._beginning = Beginning(places, self.feed, self.config.board.secret is not None)
+        self._beginning = SnapshotRestorer(places, self.feed, self.config.board.secret is not None)
 
     def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
         """Make the exchange with other routers."""

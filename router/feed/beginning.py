@@ -12,7 +12,7 @@ from router.index import PrefixIndex
 
 
 @dataclass(eq=False, repr=False)
-class Beginning:
+class SnapshotRestorer:
     """Fills indexes from a snapshot. Belongs to one event loop."""
 
     places: Sequence[Callable[[], Awaitable[IndexSnapshot | None]]]

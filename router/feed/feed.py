@@ -44,7 +44,7 @@ _MAX_SOCKETS = 16_384
 _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 
 
-class Reach(NamedTuple):
+class SourceOptions(NamedTuple):
     """The options of a source's connection, besides its addresses."""
 
     allows: Callable[[str], bool] | None = None
@@ -55,7 +55,7 @@ class Reach(NamedTuple):
     """Sent along where it is polled."""
 
 
-ANYHOW = Reach()
+DEFAULT_OPTIONS = SourceOptions()
 
 
 class Feed:
@@ -132,7 +132,7 @@ class Feed:
         published: EventSource,
         model: str,
         hints: LayoutHints | None = None,
-        reach: Reach = ANYHOW,
+        options: SourceOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
@@ -156,9 +156,9 @@ class Feed:
         resume = self._resume(source, feed) if replay_endpoint else None
         connect = None
         if endpoint == LISTENED_TO:
-            endpoint, connect = self._listen_for(source, feed, reach.names, topic)
+            endpoint, connect = self._listen_for(source, feed, options.names, topic)
         elif endpoint.startswith(POLLED):
-            connect = self._ask_for(source, feed, endpoint, reach)
+            connect = self._ask_for(source, feed, endpoint, options)
         try:
             subscriber = Subscriber(
                 endpoint,
@@ -166,7 +166,7 @@ class Feed:
                 replay_endpoint=replay_endpoint,
                 snapshot_endpoint=published.snapshot_endpoint,
                 topic=topic,
-                options=self._options_of(reach.allows, published.server_key),
+                options=self._options_of(options.allows, published.server_key),
                 context=self._context,
                 pacer=self._pacer,
                 resume=resume,
@@ -196,11 +196,11 @@ class Feed:
         return listener.endpoint, partial(ChannelConnection, channel)
 
     def _ask_for(
-        self, source: SourceId, feed: SourceFeed, endpoint: str, reach: Reach
+        self, source: SourceId, feed: SourceFeed, endpoint: str, options: SourceOptions
     ) -> Callable[[], Connection]:
         """Return the connection to a polled server."""
         poller, connect = self._pollers.register(
-            endpoint, source.dp_rank, reach.headers, reach.allows
+            endpoint, source.dp_rank, options.headers, options.allows
         )
         poller.on_problem = partial(self._note_problem, source)
         feed.on_left = partial(self._pollers.unregister, endpoint, source.dp_rank)

@@ -140,7 +140,7 @@ class UpstreamClient:
         url = _url(origin, target)
         if is_numeric(origin.host) and not origin.allowed([origin.host]):
             raise ConnectFailed(f"{origin}: no connection: {_not_allowed(origin.host)}")
-        use = _Use()
+        use = _ConnectionUse()
         asked = self._session(origin.allows).request(
             method.decode("ascii"),
             url,
@@ -245,7 +245,7 @@ class UpstreamClient:
         error: OSError | aiohttp.ClientError | MemoryError,
         origin: Origin,
         times: Timeouts,
-        use: _Use,
+        use: _ConnectionUse,
     ) -> UpstreamError:
         """Return the caller's error for *error*."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
@@ -321,7 +321,7 @@ class _Resolver(AbstractResolver):
         """Nothing to close."""
 
 
-class _Use:
+class _ConnectionUse:
     """The connection that a request went over."""
 
     is_kept = False

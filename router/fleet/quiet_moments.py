@@ -22,7 +22,7 @@ class _Requests:
     ended_at: float = -math.inf
 
 
-class Company(Protocol):
+class OtherRequests(Protocol):
     """Requests that another part sends to replicas and counts."""
 
     def company(self, replica_id: str) -> tuple[int, int, float]:
@@ -54,10 +54,10 @@ class QuietMoments:
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s = quiet_s
-        self._company: Company | None = None
+        self._company: OtherRequests | None = None
         self._replicas: dict[str, _Requests] = {}
 
-    def count_also(self, company: Company) -> None:
+    def count_also(self, company: OtherRequests) -> None:
         """Count the requests of *company* as well."""
         self._company = company
 

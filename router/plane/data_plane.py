@@ -66,7 +66,7 @@ class _Unread:
     bytes: int = 0
 
 
-class Prepares(Protocol):
+class PromptPreparer(Protocol):
     """Reads the prompts of requests that the core holds."""
 
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
@@ -127,7 +127,7 @@ class DataPlane:
     """The Unix socket of the application behind."""
     listener: PlaneListener
     """Receives what the core does by itself."""
-    prepares: Prepares
+    prepares: PromptPreparer
 
     def __post_init__(self) -> None:
         self._exchanges: dict[int, PlaneExchange] = {}

@@ -160,10 +160,10 @@ class PlaneRelay:
             self._finish(End.CLIENT_LEFT, None)
             return
         if self._exchange.failed_first is not None:
-            self._go_on_after(self._exchange.failed_first)
+            self._resume_after(self._exchange.failed_first)
         self._take(self._try_next)
 
-    def _go_on_after(self, failed: FailedFirst) -> None:
+    def _resume_after(self, failed: FailedFirst) -> None:
         """The first attempt was the core's: all others come before that replica again."""
         self._retries.start(lambda: True)
         self._tried = True

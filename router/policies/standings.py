@@ -145,7 +145,7 @@ class OrdersStandings(Protocol):
         """
 
 
-class Ordered(Protocol):
+class OrderView(Protocol):
     """The interface of an `Order`, in Python or the core."""
 
     @property
@@ -162,7 +162,7 @@ class Ordered(Protocol):
         """The numbers of all candidates, best first."""
 
 
-class Stands(Protocol):
+class StandingsView(Protocol):
     """The interface of `Standings`, in Python or the core."""
 
     def __len__(self) -> int: ...
@@ -176,7 +176,7 @@ class Ranking(Sequence[Ranked]):
 
     __slots__ = ("_best", "_order", "_places", "_standings")
 
-    def __init__(self, order: Ordered, standings: Stands) -> None:
+    def __init__(self, order: OrderView, standings: StandingsView) -> None:
         """
         Args:
             standings: At least one.

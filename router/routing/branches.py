@@ -23,7 +23,7 @@ from zlib import crc32
 import msgspec
 
 
-class Seen(NamedTuple):
+class PromptBranches(NamedTuple):
     """Holds what earlier prompts show of a new one."""
 
     branches: list[int]
@@ -75,7 +75,7 @@ class BranchPoints:
     def __len__(self) -> int:
         return len(self._following)
 
-    def see(self, keys: Sequence[int], token_ids: Sequence[int]) -> Seen:
+    def record(self, keys: Sequence[int], token_ids: Sequence[int]) -> PromptBranches:
         """Record a prompt; return what is known of it.
 
         Args:
@@ -96,7 +96,7 @@ class BranchPoints:
             is_last = index + 1 == len(keys)
             following[keys[index]] = self._tail(token_ids) if is_last else keys[index + 1]
         branches = self._found(keys, token_ids)
-        return Seen(branches, is_continued, known * self._step, new_branch, exact_branch)
+        return PromptBranches(branches, is_continued, known * self._step, new_branch, exact_branch)
 
     def _known(self, keys: Sequence[int]) -> int:
         """How many leading keys were seen before."""

@@ -76,7 +76,7 @@ class Model:
         return replace(self.hints, stores=shared)
 
 
-class _Meaning(NamedTuple):
+class _NameTarget(NamedTuple):
     """The base model behind a name, and the adapter if it is one."""
 
     base: str
@@ -115,7 +115,7 @@ class ModelSet:
         self.versions = versions or Versions()
         self._key_secret = key_secret
         self._models: dict[str, Model] = {}
-        self._names: dict[str, _Meaning] = {}
+        self._names: dict[str, _NameTarget] = {}
         problems = [
             problem
             for index, config in enumerate(configured)
@@ -173,8 +173,8 @@ class ModelSet:
                 Tokenization(remote=self._remote((base,))),
                 index=self._new_index(),
             )
-            self._names[base] = _Meaning(base)
-        self._names[name] = _Meaning(base, name if parent else None)
+            self._names[base] = _NameTarget(base)
+        self._names[name] = _NameTarget(base, name if parent else None)
         return self._models[base]
 
     def forget_all_but(self, served: Container[str]) -> list[str]:
@@ -266,9 +266,9 @@ class ModelSet:
             config.retention_hints,
         )
         for name in (config.name, *config.aliases):
-            self._names[name] = _Meaning(config.name)
+            self._names[name] = _NameTarget(config.name)
         for adapter in config.lora_adapters:
-            self._names[adapter] = _Meaning(config.name, adapter)
+            self._names[adapter] = _NameTarget(config.name, adapter)
         return None
 
     def _new_index(self) -> PrefixIndex:

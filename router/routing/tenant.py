@@ -10,7 +10,7 @@ import msgspec
 
 from router.index.mirror_types import STEP
 from router.prompt import MessageEnds
-from router.routing.branches import BranchPoints, Seen
+from router.routing.branches import BranchPoints, PromptBranches
 from router.routing.fading import FadingRatio
 from router.routing.tails import Tails
 
@@ -83,7 +83,7 @@ class Tenant:
             ends: Where it is expected to part from others.
             continuation: The request's sign of whether it will be continued.
         """
-        seen = self.branches.see(keys, token_ids)
+        seen = self.branches.record(keys, token_ids)
         goes_on = self._goes_on[continuation]
         goes_on.add(float(seen.is_continued), 1.0)
         kinds = [*zip(self._kinds, ends.expected, strict=False)]
@@ -97,7 +97,7 @@ class Tenant:
             goes_on.value >= GOES_ON,
         )
 
-    def _guess(self, prompt_tokens: int, seen: Seen) -> list[int]:
+    def _guess(self, prompt_tokens: int, seen: PromptBranches) -> list[int]:
         """Where a new prompt will part from later ones, where ends of messages are unknown."""
         if seen.new_branch:
             self._tails.parted(prompt_tokens - seen.new_branch)
@@ -110,7 +110,7 @@ class Tenant:
         return self._tails.guesses(prompt_tokens, seen.known_tokens)
 
 
-def _learn(kind: FadingRatio, end: int, seen: Seen) -> None:
+def _learn(kind: FadingRatio, end: int, seen: PromptBranches) -> None:
     if end // STEP * STEP > seen.known_tokens:
         kind.add(0.0, 1.0)  # no prompt had it before
     elif seen.new_branch and seen.new_branch == end // STEP * STEP:

@@ -68,14 +68,14 @@ class Names(Protocol):
         """The form of retention hints to the replicas of a name; None where they get none."""
 
 
-class _Hinted(NamedTuple):
+class _HintedPrompt(NamedTuple):
     """A prompt of which some prefixes had been named to engines."""
 
     model: Model
     lengths: list[int]
 
 
-class _Unusual(Exception):
+class _UnusualRequest(Exception):
     """A request that is left to be opened in Python."""
 
 
@@ -98,7 +98,7 @@ class Preparation:
 
     def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hinted: dict[int, _Hinted] = {}
+        self._hinted: dict[int, _HintedPrompt] = {}
         self._begun: dict[int, Begun] = {}
         """State by number, of requests that are neither opened nor ended."""
         self.plane: Plane | None = None
@@ -126,7 +126,7 @@ class Preparation:
             asked = self._read(endpoint, key, headers, body)
             if asked.target is not None:
                 self._begun.setdefault(number, Begun()).version = asked.named or "", asked.target
-        except (RequestError, _Unusual):
+        except (RequestError, _UnusualRequest):
             self._open(number)
             return
         started = time.perf_counter()
@@ -183,10 +183,10 @@ class Preparation:
             return None
         types = sum(name == b"content-type" for name, _ in headers)
         if types > 1 and (key.usage is not None or key.cache_salt is not None):
-            raise _Unusual  # an engine must read the body as the router does
+            raise _UnusualRequest  # an engine must read the body as the router does
         if key.usage is not None:
             if not key.usage.may_enter():
-                raise _Unusual
+                raise _UnusualRequest
             key.usage.enter()
             self._begun.setdefault(number, Begun()).usage = key.usage
         self._begun.setdefault(number, Begun()).key = key
@@ -197,7 +197,7 @@ class Preparation:
     ) -> Asked:
         """Return the fields of a usual request."""
         if len(body) > INLINE_BODY_BYTES:
-            raise _Unusual
+            raise _UnusualRequest
         given = dict(headers)
         session = given.get(self.session_header)
         asked = self.dispatcher.read(
@@ -212,7 +212,7 @@ class Preparation:
             ),
         )
         if not _is_usual(asked):
-            raise _Unusual
+            raise _UnusualRequest
         if asked.lora_name is not None and self.names is not None:
             self.names.want(asked.spec.model or "")
         return asked
@@ -297,7 +297,7 @@ class Preparation:
         keys = prompt.prefix_keys(STEP)
         lengths = model.steering.named(keys)
         if lengths and len(self._hinted) < MAX_HINTED:
-            self._hinted[number] = _Hinted(model, lengths)
+            self._hinted[number] = _HintedPrompt(model, lengths)
         sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
         sign = ContinuationSign.RETENTION if spec.keeps_prompt else sign
         hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, sign)
@@ -341,6 +341,6 @@ def _check_model(usage: KeyUsage) -> Callable[[str], None]:
 
     def check(model: str) -> None:
         if not usage.allows(model):
-            raise _Unusual
+            raise _UnusualRequest
 
     return check

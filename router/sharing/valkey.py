@@ -288,7 +288,7 @@ class ValkeyBoard(Board):
             try:
                 async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._channel)
-                    await self._find_those_before()
+                    await self._read_existing()
                     self._is_subscribed = True
                     retry.reset()
                     logger.info("board: connected")
@@ -298,7 +298,7 @@ class ValkeyBoard(Board):
                 self._is_subscribed = False
             await asyncio.sleep(retry.next_delay())
 
-    async def _find_those_before(self) -> None:
+    async def _read_existing(self) -> None:
         keys = [key async for key in self._server.scan_iter(match=self._prefix + "*", count=1000)]
         for message in await self._server.mget(keys[:MAX_WRITERS]) if keys else ():
             self._take(message)

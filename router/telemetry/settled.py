@@ -13,7 +13,7 @@ BY_CORE = "; decided by the data plane"
 """Ends the reason of a request that the core has decided."""
 
 
-class AskedInCore(NamedTuple):
+class CoreRequest(NamedTuple):
     """Holds the kind of such a request."""
 
     path: int
@@ -39,7 +39,7 @@ class Settled(NamedTuple):
     suspect: bool
     approximate_trust: float | None
     """The share that counted of a hit that is an estimate; None: it is by events."""
-    asked: AskedInCore
+    asked: CoreRequest
     was_alone: bool
     """True if it had the replica to itself, among those that the data plane decided."""
     began_at: float
@@ -69,7 +69,7 @@ class Settled(NamedTuple):
     def of_core(cls, record: Sequence[Any]) -> Settled:
         """Name the parts of the core's record."""
         settled = cls(*record)
-        return settled._replace(asked=AskedInCore(*settled.asked))
+        return settled._replace(asked=CoreRequest(*settled.asked))
 
     @property
     def uncached_tokens(self) -> int:

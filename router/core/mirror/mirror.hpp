@@ -94,7 +94,7 @@ public:
     static constexpr double kMaxProgress = 0.95;  // of the first prompt in prefill, computed at most
     static constexpr double kOutlookS = 0.05;  // how long an outlook holds while nothing happens there
     static constexpr double kSoonS = 0.02;  // a short prompt computed within it is not published
-    static constexpr double kEventsS = 0.25;  // after a first token, until events have surely shown it
+    static constexpr double kEventsS = 0.25;  // after a first token, until events surely show it
 
     // `max_keys`: bound on what is kept for all caches together, in keys (`Ownership::size`); the
     // oldest requests of the cache that grows are forgotten first. `first_number`: of its visits;

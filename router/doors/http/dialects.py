@@ -127,7 +127,7 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
         access: For questions about caches.
         operator: For registering replicas.
     """
-    dialects = _Dialects(parts)
+    dialects = _DialectEndpoints(parts)
     asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
 
     @app.post("/mooncake/query", **asking)
@@ -161,7 +161,9 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
     _add_changes(app, parts, dialects, operator)
 
 
-def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: Access) -> None:
+def _add_changes(
+    app: FastAPI, parts: ApiParts, dialects: _DialectEndpoints, operator: Access
+) -> None:
     networks = Networks(parts.router.config.server.replica_networks)
     changing: dict[str, Any] = {
         "include_in_schema": False,
@@ -190,7 +192,7 @@ def _add_changes(app: FastAPI, parts: ApiParts, dialects: _Dialects, operator: A
         return _json({"status": "unregistered successfully", "removed_instances": removed})
 
 
-class _Dialects:
+class _DialectEndpoints:
     """Holds what the endpoints have in common."""
 
     def __init__(self, parts: ApiParts) -> None:

@@ -84,14 +84,14 @@ def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
     Args:
         access: Who may ask: the answers reveal what is cached.
     """
-    doors = _Doors(parts)
+    doors = _SelectionEndpoints(parts)
     _add_selecting(app, doors, access)
     _add_reservations(app, doors, access)
     _add_reports(app, doors, access)
-    _take_the_short_way(app, access)
+    _bypass_dependencies(app, access)
 
 
-def _take_the_short_way(app: FastAPI, access: Access) -> None:
+def _bypass_dependencies(app: FastAPI, access: Access) -> None:
     """Serve the questions of every request without FastAPI's dependencies, which take half of the
     time; errors are handled as all others."""
     for route in [each for each in app.routes if isinstance(each, APIRoute)]:
@@ -109,7 +109,7 @@ def _quick(route: APIRoute, access: Access) -> Route:
     return Route(route.path, serve, methods=route.methods)
 
 
-def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
+def _add_selecting(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> None:
     asked = takes(
         SelectionRequest,
         description="Token ids, or the body of any endpoint with a prompt, as JSON.",
@@ -149,7 +149,7 @@ def _add_selecting(app: FastAPI, doors: _Doors, access: Access) -> None:
         return _json(_reserved(reservation, ask.caller))
 
 
-def _add_reservations(app: FastAPI, doors: _Doors, access: Access) -> None:
+def _add_reservations(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> None:
     @app.post(
         "/reservations",
         **described(
@@ -173,7 +173,7 @@ def _add_reservations(app: FastAPI, doors: _Doors, access: Access) -> None:
         return _json(_reserved(reservation, ask.caller), 201)
 
 
-def _add_reports(app: FastAPI, doors: _Doors, access: Access) -> None:
+def _add_reports(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> None:
     def describe(summary: str, *kinds: type[Any]) -> dict[str, Any]:
         operation: dict[str, Any] = {}
         if kinds:
@@ -251,7 +251,7 @@ def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None
     reservation.end(Outcome(report.outcome), report.status, failure, at)
 
 
-class _Doors:
+class _SelectionEndpoints:
     """The common part of the endpoints."""
 
     def __init__(self, parts: ApiParts) -> None:

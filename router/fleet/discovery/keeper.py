@@ -57,7 +57,7 @@ class ProviderStatistics:
 
 
 @dataclass(slots=True)
-class _Provided:
+class _ProviderState:
     """Holds one provider's report."""
 
     replicas: Mapping[str, ReplicaConfig] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Provided:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ManagedReplica:
     """A replica that is in the registry because a provider named it."""
 
     config: ReplicaConfig
@@ -98,8 +98,8 @@ class ReplicaKeeper:
         self._restart_s = restart_s
         self._registry = registry
         self._clock = clock
-        self._provided: dict[str, _Provided] = {CONFIGURATION: _Provided()}
-        self._kept: dict[str, _Kept] = {}
+        self._provided: dict[str, _ProviderState] = {CONFIGURATION: _ProviderState()}
+        self._kept: dict[str, _ManagedReplica] = {}
         self._dismissed: set[str] = set()
         """Replicas that an operator removed while a provider names them."""
         self._refused: dict[str, str] = {}
@@ -122,7 +122,7 @@ class ReplicaKeeper:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         names = [CONFIGURATION, *(provider.name for provider in providers)]
-        self._provided = {name: self._provided.get(name, _Provided()) for name in names}
+        self._provided = {name: self._provided.get(name, _ProviderState()) for name in names}
         self._tasks = {
             provider.name: asyncio.create_task(
                 self._follow(provider), name=f"discovery: {provider.name}"
@@ -140,7 +140,7 @@ class ReplicaKeeper:
             replicas: All of its replicas; of those with one id the first counts.
             broken: Entries that cannot be replicas, each with the reason.
         """
-        provided = self._provided.setdefault(provider, _Provided())
+        provided = self._provided.setdefault(provider, _ProviderState())
         provided.reports += 1
         error = "; ".join(broken)[:_ERROR_CHARACTERS] or None
         if error is not None and error != provided.error:
@@ -153,7 +153,7 @@ class ReplicaKeeper:
 
     def fail(self, provider: str, why: str) -> None:
         """Note that a provider cannot list its replicas; its last list stays."""
-        provided = self._provided.setdefault(provider, _Provided())
+        provided = self._provided.setdefault(provider, _ProviderState())
         provided.failures += 1
         if provided.error != why:
             logger.warning(
@@ -197,7 +197,7 @@ class ReplicaKeeper:
     async def _follow(self, provider: ReplicaProvider) -> None:
         while True:
             try:
-                await provider.follow(_Reports(self, provider.name))
+                await provider.follow(_NamedListener(self, provider.name))
             except Exception as error:
                 logger.critical("discovery: %s ended", provider.name, exc_info=error)
                 self.fail(provider.name, f"it ended: {type(error).__name__}")
@@ -230,14 +230,14 @@ class ReplicaKeeper:
             del self._kept[replica_id]
             self._dismissed.add(replica_id)
 
-    def _leave(self, replica_id: str, kept: _Kept) -> None:
+    def _leave(self, replica_id: str, kept: _ManagedReplica) -> None:
         if kept.leaves_at is None:
             kept.leaves_at = self._clock() + self.linger_s
             kept.was_draining = self._registry.get(replica_id).draining
             self._registry.drain(replica_id)
             logger.info("replica %s: no longer named; removed in %g s", replica_id, self.linger_s)
 
-    def _stay(self, replica_id: str, kept: _Kept, config: ReplicaConfig) -> None:
+    def _stay(self, replica_id: str, kept: _ManagedReplica, config: ReplicaConfig) -> None:
         if kept.leaves_at is not None:
             kept.leaves_at = None
             if not kept.was_draining:
@@ -262,7 +262,7 @@ class ReplicaKeeper:
             self._refused[replica_id] = str(error)
         else:
             self._refused.pop(replica_id, None)
-            self._kept[replica_id] = _Kept(config)
+            self._kept[replica_id] = _ManagedReplica(config)
 
     def _make_way(self, config: ReplicaConfig) -> None:
         """Remove the replica that leaves this address: another has it now."""
@@ -301,7 +301,7 @@ def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[
     ]
 
 
-class _Reports:
+class _NamedListener:
     """Holds what a provider reports, with its name."""
 
     def __init__(self, keeper: ReplicaKeeper, provider: str) -> None:

@@ -461,7 +461,7 @@ def read_request(
     return spec, None if changed is body else changed
 
 
-class _LittleRead(msgspec.Struct):
+class _ModelAndPriority(msgspec.Struct):
     model: str | None = None
     priority: Any = None
 
@@ -482,7 +482,7 @@ def read_model(
             a rule.
     """
     try:
-        read = msgspec.json.decode(body, type=_LittleRead)
+        read = msgspec.json.decode(body, type=_ModelAndPriority)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise RequestBodyError(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"

@@ -17,7 +17,7 @@ import trustme
 from kvevents.codec import encode
 from kvevents.events import EventBatch
 from router.errors import NoSnapshot, Overloaded
-from router.feed.beginning import Beginning
+from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
 from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
 from router.feed.snapshot_transfer import MAX_AT_ONCE, Sender
@@ -133,7 +133,7 @@ async def test_what_a_peer_knows_is_known_before_a_word_from_the_engine() -> Non
         async with knowing(publisher) as one, listening(sending(await one.sent())) as url:
             other = Knowing()
             try:
-                beginning = Beginning([peers(url).fetch], other.feed, needs_own_keys=True)
+                beginning = SnapshotRestorer([peers(url).fetch], other.feed, needs_own_keys=True)
                 await beginning.find()
                 await beginning.fill("m", other.index)
                 assert other.index.match(PROMPT)[A] == Hit(64, 64)
@@ -152,7 +152,7 @@ async def test_a_model_of_which_nothing_is_known_begins_from_nothing() -> None:
         async with knowing(publisher) as one, listening(sending(await one.sent())) as url:
             other = Knowing()
             for places in ([], [peers(url).fetch]):
-                beginning = Beginning(places, other.feed, needs_own_keys=True)
+                beginning = SnapshotRestorer(places, other.feed, needs_own_keys=True)
                 await beginning.find()
                 await beginning.fill("another", other.index)
                 assert not other.index.holds(A)
@@ -165,7 +165,7 @@ async def test_what_nobody_asked_for_after_the_start_is_dropped() -> None:
         async with knowing(publisher) as one, listening(sending(await one.sent())) as url:
             other = Knowing()
             try:
-                beginning = Beginning([peers(url).fetch], other.feed, needs_own_keys=True)
+                beginning = SnapshotRestorer([peers(url).fetch], other.feed, needs_own_keys=True)
                 await beginning.find()
                 await beginning.fill("m", other.index)
                 beginning.forget()
@@ -188,7 +188,7 @@ async def test_an_index_keeps_its_own_keys_where_others_share_them(
             index = PrefixIndex(secret=SECRET)
             own = index.key_space
             async with listening(sending(data)) as url:
-                beginning = Beginning([peers(url).fetch], one.feed, needs_own_keys=True)
+                beginning = SnapshotRestorer([peers(url).fetch], one.feed, needs_own_keys=True)
                 await beginning.find()
             await beginning.fill("m", index)
             assert (index.key_space, index.holds(A)) == (own, False)

@@ -14,7 +14,7 @@ from kvevents.errors import EndpointError
 from kvevents.stream_state import SourceState
 from router.config.origin import Header
 from router.feed import polled
-from router.feed.feed import Feed, Reach
+from router.feed.feed import Feed, SourceOptions
 from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import IdleTimeout
 from router.fleet.types import EventSource
@@ -50,7 +50,7 @@ class Setting:
             source.replica,
             EventSource(source.dp_rank, self.endpoint),
             "m",
-            reach=Reach(headers=((b"authorization", b"k"),)),
+            options=SourceOptions(headers=((b"authorization", b"k"),)),
         )
 
     async def until(self, state: SourceState, last_seq: int | None, rank: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.branches import BranchPoints, Seen
+from router.routing.branches import BranchPoints, PromptBranches
 
 STEP = 4
 
@@ -17,8 +17,8 @@ def keys_of(tokens: Sequence[int]) -> list[int]:
     return [hash(tuple(tokens[:end])) for end in range(STEP, len(tokens) + 1, STEP)]
 
 
-def see(points: BranchPoints, tokens: Sequence[int]) -> Seen:
-    return points.see(keys_of(tokens), tokens)
+def see(points: BranchPoints, tokens: Sequence[int]) -> PromptBranches:
+    return points.record(keys_of(tokens), tokens)
 
 
 def test_prompts_part_behind_what_they_share() -> None:
@@ -48,7 +48,7 @@ def test_the_next_turn_of_a_session_parts_from_nothing() -> None:
     assert not see(points, tokens).is_continued
     for turn in range(5):
         tokens = [*tokens, *range(100 * turn, 100 * turn + 7)]
-        assert see(points, tokens) == Seen([], True, len(tokens[:-7]) // STEP * STEP, 0)
+        assert see(points, tokens) == PromptBranches([], True, len(tokens[:-7]) // STEP * STEP, 0)
 
 
 def test_an_equal_prompt_is_no_branch() -> None:

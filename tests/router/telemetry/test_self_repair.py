@@ -247,7 +247,7 @@ def test_a_replica_that_is_removed_meanwhile_is_not_known_again() -> None:
     assert not quiet.ended(moment, 1.0)
 
 
-class Company:
+class OtherRequests:
     """Requests that the data plane decides, as it counts them."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class Company:
 
 def test_other_routers_hear_of_what_the_data_plane_began_as_well() -> None:
     """It disturbs their evidence like what was begun here."""
-    quiet, company = QuietMoments(TIMES.quiet_s), Company()
+    quiet, company = QuietMoments(TIMES.quiet_s), OtherRequests()
     quiet.began("r0", 1.0)
     assert quiet.begun() == {"r0": 1}
     quiet.count_also(company)
@@ -275,7 +275,7 @@ def test_other_routers_hear_of_what_the_data_plane_began_as_well() -> None:
 
 def test_what_the_data_plane_sends_is_company() -> None:
     """It changes the cache like any other request."""
-    quiet, company = QuietMoments(TIMES.quiet_s), Company()
+    quiet, company = QuietMoments(TIMES.quiet_s), OtherRequests()
     quiet.count_also(company)
     pause = TIMES.quiet_s
     for during, before, expected in (

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from router._core import RequestSums, plain_usage
 from router.plane.usage import UsageReader
-from router.telemetry.settled import AskedInCore, Settled
+from router.telemetry.settled import CoreRequest, Settled
 from router.telemetry.sums import RequestSum
 from tests.router.telemetry.test_request_observer import Observed
 
@@ -44,7 +44,7 @@ def settled(
     return Settled(
         *("m", replica, "id", ("127.0.0.1", 1), None, (prompt, cached, cached, expected), False),
         None,
-        AskedInCore(0, False, is_comparable, False, False, None),
+        CoreRequest(0, False, is_comparable, False, False, None),
         *(False, 0.0, routing_s, first_byte_s, "completed", 200, whole_s, 10, None, 0),
         *(True, body, b""),
     )
