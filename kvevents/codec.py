@@ -64,7 +64,7 @@ _TAKING_AWAY = re.compile(
 
 
 _MOONCAKE = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
-"""By `event_type` of Mooncake's events (RFC #1527), which have no `type`."""
+"""Types by `event_type` of Mooncake's events (RFC #1527), which have no `type`."""
 _MOONCAKE_OBJECT = "MooncakeObject"
 """An event about an object of the store, which names no block."""
 _DEFAULT_TENANT = "default"

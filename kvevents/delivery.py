@@ -94,7 +94,7 @@ class StreamCounters:
     unanswered: Annotated[int, counter("kvroute_events_unanswered")] = 0
     """Requests to the replay endpoint without a reply, or with one cut short."""
     unanswered_in_a_row: int = 0
-    """Those since the last answer began."""
+    """Unanswered requests since the last answer began."""
     replays: Annotated[int, counter("kvroute_events_replays")] = 0
     """Replays that returned batches."""
     snapshots: Annotated[int, counter("kvroute_events_snapshots")] = 0

@@ -96,10 +96,10 @@ class BlockStored(_Event, frozen=True):
     cache_salt: str | None = None
     """SGLang's name for the salt of the request; ours stands in `extra_keys`, as vLLM's does."""
     locality: str | None = None
-    """Where the tier is, seen from the publisher: `LOCAL`, `REMOTE`, or unknown (vLLM >= 0.26)."""
+    """The place of the tier, seen from the publisher: `LOCAL`, `REMOTE`, or unknown (vLLM >=
+    0.26)."""
     ownership: str | None = None
-    """Which of the publisher's secondary tiers it is, by an id of its configuration (vLLM >=
-    0.29)."""
+    """The secondary tier of the publisher, by an id of its configuration (vLLM >= 0.29)."""
 
     __hash__ = _Event.__hash__
 
@@ -128,7 +128,7 @@ class BlockRemoved(_Event, frozen=True):
     medium: str | None
     group_idx: int | None = None
     remaining_copy_counts: list[int] | None = None
-    """By hash: how many copies are left there. Read if an engine sends it."""
+    """How many copies are left there, by hash. Read if an engine sends it."""
     locality: str | None = None
     """See `BlockStored`, as for *ownership*."""
     ownership: str | None = None
@@ -255,7 +255,7 @@ class KVEventAggregator:
             raise ValueError(f"num_workers is {num_workers}: at least one worker reports events")
         self._num_workers = num_workers
         self._reports: dict[Event, list[_Report]] = {}
-        """By event: its first report, its second, ..., each with who has made it so far."""
+        """By event, its first report, its second, ..., each with the workers that have made it."""
         self._order = count()
 
     def add_events(self, worker: int, events: Iterable[Event]) -> None:

@@ -114,7 +114,7 @@ def field_docs(owner: type) -> dict[str, str]:
 
 @functools.cache
 def _docs_in_module(name: str) -> Mapping[str, dict[str, str]]:
-    """By class, the strings under the fields of each class of one of our modules."""
+    """Return the strings under the fields of each class of one of our modules, by class."""
     if name.partition(".")[0] not in ("kvevents", "offload", "router"):
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[name]))

@@ -45,7 +45,7 @@ class PublisherConfig:
     """Always bound. None: no replays and no snapshots."""
     topic: str = ""
     kind: str = "zmq"
-    """Which publisher to build: `zmq`, `null`, a registered one, or a plug-in of the entry-point
+    """The publisher to build: `zmq`, `null`, a registered one, or a plug-in of the entry-point
     group `kvroute.publishers`."""
     buffer_steps: int = 10_000
     """Most batches kept for replay."""

@@ -27,9 +27,9 @@ class CacheConfig:
     enable_caching: bool
     enable_events: bool
     retention_interval: int | None
-    """Which blocks of sliding-window and Mamba groups stay findable: None keeps all that can serve
-    a hit, 0 those at the ends of prompts, where prompts parted, and where a request asks for it;
-    n > 0 also those at every n-th token. 0 is the default, as in vLLM >= 0.29."""
+    """Selects the blocks of sliding-window and Mamba groups that stay findable: None keeps all that
+    can serve a hit, 0 those at the ends of prompts, where prompts parted, and where a request asks
+    for it; n > 0 also those at every n-th token. 0 is the default, as in vLLM >= 0.29."""
 
     @property
     def scheduler_block_size(self) -> int:

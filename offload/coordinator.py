@@ -242,7 +242,7 @@ class SingleGroupCoordinator(Coordinator):
             manager.cache_blocks(request, num_tokens, self._retention(request, manager))
 
     def _retention(self, request: CacheRequest, manager: GroupManager) -> Retention:
-        """Where later requests can resume behind this one."""
+        """Return where later requests can resume behind this one."""
         if self.retention_interval is None:
             return _KEEP_ALL
         ends = resume_positions(
@@ -262,7 +262,7 @@ class SingleGroupCoordinator(Coordinator):
         return Retention(self.retention_interval, ends, kept_behind)
 
     def _resumed_at(self, boundaries: Sequence[int]) -> list[int]:
-        """Where prompts that leave another one at *boundaries* resume; not at 0.
+        """Return where prompts that leave another one at *boundaries* resume; not at 0.
 
         With EAGLE a block is missing behind the boundary, whichever group it is in, and all groups
         resume where that one does: with blocks of 16, at 16 for a boundary of 40.

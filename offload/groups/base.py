@@ -40,7 +40,7 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Where later requests can resume; only the ends of such prefixes are worth keeping.
+    """The places where later requests can resume; only the ends of such prefixes are worth keeping.
 
     It concerns groups that need only the end of a prefix: sliding windows and states.
     """
@@ -67,7 +67,7 @@ class RequestNeed:
     computed_blocks: tuple[Sequence[Block], ...]
     """Per group a hit's blocks, for a request that holds none yet."""
     num_external_tokens: int = 0
-    """Those of `num_computed_tokens` that a lower tier will bring."""
+    """Tokens of `num_computed_tokens` that a lower tier will bring."""
     num_encoder_tokens: int = 0
     """Tokens of the encoder's output, for cross attention."""
 
@@ -130,7 +130,7 @@ class GroupManager(ABC):
     def keep_mask(
         self, request_id: str, start: int, stop: int, retention: Retention
     ) -> list[bool] | None:
-        """Which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
+        """Return which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
 
         Args:
             start: Index of the first block in the request's table.
@@ -138,7 +138,8 @@ class GroupManager(ABC):
         """
 
     def needed_blocks(self, num_tokens: int) -> range:
-        """Which blocks of a hit of *num_tokens* the token behind it reads, as table indices."""
+        """Return which blocks of a hit of *num_tokens* the token behind it reads, as table
+        indices."""
         return range(
             self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size
         )

@@ -82,7 +82,7 @@ class TierHost:
     """True if the engine takes and publishes the tiers' events."""
     backend: TransferBackend
     above: Mapping[str, tuple[Tier, OffloadingWorker]] = field(default_factory=dict)
-    """By name, the tiers that were made before."""
+    """The tiers that were made before, by name."""
 
 
 class OffloadingSpec(Protocol):

@@ -56,7 +56,7 @@ class Chunk:
 
     @property
     def pages(self) -> slice:
-        """Which GPU blocks of the staged ones it copies."""
+        """The GPU blocks of the staged ones that it copies."""
         return slice(self.first_page, self.first_page + self.id_count)
 
 

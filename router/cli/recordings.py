@@ -47,7 +47,7 @@ class Header(msgspec.Struct):
     """Holds what the recorder knew of the engine."""
 
     groups: list[GroupSpec] = []
-    """By group index."""
+    """The groups, by index."""
     hash_block_size: int | None = None
     scheduler_block_size: int | None = None
     eagle: bool | list[int] = False

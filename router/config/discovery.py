@@ -1,4 +1,4 @@
-"""Where replicas come from besides the list in the configuration."""
+"""Sources of replicas besides the list in the configuration."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class KubernetesDiscovery(Section, frozen=True):
 
 
 class DiscoveryConfig(Section, frozen=True):
-    """Where replicas come from besides `replicas`. What one of them no longer names gets no new
+    """Sources of replicas besides `replicas`. A replica that they no longer name gets no new
     requests, and is removed a little later."""
 
     files: Items[FileDiscovery] = ()

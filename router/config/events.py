@@ -41,7 +41,7 @@ class EventsConfig(Section, frozen=True):
     Change it when a loss at the end of a quiet stream should be noticed sooner; checks begin after
     2 s of silence and back off up to this interval."""
     listen: ZmqAddress | None = None
-    """Where engines connect to that publish to the router instead of the other way round, such as
+    """The address for engines that connect to the router instead of the other way round, such as
     `tcp://*:5557`.
 
     Change it when engines are configured so, as llm-d's and KServe's are; the sources of such a

@@ -70,7 +70,7 @@ class LayoutConfig(Section, frozen=True):
     """Holds facts about a model's cache that events leave out. Everything is optional."""
 
     groups: Items[GroupConfig] = ()
-    """By group index.
+    """The groups, by index.
 
     Change it when a group's kind, window or chunk is missing from the events:
     `attention_chunk_size` of Llama 4, kinds before vLLM 0.22."""

@@ -1,4 +1,4 @@
-"""Where an upstream server is, and how long it may take."""
+"""The address of an upstream server, and its timeouts."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Origin:
     """Returns whether an address of the host may be connected to; called for each connection, as a
     name may lead elsewhere by then. None: every address."""
     key: str = field(init=False, repr=False, compare=False)
-    """By this connections are pooled: two origins that differ only in their base path share
-    them."""
+    """The key of the connection pool: two origins that differ only in their base path share
+    connections."""
     host_header: bytes = field(init=False, repr=False, compare=False)
     target_prefix: bytes = field(init=False, repr=False, compare=False)
 
@@ -86,7 +86,7 @@ class Origin:
         return self.scheme == "https"
 
     def allowed(self, addresses: Sequence[str]) -> list[str]:
-        """Those of *addresses* that may be connected to."""
+        """Return those of *addresses* that may be connected to."""
         return [each for each in addresses if self.allows is None or self.allows(each)]
 
     @classmethod

@@ -30,17 +30,17 @@ from router.errors import BadRequest, ConfigError
 
 
 class EventSourceConfig(Section, frozen=True):
-    """Where one data-parallel rank of a replica publishes its events."""
+    """The addresses of events of one data-parallel rank of a replica."""
 
     endpoint: EventAddress
-    """Where it publishes; `*` as host means the replica's own. `listen`: it connects to the router,
-    at `events.listen`, and publishes under `kv@POD@MODEL`, where POD is the replica's id, host, or
-    host and port. `http://*:8000/kv_cache_events`: it is asked for them, as TensorRT-LLM has to be;
-    by one router only."""
+    """The address it publishes at; `*` as host means the replica's own. `listen`: it connects to
+    the router, at `events.listen`, and publishes under `kv@POD@MODEL`, where POD is the replica's
+    id, host, or host and port. `http://*:8000/kv_cache_events`: it is polled, as TensorRT-LLM has
+    to be; by one router only."""
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
-    """Where it makes snapshots, if there is an address for these alone.
+    """The address of its snapshots, if these have one of their own.
 
     Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on the
     replay endpoint, as ours, needs nothing."""
@@ -57,7 +57,7 @@ class EventSourceConfig(Section, frozen=True):
 
 
 class PeerTierConfig(Section, frozen=True):
-    """Where other engines pull cached prefixes from a replica's memory."""
+    """The address at which other engines pull cached prefixes from a replica's memory."""
 
     host: HostName = "*"
     """`*` means the replica's own.
@@ -102,8 +102,8 @@ class ReplicaOptions(Section, frozen=True):
 
     Change it when its `GET /v1/models` is wrong or missing; it is still asked for adapters."""
     kv_events: Items[EventSourceConfig] | None = None
-    """Where its events are; null asks its GET /kv_event_sources or /server_info, an empty list
-    means that it publishes none.
+    """The addresses of its events; null asks its GET /kv_event_sources or /server_info, an empty
+    list means that it publishes none.
 
     Change it when it has neither `GET /kv_event_sources` (vLLM 0.32) nor `kv_events` in `GET
     /server_info` (SGLang 0.5.17); `[]` means that it publishes nothing."""

@@ -144,7 +144,7 @@ class ServerConfig(Section, frozen=True):
     """Change it when the router is asked without a key under a name that is not `localhost`, the
     machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
     replica_networks: Items[Network] = PRIVATE_NETWORKS
-    """Where replicas that are added at run time may be.
+    """Networks of replicas that may be added at run time.
 
     Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
     anywhere."""

@@ -11,7 +11,7 @@ class StateConfig(Section, frozen=True):
     """Snapshots of the index, so that a start does not read every cache from its engine."""
 
     directory: PlacedPath | None = None
-    """Where one is kept; null: nowhere.
+    """The directory of the snapshot; null: none is kept.
 
     Change it when a start should not read every cache from its engine; the snapshot is the file
     `index.snapshot` there."""

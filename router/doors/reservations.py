@@ -157,7 +157,7 @@ class Reservation:
         """The key that it was made with, by name; no other may end it."""
         self.prompt_tokens = prompt_tokens
         self.attempt = attempt
-        """Where the gateway sends the request."""
+        """The replica that the gateway sends the request to."""
         self.observer = observer
         self.claim = claim
         self._place = place
@@ -312,7 +312,7 @@ class Reservations:
         self._idle_s = idle_s
         self.clock = clock
         self._held: dict[str, Reservation] = {}
-        """By id; without those that the core has not reported."""
+        """Reservations by id, without those that the core has not reported."""
         self._gone: set[str] = set()
         """Replicas that were removed a moment ago: the core may just have chosen one of them."""
         self._ends: Counter[str] = Counter()

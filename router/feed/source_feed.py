@@ -256,6 +256,7 @@ class SourceFeed:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where an error was raised, outermost first; without its message, which may quote a prompt."""
+    """Return where an error was raised, outermost first; without its message, which may quote a
+    prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(f"{PurePath(frame.filename).name}:{frame.lineno}" for frame in frames)

@@ -111,7 +111,7 @@ class UpstreamClient:
         self._ssl_context = ssl_context
         self._on_shortage = on_shortage
         self._sessions: dict[Allows | None, aiohttp.ClientSession] = {}
-        """By rule on addresses: no connection is shared between two rules."""
+        """Sessions by rule on addresses: no connection is shared between two rules."""
         self._reached: set[str] = set()
         self._is_closed = False
 

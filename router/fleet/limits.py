@@ -241,7 +241,7 @@ class KeyLimits:
         self.usages: Mapping[str, KeyUsage] = {
             key.name: KeyUsage(key, clock) for key in keys if key.is_limited
         }
-        """By the name of the key."""
+        """The usages, by the name of the key."""
 
     def counts(self) -> dict[str, KeyCounts]:
         """Return this router's counts, to be published to others."""

@@ -167,7 +167,7 @@ class _Tenant:
         self.tokens = 0
 
     def first(self, is_ready: Callable[[Waiter], bool]) -> Waiter | None:
-        """Its next request among the lanes that are ready."""
+        """Return its next request among the lanes that are ready."""
         best: _Entry | None = None
         for lane, heap in list(self.lanes.items()):
             entry = heap.first()
@@ -178,7 +178,7 @@ class _Tenant:
         return None if best is None else best[2]
 
     def last(self) -> Waiter:
-        """Its request that is farthest from its turn."""
+        """Return its request that is farthest from its turn."""
         return max(entry for heap in self.lanes.values() for entry in heap.waiting())[2]
 
     def tokens_before(self, place: float) -> int:

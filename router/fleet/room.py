@@ -80,7 +80,7 @@ class WaitingRoom:
         self.on_turned: Callable[[], object] = lambda: None
         """Called when a first request waits, and when none waits any more."""
         self._lines: OrderedDict[str, Line] = OrderedDict()
-        """By model; the one that was served last stands last."""
+        """Lines by model; the one served last stands last."""
         self._waiting = 0
         self._is_letting_in = False
         self._timer: asyncio.TimerHandle | None = None

@@ -66,7 +66,7 @@ class LayoutHints:
     """Holds the configuration of a model's cache."""
 
     groups: tuple[KVCacheGroup, ...] = ()
-    """By group index; used where the wire is silent."""
+    """The groups by index; used where events do not name them."""
     hash_block_size: int | None = None
     """Tokens between two engine hashes; None: the greatest common divisor of the block sizes."""
     scheduler_block_size: int | None = None
@@ -85,7 +85,7 @@ class LayoutHints:
     hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
     """Values of `PYTHONHASHSEED` the engines may run with."""
     tiers: tuple[tuple[str, TierHint], ...] = ()
-    """By the tier's name on the wire, in upper case."""
+    """Hints by the tier's name on the wire, in upper case."""
     stores: tuple[StoreHint, ...] = ()
     """The stores that the source shares; an event belongs to the first that it fits."""
 
@@ -209,7 +209,7 @@ class HashesFound:
     held: int
     """How many of the hashes the source, or a store that it shares, holds."""
     problem: str | None
-    """Why the hit may be less than what the source would reuse; None: it is exact."""
+    """Why the source may reuse more than the hit; None: it is exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class SourceStatistics:
     ]
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
     stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
-    """By name of each store it shares: (group, tier) -> distinct blocks, by any writer."""
+    """Distinct blocks by store, then (group, tier); by any writer."""
     removed: Mapping[int, int] = field(default_factory=dict)
     """Group -> blocks removed from the GPU since the source was added or cleared; those of an event
     that clears the cache do not count."""

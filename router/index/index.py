@@ -79,7 +79,7 @@ class PrefixIndex:
         """The slots of every source; replaced by another when one comes or goes, since a match
         keeps it."""
         self._searching: dict[SourceId, KnownSource] = {}
-        """Those whose hash function is known, or may show itself in a prompt."""
+        """Sources whose hash function is known, or may be found by a prompt."""
         self._has_leftovers = False
         """True if blocks of dropped sources are left, which no prompt finds."""
 
@@ -262,8 +262,8 @@ class PrefixIndex:
         )
 
     def _lay_out(self, slot: int, writer: KnownSource) -> None:
-        """Those that share a store are taken to lay out their blocks as its writer does, until
-        their own events show it."""
+        """Give sources that share a store the layout of its writer, until their own events show
+        theirs."""
         store = next(each for each in writer.stores if each.slot == slot)
         news = (writer.learner.layout, writer.learner.lookahead)
         if news == (store.layout, store.lookahead):

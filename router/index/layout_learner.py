@@ -61,7 +61,7 @@ class LayoutLearner:
     error: str | None = None
     """The contradiction."""
     seen: dict[int, SeenGroup] = field(default_factory=dict)
-    """By group index."""
+    """The facts by group index."""
     tiers_seen: dict[int, SeenGroup] = field(default_factory=dict)
     """The facts from lower tiers; for groups without events of the GPU."""
     smallest_step: int = 0

@@ -31,7 +31,7 @@ class CacheOutlook(NamedTuple):
     """Holds a cache's state for a new request, besides its hit."""
 
     progress_tokens: float = 0.0
-    """Those of the uncached tokens in prefill there that are computed by now."""
+    """Uncached tokens in prefill there that are computed by now."""
     eviction_age_s: float | None = None
     """How long the block evicted next has been idle; None while it evicts nothing."""
     reuse_probability: float = 0.0

@@ -231,7 +231,7 @@ class PlaneRelay:
         self._finish(End(end), status or None)
 
     def on_lost(self) -> None:
-        """Its end is unknown."""
+        """End it as abandoned: its end is unknown."""
         self._finish(End.ABANDONED, None)
 
     # --- the attempts -----------------------------------------------------------------------------

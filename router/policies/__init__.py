@@ -1,5 +1,5 @@
-"""Which replica is best, and why: the policies of the compiled core by name, what a plug-in gets
-and returns, and the reasons in words.
+"""Ranks replicas, with reasons: the policies of the compiled core by name, the interface of
+plug-ins, and the reasons in words.
 
 Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 

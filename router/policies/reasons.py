@@ -1,4 +1,4 @@
-"""Why candidates are in their places, as sentences for people."""
+"""The reasons of candidates' places, as sentences for people."""
 
 from __future__ import annotations
 

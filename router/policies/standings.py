@@ -103,7 +103,7 @@ class Order(NamedTuple):
     """How a policy orders standings: by cost."""
 
     costs: Sequence[float]
-    """By candidate; finite."""
+    """Costs by candidate; finite."""
     tie: Callable[[int], Any]
     """Decides between candidates of equal cost, by their numbers: the least value first. The values
     can be compared with each other."""

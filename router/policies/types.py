@@ -168,7 +168,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     gpu_cached_tokens: int = 0
     """Prompt tokens cached on the GPU."""
     cached_tokens: int = 0
-    """Those, and the tokens that lower tiers would bring back; at least `gpu_cached_tokens`."""
+    """These, and the tokens that lower tiers would bring back; at least `gpu_cached_tokens`."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """Tokens that each lower tier or shared store would bring back; empty where they are not
     separated."""
@@ -185,7 +185,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Leading prompt tokens that were sent there so recently that events may not show them yet.
     For `least_delay` those that are being computed there for another request."""
     progress_tokens: float = 0.0
-    """Those of the queued prefill tokens that are computed by now."""
+    """Queued prefill tokens that are computed by now."""
     eviction_age_s: float | None = None
     """How long the block that the cache would evict next has been idle; None while it evicts
     nothing."""

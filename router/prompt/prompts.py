@@ -204,7 +204,7 @@ class Coverage(str, Enum):
 
 
 class MessageEnds(msgspec.Struct, frozen=True):
-    """Where a prompt is expected to part from others, by its text; in tokens."""
+    """The lengths at which a prompt is expected to part from others, by its text; in tokens."""
 
     expected: tuple[int, ...] = ()
     """Behind its first messages and their parts, ascending."""

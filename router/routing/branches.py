@@ -1,4 +1,4 @@
-"""Where the prompts of a fleet part, and how often one goes on where another ended.
+"""Finds where the prompts of a fleet part, and recognises prompts that continue an earlier one.
 
 A key stands for a prefix of so many steps of tokens. What followed a key first is remembered; when
 something else follows, prompts part there, and a third one will ask for just that prefix. A prompt

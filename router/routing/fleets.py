@@ -29,7 +29,7 @@ class KnownFleet:
     slots: Any
     """The slots of the index, when it was made."""
     shared: SharedIndex | None
-    """That index in the core."""
+    """The core's form of the index."""
     core: Fleet
     caches: list[SourceId]
     """The caches, by number."""

@@ -1,5 +1,5 @@
-"""Which prefixes were just sent to which cache: a prediction that stands in until the engines'
-events report them.
+"""Remembers the prefixes that were just sent to each cache: a prediction that stands in until the
+engines' events report them.
 
 The events about a prompt's blocks arrive only after its prefill. Without this memory, the router
 would spread a burst of equal prompts over all replicas, and each would compute the same prefix.

@@ -191,7 +191,7 @@ class Disagreement:
     """One probe that came out differently."""
 
     probe: str
-    """Its name."""
+    """The name of the probe."""
     first_difference: int
     """Index of the first id that differs, or the length of the shorter list."""
     local_count: int

@@ -48,7 +48,7 @@ class SteeringStatistics:
     lost: int = 0
     """Prompts that begin with a named boundary and find less of it cached."""
     hit: int = 0
-    """Those of `kept` whose hit ends just there: without the hint it would have been shorter."""
+    """Prompts of `kept` whose hit ends just there: without the hint it would have been shorter."""
     hit_tokens: Annotated[int, counter("kvroute_boundary_hit_tokens")] = 0
     """Prompt tokens of the hits that end where a replica was asked to keep a boundary."""
 

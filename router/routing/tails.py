@@ -1,4 +1,4 @@
-"""Where a prompt that is new as a whole will part from later ones, by where earlier ones did.
+"""Guesses where a prompt that is new as a whole will part from later ones, by earlier prompts.
 
 Many prompts begin with something long that others will share, and end with something short that
 they will not: a question behind a document. Where the one ends and the other begins is unknown
@@ -17,7 +17,7 @@ _SAMPLES = 256
 _ENOUGH = 16
 """Exact lengths, from which on the others, which are up to a step too long, do not count."""
 LEAST_SHARE = 0.05
-"""Where a smaller share of new prompts parts from a later one, nothing is expected of them."""
+"""Below this share of new prompts that later ones part from, no guess is made."""
 MOST_GUESSES = 2
 
 

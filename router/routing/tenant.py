@@ -98,7 +98,7 @@ class Tenant:
         )
 
     def _guess(self, prompt_tokens: int, seen: PromptBranches) -> list[int]:
-        """Where a new prompt will part from later ones, where ends of messages are unknown."""
+        """Guess where a new prompt will part from later ones, without known ends of messages."""
         if seen.new_branch:
             self._tails.parted(prompt_tokens - seen.new_branch)
         if seen.exact_branch:

@@ -1,5 +1,5 @@
-"""Which version of a model a request gets, where its name stands for several: the one that its
-header chooses, else one by weight, and the same for all requests of a session.
+"""Chooses the version of a model that a request gets, where its name stands for several: the one
+that its header chooses, else one by weight, and the same for all requests of a session.
 
 Sessions are shared out by weighted rendezvous hashing (Schindelhauer & Schomaker, 2005), as in the
 policy `session`: when weights change, only as many sessions move as must, and all routers agree.

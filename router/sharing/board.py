@@ -72,7 +72,7 @@ class Board(Protocol):
         """Count a slot that could not be read."""
 
     def statistics(self) -> BoardStatistics:
-        """Its state now."""
+        """Return its state now."""
 
     async def run(self, on_news: Callable[[], None]) -> None:
         """Exchange with the board's server until cancelled.

@@ -74,7 +74,7 @@ class Removals:
     def since_followed(
         self, removed: Mapping[SourceId, Mapping[int, int]], applied: Mapping[SourceId, int]
     ) -> dict[SourceId, Mapping[int, int]]:
-        """By KV cache group.
+        """Return the removed blocks, by KV cache group.
 
         Args:
             removed: Every source's, by its index.

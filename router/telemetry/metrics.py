@@ -65,10 +65,10 @@ class HistogramSeries:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """By bucket, each without those below it; the last one is above all bounds."""
+        """Counts by bucket, each without those below it; the last one is above all bounds."""
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
-        """By bucket: the last value whose trace is recorded."""
+        """The last value with a recorded trace, by bucket."""
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
         """Count *value* into its bucket.

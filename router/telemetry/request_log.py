@@ -65,7 +65,7 @@ class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
     """Why the prompt is not known in full: one of the reasons of
     `kvroute_untokenized_prompts_total`."""
     replica: str | None = None
-    """Where it was sent last."""
+    """The replica it was sent to last."""
     dp_rank: int | None = None
     prefiller: str | None = None
     """The replica that computes its prompt, where that is another one."""

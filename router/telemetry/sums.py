@@ -43,7 +43,7 @@ class RequestSum(NamedTuple):
     requests: int
     prompt_tokens: int
     promised_tokens: int
-    """Those predicted to be cached."""
+    """Prompt tokens predicted to be cached."""
     routing_s: Distribution
     first_byte_s: Distribution
     seconds: Distribution

@@ -52,7 +52,7 @@ class TimeModel:
 
     prefill_tokens_per_s: float = 20_000.0
     decode_tokens_per_s: float = 2_500.0
-    """Of all sequences together."""
+    """The sum over all sequences."""
     step_overhead_s: float = 0.005
     """Fixed cost of a step, such as reading the weights from memory."""
     transfer_bytes_per_s: float = 20e9

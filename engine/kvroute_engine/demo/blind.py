@@ -133,7 +133,7 @@ BLIND_INDEXES: dict[str, Callable[..., GroupBlindIndex]] = {
     "group-blind": GroupBlindIndex,
     "group-blind-any-copy": partial(GroupBlindIndex, any_copy=True),
 }
-"""By name."""
+"""The indexes, by name."""
 
 
 if __name__ == "__main__":

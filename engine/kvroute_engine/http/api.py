@@ -75,7 +75,7 @@ class ApiConfig:
     model: ServedModel
     version: str
     event_endpoints: Mapping[int, KVEventEndpoint] = field(default_factory=dict)
-    """By data-parallel rank."""
+    """The endpoints, by data-parallel rank."""
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     enable_faults: bool = False

@@ -236,7 +236,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class KVEventEndpoint(msgspec.Struct, frozen=True):
-    """Where one data-parallel rank publishes its KV cache events, as vLLM 0.32 reports it in the
+    """The endpoint of one data-parallel rank's KV cache events, as vLLM 0.32 reports it in the
     response of /kv_event_sources, by rank."""
 
     endpoint: str

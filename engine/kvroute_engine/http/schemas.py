@@ -85,7 +85,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)] | None = None
     """Prompt tokens to keep; -1: as many as leave room for one token."""
     truncation_side: Literal["left", "right"] | None = None
-    """Which side is cut; None: the left one, behind the special tokens that begin a text."""
+    """The side that is cut; None: the left one, behind the special tokens that begin a text."""
 
     @property
     def stops(self) -> tuple[str, ...]:

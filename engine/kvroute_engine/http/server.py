@@ -43,7 +43,7 @@ _EXIT_FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class EngineServerConfig:
-    """Where one engine listens, and how it ends."""
+    """The address of one engine's server, and its shutdown."""
 
     host: str = "127.0.0.1"
     port: int = 8000

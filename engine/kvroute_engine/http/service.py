@@ -50,7 +50,7 @@ class ServiceStatistics:
     in_flight: int
     admitted: int
     refused: int
-    """By the engine, or because no new requests are taken."""
+    """Requests refused by the engine, or because no new ones are taken."""
     aborted: int
     """Abandoned by their client before their end."""
     is_dead: bool

@@ -217,7 +217,7 @@ class Attention(nn.Module):
         return 0
 
     def _mask(self, chunk: SequenceChunk, first: int, device: torch.device) -> Tensor:
-        """Which tokens each token of the chunk attends to.
+        """Return which tokens each token of the chunk attends to.
 
         Returns:
             `(chunk's tokens, tokens from position first on)` bool.

@@ -160,7 +160,7 @@ def with_form_field(content_type: bytes, name: bytes, body: bytes, value: str) -
 
 
 def _field_span(content_type: bytes, body: bytes, name: bytes) -> tuple[int, int] | None:
-    """Where the value of a field begins and ends."""
+    """Return where the value of a field begins and ends."""
     found = _BOUNDARY.search(content_type)
     if found is None:
         return None

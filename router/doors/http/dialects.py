@@ -68,7 +68,7 @@ class MooncakeHashQuery(msgspec.Struct, frozen=True):
     model: _Text
     seq_hashes: _Hashes | None = None
     block_hash: _Hashes | None = None
-    """Its older name."""
+    """The older name of `seq_hashes`."""
     block_size: _BlockSize = None
     tenant_id: _Text = "default"
     instance_id: _Text | None = None
@@ -114,7 +114,7 @@ class Registration(msgspec.Struct, frozen=True):
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     additionalsalt: _Text | None = None
     additional_salt: _Text | None = None
-    """Its newer name."""
+    """The newer name of `additionalsalt`."""
 
 
 _Asked = TypeVar("_Asked", bound=msgspec.Struct)

@@ -200,7 +200,7 @@ def _reference(kind: type[Any]) -> dict[str, str]:
 def _error_responses(
     errors: Iterable[RequestError], dialect: Dialect = Dialect.OPENAI
 ) -> dict[int, dict[str, Any]]:
-    """By status; the examples are real errors, by their codes."""
+    """Return error responses by status; the examples are real errors, by their codes."""
     form = AnthropicErrorView if dialect is Dialect.ANTHROPIC else ErrorView
     found: dict[int, dict[str, Any]] = {}
     for error in errors:

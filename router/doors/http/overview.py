@@ -69,7 +69,7 @@ class GroupSummary(View, frozen=True, kw_only=True):
     reach: int | None
     """Tokens of its sliding window or attention chunk."""
     blocks: dict[str, int]
-    """By tier, over all ranks."""
+    """Blocks by tier, over all ranks."""
     block_size: int | None = None
     """Tokens; null before the layout is known."""
 
@@ -147,7 +147,7 @@ class Overview(View, frozen=True, kw_only=True):
     kinds: dict[str, str]
     """Words for the kinds of KV cache groups."""
     replicas: list[ReplicaSummary]
-    """Those with the worst problems first, then by name."""
+    """Replicas with the worst problems first, then by name."""
 
 
 def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:

@@ -1,4 +1,4 @@
-"""Where a request goes and why, as responses of `/route` and for gateways that send requests."""
+"""Responses of `/route` and for gateways: the replica of a request, and the reasons."""
 
 from __future__ import annotations
 

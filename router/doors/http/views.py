@@ -22,7 +22,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether the router is alive, or ready."""
+    """The state of the router: alive, or ready."""
 
     status: Literal["ok", "ready", "not ready"]
     reason: str | None = None
@@ -57,7 +57,7 @@ class RemovedReplica(View, frozen=True, kw_only=True):
     """A replica that is no longer known."""
 
     removed: str
-    """Its id."""
+    """The id of the replica."""
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class Collection(Generic[T]):
         self._version = ""
         self._retry = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         self.objects: dict[str, T] = {}
-        """By name."""
+        """The objects, by name."""
         self.unreadable: dict[str, str] = {}
         """The reasons why objects cannot be read, by name."""
 

@@ -1,4 +1,4 @@
-"""Where the messages of a chat end, in tokens: there its prompt will part from later ones.
+"""Finds where the messages of a chat end, in tokens: there its prompt will part from later ones.
 
 The template has written the messages into one text. A message's text stands there as it was sent,
 inside the template's own text, so the messages are found in it one after the other; one that the

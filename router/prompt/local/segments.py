@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its pieces, tokenised one by one, give the ids of the whole.
+"""Finds where a text may be cut so that its pieces, tokenised one by one, give the whole's ids.
 
 The tokenizers library works in this order: (1) find the added tokens that are not `normalized` in
 the raw text, leftmost-longest; (2) normalise every piece between them on its own and find the
