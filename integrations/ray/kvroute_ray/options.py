@@ -1,5 +1,5 @@
-"""What a deployment says of its router. Checked where the application is built: what the process of
-a handle finds wrong later it can only log."""
+"""The router options of a deployment. Checked where the application is built: what the process of a
+handle finds wrong later it can only log."""
 
 from __future__ import annotations
 

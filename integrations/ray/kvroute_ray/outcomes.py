@@ -8,10 +8,11 @@ from typing import ClassVar
 
 
 class CallRefused(Exception):
-    """The router refuses this call, and nothing is booked: raised to whoever awaits the response.
+    """The router refuses this call, and nothing is booked: raised to the caller that awaits the
+    response.
 
     Args:
-        status: The HTTP status that says the same to a client.
+        status: The matching HTTP status for a client.
         code: The same for every refusal of one kind.
         message: For people; without any of the prompt.
         retry_after_s: When to try again, where that makes sense.

@@ -49,7 +49,7 @@ _ATTRIBUTE = "kvroute_booking"
 
 
 class _NotAsked(Exception):
-    """The router says nothing of a call; its text is a label's value."""
+    """The router gave no answer for a call; the text is a label's value."""
 
 
 class _CallBooking:
@@ -81,7 +81,7 @@ class _CallBooking:
 
 
 class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Sends each call where the router says, and books it there; see `RoutingOptions`.
+    """Sends each call to the router's choice, and books it there; see `RoutingOptions`.
 
     Calls are not taken in turn, as Ray's own router does: a replica is chosen for one call, by its
     prompt.
@@ -187,8 +187,8 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Choose, in the task that sends the call as well: if that fails, the call reaches nobody,
-        whether it was cancelled while a replica was chosen, asked, or waited for."""
+        """Choose, in the task that sends the call as well: if that fails, the call reaches no
+        replica, whether it was cancelled while a replica was chosen, asked, or waited for."""
         task = asyncio.current_task()
         if task is not None and not is_retry:
             booking = self._booking_of(pending_request)
@@ -230,10 +230,10 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
         booking: _CallBooking,
         candidates: Sequence[RunningReplica],
     ) -> list[list[RunningReplica]]:
-        """Book the call where the router says.
+        """Book the call at the router's choice.
 
         Raises:
-            _NotAsked: It says nothing; Ray chooses.
+            _NotAsked: It gave no answer; Ray chooses.
             CallRefused: The call should not be sent.
         """
         if self._router is None:
@@ -293,7 +293,7 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
             self._end_soon(_unanswered(name), "client_left")
             self._note_silence(error)
             raise _NotAsked("no_answer") from None
-        except (ValueError, TypeError, RecursionError):  # nothing that JSON can say
+        except (ValueError, TypeError, RecursionError):  # JSON cannot express it
             raise _NotAsked("no_prompt") from None
         except asyncio.CancelledError:
             self._end_soon(_unanswered(name), "client_left")
@@ -365,7 +365,7 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
 
         Args:
             selection: What is booked.
-            found: What Ray tells of the result: an exception where there is one, or the gRPC call.
+            found: Ray's result: an exception if it failed, or the gRPC call.
         """
         cause = getattr(found, "cause", None) or found
         is_cancelled = getattr(found, "cancelled", None)

@@ -2,7 +2,7 @@
 
     hints          what a request names as worth keeping; pure
     recognition    whether this vLLM is one that the plug-in knows
-    layout         what vLLM's cache is made of, as `kvevents` says it
+    layout         vLLM's cache in the terms of `kvevents`
     retention      vLLM's cache manager and scheduler keep what is named
     publisher      vLLM's events through the publisher of `kvevents`
     plugin         what vLLM calls when it starts

@@ -22,7 +22,7 @@ class MalformedHints(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KeepHints:
-    """Which of a request's blocks later requests will ask for, as whoever routes them knows."""
+    """The blocks of a request that later requests will ask for, by the router's knowledge."""
 
     boundaries: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, ascending, each shorter than the prompt."""

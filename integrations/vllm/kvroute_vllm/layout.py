@@ -12,7 +12,7 @@ from kvevents.errors import LayoutError
 from kvevents.layout import group_from_spec
 
 _EAGLE_SEES_LAST_TOKEN = (0, 32)
-"""Before this release EAGLE's look-ups end one token earlier, which no event says."""
+"""Before this release EAGLE's look-ups end one token earlier, which no event shows."""
 
 
 def describe(scheduler: Any, release: tuple[int, int]) -> KVCacheLayout:

@@ -14,7 +14,8 @@ logger = logging.getLogger("vllm.plugins.kvroute")
 
 
 def register() -> None:
-    """Add to vLLM what is recognised; the rest stays as vLLM has it, and one line says why."""
+    """Add to vLLM what is recognised; the rest stays as vLLM has it, and one log line names the
+    reason."""
     try:
         release = check_version(vllm.__version__)
     except UnknownVllm as error:

@@ -53,7 +53,7 @@ class PublisherOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve_key: str | None = None
     """File of the publisher's secret key; None: plain text."""
     curve_clients: str | None = None
-    """Directory of the public keys that may subscribe; None: whoever knows the publisher's."""
+    """Directory of the public keys that may subscribe; None: all that know the publisher's."""
     hash_key: str | None = None
     """File of the key under which blocks are announced, without token ids; None: with them."""
 

@@ -91,7 +91,7 @@ def _grid_of(scheduler: Any, coordinator: Any) -> HitGrid:
 
 
 class _Refusals:
-    """Counts requests with malformed hints; says so once, and again at every tenfold."""
+    """Counts requests with malformed hints; logs the first, and again at every tenfold."""
 
     def __init__(self) -> None:
         self.count = 0
