@@ -166,7 +166,7 @@ class ChannelConnection:
 
     @property
     def is_down(self) -> bool:
-        """True once the publisher is gone; what it sent before can still be taken."""
+        """Return True once the publisher is gone; its earlier batches can still be taken."""
         return self._link.is_down
 
     async def open(self) -> None:

@@ -26,7 +26,7 @@ class Connection(Protocol):
 
     @property
     def is_down(self) -> bool:
-        """True once the publisher is gone; what it sent before can still be taken."""
+        """Return True once the publisher is gone; its earlier batches can still be taken."""
 
     async def open(self) -> None:
         """Begin.
@@ -87,7 +87,7 @@ class LiveStream:
 
     @property
     def is_down(self) -> bool:
-        """True once the publisher is gone; what it sent before can still be taken."""
+        """Return True once the publisher is gone; its earlier batches can still be taken."""
         return self.connection.is_down
 
     @property

@@ -118,7 +118,7 @@ class SocketConnection:
         self._failed = 0
         """The sum of the events that reported a lost connection."""
         self.is_down = False
-        """True once the peer is gone; what it sent before can still be received."""
+        """True once the peer is gone; its earlier messages can still be received."""
         self.on_readable: Callable[[], None] | None = None
         """Called, instead of ending a wait, when there may be something to receive. It receives
         until nothing is left, or schedules itself for the rest."""

@@ -373,7 +373,7 @@ class StreamRepair:
 
     @property
     def is_connected(self) -> bool:
-        """False while there is no connection, or none any more."""
+        """Return False while there is no connection, or none any more."""
         return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
 
     def advance(self, given: Input) -> tuple[Action, ...]:

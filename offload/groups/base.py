@@ -145,7 +145,7 @@ class GroupManager(ABC):
         )
 
     def _read_behind(self, ends: Iterable[int]) -> set[int]:
-        """Yield table indices of the blocks that requests read that resume at one of *ends*, in
+        """Return table indices of the blocks that requests read that resume at one of *ends*, in
         tokens."""
         step, eagle = self.settings.scheduler_block_size, int(self.settings.eagle)
         found = set[int]()

@@ -84,8 +84,8 @@ class Header(msgspec.Struct):
         )
 
     def _is_recent_vllm(self) -> bool:
-        """False for vLLM before 0.32, whose EAGLE look-ups end one token earlier. No event carries
-        the version."""
+        """Return False for vLLM before 0.32, whose EAGLE look-ups end one token earlier. No event
+        carries the version."""
         version = re.match(r"vllm (\d+)\.(\d+)", self.source or "")
         return version is None or tuple(map(int, version.groups())) >= (0, 32)
 

@@ -259,7 +259,7 @@ class PolledConnection:
 
     @property
     def is_down(self) -> bool:
-        """True once the server has not answered for long."""
+        """Return True once the server has not answered for long."""
         return self._is_down
 
     async def open(self) -> None:

@@ -50,7 +50,7 @@ class Failure(Enum):
     MALFORMED = "malformed"
     # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
     UNAVAILABLE = "unavailable"
-    # 429, or 503 with Retry-After: the replica is well, and full.
+    # 429 or 503, with Retry-After: the replica is well, and full.
     BUSY = "busy"
     # Its health checks failed while its first byte was waited for.
     UNHEALTHY = "unhealthy"

@@ -17,7 +17,7 @@ class FailedFirst(NamedTuple):
 
     replica: str
     failure: str | None
-    """None: it responded with 429 or 503."""
+    """None: it responded that it is unavailable or busy."""
     status: int
     retry_after_s: int | None
 

@@ -359,8 +359,8 @@ class PlaneRelay:
         return self._retries.start(lambda: self._observer.is_at_ease(attempt))
 
     def _go_elsewhere(self, attempt: Attempt, status: int, retry_after_s: int | None) -> bool:
-        """The replica answered 429 or 503. A 429 is passed on if it has no `retry-after`, or if no
-        other replica may be tried."""
+        """The replica responded that it is unavailable or busy. A 429 is passed on if it has no
+        `retry-after`, or if no other replica may be tried."""
         is_429 = status == _TOO_MANY
         is_busy = retry_after_s is not None and self._observer.on_busy(
             attempt, retry_after_s, is_429

@@ -56,7 +56,7 @@ def check_length(
 
 
 def _entries(replicas: Iterable[Replica], name: str | None) -> Iterable[dict[str, object]]:
-    """Return each replica's entry for the model; an empty one where it reports none."""
+    """Yield each replica's entry for the model; an empty one where it reports none."""
     for replica in replicas:
         served = replica.served.models
         found = [

@@ -38,7 +38,7 @@ class BoardStatistics:
         bool,
         flag("kvroute_board_up", "1 while other routers can be reached over this board: `valkey`."),
     ]
-    """1 if other routers can be reached, and reach this process."""
+    """True if other routers can be reached, and reach this process."""
     writers: Annotated[int, gauge("kvroute_board_writers")]
     """Other routers whose state arrives over this board."""
     oldest_s: Annotated[float, gauge("kvroute_board_oldest_seconds")]

@@ -250,7 +250,7 @@ class SpanMaker:
 
 
 def _request_attributes(trace: RequestTrace) -> Iterator[tuple[str, AttributeValue]]:
-    """Return the attributes of the request's span. Nothing of a prompt but its length."""
+    """Yield the attributes of the request's span. Nothing of a prompt but its length."""
     yield "http.request.method", trace.method
     yield "url.path", trace.path
     if trace.route is not None:

@@ -72,7 +72,7 @@ class Readiness:
         return f"waiting at most {max(waiting)[0]:.0f} s for the caches of {names}{more}"
 
     def _lags(self, replica: Replica) -> Iterator[str]:
-        """Return what a replica still lacks; nothing of one that gets no requests anyhow."""
+        """Yield what a replica still lacks; nothing of one that gets no requests anyhow."""
         if replica.state is ReplicaState.STARTING and not replica.record.failed_checks:
             yield "not checked yet"
         if replica.state is not ReplicaState.HEALTHY:

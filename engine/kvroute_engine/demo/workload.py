@@ -70,7 +70,7 @@ def questions_about_documents(sizes: WorkloadSizes) -> Workload:
 
 
 def _asked(chance: random.Random, sizes: WorkloadSizes) -> Iterator[int]:
-    """Return the document of each question."""
+    """Yield the document of each question."""
     in_use = list(range(min(sizes.in_use, sizes.documents)))
     for number in range(sizes.rounds):
         if number:

@@ -58,7 +58,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
 
 def _occurrences(body: bytes) -> list[Any]:
-    """Yield all values of a field, overridden ones too."""
+    """Return all values of a field, overridden ones too."""
     try:
         pairs = json.loads(body, object_pairs_hook=_Pairs)
     except RecursionError:

@@ -288,7 +288,7 @@ def _loops_over_content_argument(
 def _content_arguments(
     macro: nodes.Macro, tree: nodes.Template, messages: set[str]
 ) -> Iterator[str]:
-    """Return the names of the macro's arguments that get a message's content in some call."""
+    """Yield the names of the macro's arguments that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
     for call in tree.find_all(nodes.Call):
         if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:

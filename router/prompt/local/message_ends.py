@@ -99,7 +99,8 @@ def _tokens_at(
 
 
 def _boundaries(text: str, pieces: Iterable[ChatPiece]) -> Iterator[_Boundary]:
-    """Yield where messages begin: the first few but one, and those that the client named."""
+    """Yield where messages behind the first begin: a few of them, and those that the client
+    named."""
     at, expected, before = 0, 0, None
     for piece in pieces:
         wanted = piece.text.strip()

@@ -254,8 +254,8 @@ class LocalTokenizer:
 
 
 def _give_back_memory() -> None:
-    """Return freed memory to the system: loading takes twice what is kept, and glibc would keep all
-    of it."""
+    """Give freed memory back to the system: loading takes twice what is kept, and glibc would keep
+    all of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
