@@ -21,7 +21,7 @@ _GAIN = re.compile(
     r"(?P<tokens>[\d.]+) times(?: \(within chance\))? the tokens of '(?P<way>[^']+)', "
     r"(?P<ttft>[\d.]+) times(?P<by_chance> \(within chance\))?"
 )
-_WITHOUT_HINTS = "no engine is told anything"
+_WITHOUT_HINTS = "without hints: what the engines reused"
 
 
 @dataclass(frozen=True, slots=True)
