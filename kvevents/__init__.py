@@ -1,4 +1,4 @@
-"""KV cache events: what an inference engine's cache holds, published and followed over ZMQ.
+"""KV cache events: the content of an inference engine's cache, published and followed over ZMQ.
 
 An engine announces every block that it stores or removes; a consumer, such as the router, follows
 the stream, detects every loss and repairs it. Everything an engine's author needs is imported from

@@ -13,12 +13,12 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     feed/            carries every source's stream into the index of its model; snapshots
     routing/         request body -> decision; writes no metrics
     sharing/         what routers publish to each other
-    telemetry/       metrics, the request log, traces, what is wrong
+    telemetry/       metrics, the request log, traces, problems
     doors/           the APIs, and who may use them
     settings.py      the options of each part, made from the configuration
     follower.py      what follows when replicas change
-    service.py       all parts wired: what is made, in which order, who closes it
-    process.py       what the process does first: its log, its sockets
+    service.py       makes, wires and closes all parts
+    process.py       the start of the process: its log, its sockets
     reload.py        takes over a changed configuration
     app.py           the ASGI application
     seams/           what joins the data plane to Python

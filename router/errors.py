@@ -3,7 +3,7 @@
     RouterError
     ├── ConfigError             the configuration: every problem found, each with its path
     ├── PolicyError             a policy is unknown, cannot be made, or broke a rule
-    ├── InvalidReplicaResponse  what a replica reported about itself makes no sense
+    ├── InvalidReplicaResponse  a replica's report about itself makes no sense
     └── RequestError            the response to a client's or an operator's request is an error
         ├── BadRequest          400  the input breaks a rule: place, value, rule
         │   └── PromptTooLong   400  a prompt is longer than any replica takes
@@ -21,10 +21,10 @@
         ├── ReplicaExists       409  the id or the URL is taken
         ├── ReservationExists   409  its id is taken
         ├── NotRecordable       409  this cache cannot be recorded now
-        ├── NoSnapshot          409  another router asks for what is not known here
+        ├── NoSnapshot          409  another router asks for a snapshot, and none is usable
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
-        ├── KeyLimitReached     429  the key has used what it may for now
+        ├── KeyLimitReached     429  the key has reached a limit
         ├── QueueFull           429  as many requests wait for the model as may
         ├── Overloaded          503  over a bound of the router itself, or the system's
         ├── NoReplica           503  no replica can serve it now
@@ -473,8 +473,7 @@ def _shown(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the system had no memory for what was tried: Python raises it in three
-    forms."""
+    """Return whether the system had no memory for it: Python raises it in three forms."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

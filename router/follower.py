@@ -1,5 +1,5 @@
-"""Reacts to changes of replicas: their streams, their models, and what is forgotten when one
-goes."""
+"""Reacts to changes of replicas: follows their streams, knows their models, and forgets those
+removed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class ReplicaFollower(ReplicaListener):
-    """Acts on a change of the replicas: their streams are followed, their
-    tokenizers compared, and what was known of them is forgotten."""
+    """Acts on a change of the replicas: their streams are followed, their tokenizers compared, and
+    the state of removed ones forgotten."""
 
     parts: RouterParts
     planner: RoutePlanner
@@ -153,7 +153,7 @@ class ReplicaFollower(ReplicaListener):
 
 
 def _headers_for(source: EventSource, replica: Replica) -> Sequence[Header]:
-    """Return what is sent to a source that is asked for its events: a replica's key goes to it
+    """Return the headers for a source that is polled for its events: a replica's key goes to it
     alone."""
     if not source.endpoint.startswith(POLLED):
         return ()

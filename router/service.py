@@ -92,7 +92,7 @@ class RouterService(RouterParts):
 
         admission, shortages, metrics, request_log      counts, for all others
         tracing           *  the spans that are sent
-        load, mirror, recent                            what is in flight, computed, just sent
+        load, mirror, recent                            requests in flight, computed, just sent
         upstream          *  connections of the router itself to replicas
         registry          *  the replicas: health, models, load
         key_limits, entrance                            what clients may use, and where they wait
@@ -101,7 +101,7 @@ class RouterService(RouterParts):
         models            *  of each model the index, the tokenizer, the retention hints
         snapshots, peers, sender                        what outlives a restart
         keeper            *  the providers of replicas
-        readiness, repair                               what is waited for, and what is rebuilt
+        readiness, repair                               sources waited for, and rebuilt
         planner, responses, dispatcher                  where a request goes
         proxy                                           how it gets there
         history, observers, follower  *                 what happened, and what follows from it

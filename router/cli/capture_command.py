@@ -164,7 +164,7 @@ class CaptureLimits:
     seconds: float | None = None
 
     def are_reached(self, captured: Captured) -> bool:
-        """Return whether what was captured is enough."""
+        """Return whether a limit is reached."""
         return (self.batches is not None and captured.batches >= self.batches) or (
             self.queries is not None and captured.queries >= self.queries
         )
@@ -172,7 +172,7 @@ class CaptureLimits:
 
 @dataclass(slots=True)
 class Captured:
-    """Holds what was recorded."""
+    """The counts of a recording."""
 
     batches: int = 0
     queries: int = 0
@@ -329,7 +329,7 @@ def _why_nothing(subscriber: Subscriber) -> str:
 
 
 class _SeenLine(msgspec.Struct):
-    """Holds what is counted of a line that a router sends."""
+    """The counted parts of a router's line."""
 
     frame: str | None = None
     hit: int | None = None

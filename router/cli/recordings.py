@@ -44,7 +44,7 @@ class RecordingError(RouterError):
 
 
 class Header(msgspec.Struct):
-    """Holds what the recorder knew of the engine."""
+    """The recorder's facts about the engine."""
 
     groups: list[GroupSpec] = []
     """The groups, by index."""
@@ -121,7 +121,7 @@ class Query(msgspec.Struct):
 
 
 class Report(NamedTuple):
-    """Holds what the engine reused of an earlier query."""
+    """The engine's hit of an earlier query."""
 
     number: int
     hit: int

@@ -8,7 +8,7 @@ The files; each imports only what is listed above it:
 
     names.py                what gateways call a replica
     asks.py                 a question's caller and purpose
-    reservations.py         what is booked until its gateway reports its end, or falls silent
+    reservations.py         bookings, until their gateways report the end or fall silent
     adopted.py              those that the compiled core makes by itself
     desk.py                 decides, waits for room, books
     messages.py             of Envoy's external processing, gRPC's health checks, llm-d's indexer

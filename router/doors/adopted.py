@@ -24,7 +24,7 @@ RESERVE_PATH = "/select_and_reserve"
 
 @dataclass(eq=False, repr=False)
 class Adopted:
-    """Takes over what the core has reserved, and observes it to its end.
+    """Takes over the core's reservations, and observes them to their ends.
 
     Belongs to one event loop.
     """

@@ -1,7 +1,7 @@
 """Tracks the replicas: which exist, their health, their load and their room.
 
-In comes what providers list, what replicas answer when asked, and what happened to requests; out
-go `ReplicaRegistry`'s views and its calls to listeners, and a place in a line for each request that
+In come the lists of providers, the answers of replicas, and the outcomes of requests; out go
+`ReplicaRegistry`'s views and its calls to listeners, and a place in a line for each request that
 has to wait. A newcomer may add a provider (`discovery/`), an engine's metric (`engine_load.py`), or
 a reason to call a replica unhealthy (`health.py`).
 
@@ -16,13 +16,13 @@ The files; each imports only what is listed above it:
     room.py              the lines of all models, and their turns
     entrance.py          a request's key and headers -> its place in a line
     engine_order.py      the same order, as numbers for engines
-    load.py              what this router has in flight, by replica
+    load.py              this router's load, by replica
     engine_load.py       an engine's load, by its own metrics
-    load_topic.py        what an engine publishes of its load
+    load_topic.py        the load that an engine publishes
     types.py             plain values
     health.py            outcomes of checks and requests in, healthy or not out
     quiet_moments.py     which requests had a replica to themselves
-    self_description.py  what a replica reports about itself
+    self_description.py  a replica's reports about itself
     replica.py           one replica's state
     pace.py              how often replicas are asked about themselves
     watcher.py           two tasks a replica: its health; its models, streams and load

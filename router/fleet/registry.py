@@ -359,12 +359,12 @@ class ReplicaRegistry:
         sources: tuple[EventSource, ...] | None,
         notes: tuple[str, ...],
     ) -> None:
-        """Take over what a replica reports about itself.
+        """Take over a replica's reports about itself.
 
         Args:
-            served: What it serves; None keeps what is known.
-            sources: Where its events are; None keeps what is known.
-            notes: What went wrong, and what was assumed; new ones are logged.
+            served: Its models; None keeps the known ones.
+            sources: Its event sources; None keeps the known ones.
+            notes: Errors and assumptions; new ones are logged.
         """
         if notes and notes != replica.notes:
             logger.warning("replica %s: %s", replica.id, "; ".join(notes))

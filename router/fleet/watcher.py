@@ -83,9 +83,9 @@ class WatchListener(Protocol):
         """The replica has been asked about itself.
 
         Args:
-            served: What it serves; None if that is unknown this time.
-            sources: Where its events are; None if that is unknown this time.
-            notes: What went wrong, and what was assumed.
+            served: Its models; None if unknown this time.
+            sources: Its event sources; None if unknown this time.
+            notes: Errors and assumptions.
         """
 
 

@@ -26,7 +26,7 @@ class SourceId(NamedTuple):
     dp_rank: int = 0
 
 
-# --- what an index is given -----------------------------------------------------------------------
+# --- input of an index ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def unpack_keys(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
-# --- what an index returns ------------------------------------------------------------------------
+# --- results of an index ----------------------------------------------------------------------
 
 
 class ApplyResult(msgspec.Struct, gc=False):

@@ -19,7 +19,7 @@ ByTier: TypeAlias = Sequence[tuple[str, int]]
 
 
 class Coming(NamedTuple):
-    """Holds what a cache will have of a prompt before events show it. In tokens."""
+    """Tokens of a prompt that a cache will have, before events show them."""
 
     tokens: int
     """Tokens of the hit."""

@@ -12,7 +12,7 @@ report what happens to a request:
 The files:
 
     attempts.py          where a request may be sent, how that fails, how often it is tried again
-    proxy_types.py       what is sent to a replica, and what is reported of it
+    proxy_types.py       a request to a replica, and the reports on it
     proxied_messages.py  errors of the router's own, and the end of a broken event stream
     usage.py             the token counts and the id in a passing response
     addresses.py         where the hosts of replicas are

@@ -206,7 +206,7 @@ class DataPlane:
             self._plane.cut_all()
 
     async def close(self) -> None:
-        """Stop the threads; what is under way is abandoned, and reported."""
+        """Stop the threads; requests under way are abandoned, and reported."""
         if self._plane is None:
             return
         asyncio.get_running_loop().remove_reader(self.plane.fileno())

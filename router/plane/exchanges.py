@@ -141,7 +141,7 @@ class PlaneExchange:
             self.body = piece
 
     def take_body(self) -> bytes:
-        """Take what has come of the body since the last call."""
+        """Take the part of the body received since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

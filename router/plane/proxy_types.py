@@ -1,4 +1,4 @@
-"""A request as it is sent to a replica, and what is reported of it."""
+"""A request to a replica, and the reports on it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ProxyObserver(Protocol):
         """A part of the beginning of the body has passed, likewise."""
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """Take what the body reports, likewise: before `on_end`.
+        """Take the body's reports, likewise: before `on_end`.
 
         Args:
             is_json: Whether it is one JSON body; else it is a stream of events.

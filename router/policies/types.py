@@ -1,4 +1,4 @@
-"""Defines what goes into a policy and what comes out. Plain values; no I/O, no clock."""
+"""Defines the input and output of policies. Plain values; no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ The files; each imports only what is listed above it:
     errors.py         exception tree
     processes.py      work on large bodies in processes of their own
     limits.py         bounds on one request
-    prompts.py        what a request asks to be computed, and the ids for it
+    prompts.py        the prompts of a request, and their ids
     body/             request bodies -> what to tokenise
     model_files.py    a model's directory
     chat/             chat messages -> text

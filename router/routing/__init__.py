@@ -44,6 +44,6 @@ The files; each imports only what is listed above it:
     planner.py             hits, load and policy -> a ranking of replicas
     prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
-    decision.py            one request's: where it may be sent, chosen anew at each attempt
+    decision.py            one request's replicas, chosen again at each attempt
     dispatcher.py          a request's body -> a decision
 """

@@ -40,7 +40,7 @@ class PromptBranches(NamedTuple):
 
 
 class _Tail(msgspec.Struct, frozen=True, gc=False):
-    """Holds what a prompt has behind its last key: too short for another."""
+    """The tokens of a prompt behind its last key: too few for another."""
 
     tokens: int
     digest: int

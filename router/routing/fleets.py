@@ -158,7 +158,7 @@ class FleetKeeper:
 
 @dataclass(slots=True, eq=False)
 class _KnownReplica:
-    """Holds what the core knows of a replica."""
+    """The core's state of a replica."""
 
     conditions: Conditions
     placement: Any

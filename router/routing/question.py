@@ -11,7 +11,7 @@ from router.policies import RouteRequest
 
 
 class RankChoice(NamedTuple):
-    """Holds what a request allows in the choice of a data-parallel rank."""
+    """A request's limits on the choice of a data-parallel rank."""
 
     is_read: bool = True
     """True if the engine reads the rank that it is asked for. If not, only what every rank would

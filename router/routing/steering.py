@@ -18,7 +18,7 @@ _AT_ONCE = 64
 
 
 class Hints(NamedTuple):
-    """Holds what an engine should keep of a request that it would not keep by itself."""
+    """The parts of a request that an engine should keep and would not by itself."""
 
     keep: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, at most `MOST_BOUNDARIES`, the shortest first."""

@@ -29,7 +29,7 @@ class SlotError(RouterError):
 
 
 class SharedLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Holds what a process has in flight at one replica, or one rank of it."""
+    """The load of a process at one replica, or one rank of it."""
 
     replica: _Id
     dp_rank: _Rank | None

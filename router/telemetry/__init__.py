@@ -8,21 +8,21 @@ it counts what happens, and in `collector.py` where it is made of several parts;
 
 The files; each imports only what is listed above it:
 
-    sums.py               what the data plane counts of many requests at once
+    sums.py               sums of many requests by the data plane
     request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
     history.py            the last hour of the router and of each replica
     shortages.py          resources that the system refuses: files, ports, buffers, memory
     labels.py             words for kinds, shares, durations and tiers
-    self_repair.py        which sources are predicted wrongly, and what is done about it
-    problems.py           what is wrong with a replica, in sentences
+    self_repair.py        sources that are predicted wrongly, and their rebuilds
+    problems.py           problems of a replica, in sentences
     readiness.py          is the router ready, and what does it wait for?
     settled.py            a request that the data plane decided by itself
     prefills.py           a prompt in the caches that will hold it
     request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end
-    parts.py              what a router is made of
+    parts.py              the parts of a router
     collector.py          metrics read at a scrape, from the parts' statistics
     otel.py               spans made of that and sent, in a thread; needs the extra `otel`
 """

@@ -15,7 +15,7 @@ The files; each imports only what is listed above it:
     replica_views.py      replicas in full
     overview.py           the router at a glance
     view_examples.py      examples of them
-    parts.py              what the endpoints read and change
+    parts.py              the parts that the endpoints read and change
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them

@@ -193,7 +193,7 @@ def _add_changes(
 
 
 class _DialectEndpoints:
-    """Holds what the endpoints have in common."""
+    """The common part of the endpoints."""
 
     def __init__(self, parts: ApiParts) -> None:
         self._parts = parts

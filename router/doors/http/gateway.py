@@ -376,7 +376,7 @@ class Passage:
         return gateway.guard.check("client", self._exchange.scope, self._headers)
 
     def _read(self) -> None:
-        """Take what has arrived of the body; decide once it is whole."""
+        """Take the received part of the body; decide once it is whole."""
         gateway, exchange = self._gateway, self._exchange
         piece = exchange.take_body()
         if self._held_bytes + len(piece) > gateway.server.max_body_bytes:

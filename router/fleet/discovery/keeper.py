@@ -302,7 +302,7 @@ def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[
 
 
 class _NamedListener:
-    """Holds what a provider reports, with its name."""
+    """Passes on a provider's reports, with its name."""
 
     def __init__(self, keeper: ReplicaKeeper, provider: str) -> None:
         self.on_replicas = partial(keeper.take, provider)
@@ -311,5 +311,5 @@ class _NamedListener:
 
 def is_same_cache(one: ReplicaConfig, other: ReplicaConfig) -> bool:
     """Return whether two configurations of a replica are about the same process and its events, so
-    that what is known of its cache stays true."""
+    that the state of its cache stays true."""
     return (one.url, one.models, one.kv_events) == (other.url, other.models, other.kv_events)
