@@ -120,7 +120,8 @@ def _microseconds(decide: Callable[[], object], decisions: int) -> float:
 def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callable[[], object]:
     random, index = Random(1), PrefixIndex()
     names = [f"replica-{number:03}" for number in range(count)]
-    load, mirror = LoadTracker(), Mirror()
+    mirror = Mirror()
+    load = LoadTracker(mirror.books)
     recent = None if name_of == LEAST_DELAY else RecentPrefixes(load.books)
     planner = RoutePlanner(policy, Known(load, recent=recent, mirror=mirror))
     prompt = _tokens(random)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from kvevents.events import BlockHash
 from router.fleet.engine_order import OrderFacts
 from router.index.base import ApplyResult, Hit, SourceId
-from router.index.mirror_types import ByTier, Coming, Outlook
+from router.index.mirror_types import ByTier
 from router.policies import Candidate, Weights
 from router.seams.fleet import ServedName
 
@@ -167,12 +167,12 @@ class Mirror:
 
     def __init__(
         self,
+        books: Books,
         max_keys: int,
         clock: Callable[[], float],
         prices: Sequence[tuple[str, float]],
         other_price: float,
         first_number: int,
-        coming: type[Coming],
     ) -> None: ...
     def begin(
         self,
@@ -202,16 +202,11 @@ class Mirror:
     def reuse_probability(self, model: int, idle_s: float) -> float: ...
     def load_prices(self, cache: int) -> LoadPrices | None: ...
     def outlooks(
-        self,
-        model: int,
-        sources: Sequence[SourceId],
-        numbers: Mapping[SourceId, int],
-        capacity_of: Callable[[int], int | None],
-        now: float,
-    ) -> tuple[list[float], list[Outlook]]: ...
-    def in_prefill(
-        self, prompt: Prompt, tokens: int, sources: Sequence[SourceId]
-    ) -> dict[SourceId, Coming]: ...
+        self, model: int, caches: Sequence[int], capacities: Sequence[int | None], now: float
+    ) -> list[tuple[float, float | None, float, float, float, float]]:
+        """Of each cache the fields of a `CacheOutlook`."""
+    def in_prefill(self, prompt: Prompt, tokens: int) -> list[tuple[int, int, int]]:
+        """Caches, and the fields of a `Coming` of each."""
     def expected(
         self,
         cache: int,
@@ -417,27 +412,14 @@ class Placing:
 
     def __init__(
         self,
-        books: Books,
-        mirror: Mirror,
         decider: Decider,
         quiet_s: float,
         order: OrderFacts,
         reservations: Reservations,
-    ) -> None: ...
-    def serve(
-        self,
-        models: dict[str, ServedName],
-        in_mirror: list[int],
-        lost: list[tuple[int, float]],
     ) -> None:
-        """What is served, in place of what was.
-
-        Args:
-            models: By name.
-            in_mirror: The mirror's number of each cache, by that of the books.
-            lost: Of caches whose events are not whole, since when, by the clock: always (minus
-                infinity), where there are none.
-        """
+        """The books of *decider* have a `Mirror`."""
+    def serve(self, models: dict[str, ServedName]) -> None:
+        """What is served by each name, in place of what was."""
     def under_way(self) -> int: ...
     def allow(self, most: int) -> None:
         """From now on no more requests than so many may be under way here."""
@@ -609,11 +591,13 @@ class Plane:
         """Of the bodies of requests that no event has told of."""
 
 class Books:
-    """What all decisions of a process read, and all requests write."""
+    """What all decisions of a process read, and all requests write; with the mirror that is made on
+    them."""
 
     def __init__(self) -> None: ...
     def cache_id(self, replica: str, dp_rank: int) -> int: ...
     def cache_ids_of(self, replica: str) -> list[int]: ...
+    def cache_of(self, id: int) -> tuple[str, int]: ...
     def load_of(self, replica: str) -> _Load: ...
     def look_at(self, replica: str) -> _Load: ...
     def others_at(self, replica: str) -> _Load: ...
@@ -716,7 +700,12 @@ class Conditions:
         cache_blocks: int | None,
         cache_tokens: int | None,
     ) -> None: ...
-    def set_suspects(self, dp_ranks: Sequence[int]) -> None: ...
+    def set_lost(self, suspects: Sequence[int], since: Sequence[tuple[int, float]]) -> None:
+        """Of which ranks events were lost.
+
+        Args:
+            since: Of those for which an estimate may stand in, by the clock.
+        """
 
 class Fleet:
     """Which replicas exist; never changes.
@@ -783,21 +772,13 @@ class Decider:
         self,
         fleet: Fleet,
         model: str,
+        in_mirror: int,
         session: bytes,
         tenant: str,
         prompt_tokens: int,
         index: SharedIndex | None,
         prompts: list[Prompt],
         computed: Sequence[Sequence[_ComputedHashes]],
-        given: tuple[
-            float | None,
-            list[float] | None,
-            list[tuple[float | None, float, float, float, float]] | None,
-            Sequence[tuple[int, int, int]],
-            Callable[[int, str], float | None] | None,
-            Sequence[tuple[int, int, float, float | None, float]],
-        ]
-        | None,
         choice: tuple[bool, int | None, bool],
         now: float,
         costs_of_ranks: Callable[[Any, list[tuple[Any, ...]]], Sequence[float]] | None,

@@ -35,7 +35,6 @@ from router.fleet.registry import ReplicaRegistry
 from router.fleet.room import RoomListener, WaitingRoom
 from router.follower import ReplicaFollower
 from router.index import PrefixIndex, SourceId
-from router.index.mirror import Mirror
 from router.plane import PlaneProxy
 from router.policies import LEAST_DELAY, PolicySettings, make_policy
 from router.prompt import LargeWork
@@ -136,7 +135,7 @@ class RouterService(RouterParts):
         self.tracer = None if self.tracing is None else self.tracing.tracer
         self.request_log = RequestLog()
         self.mirror = mirror_of(config)
-        self._load = LoadTracker()
+        self._load = LoadTracker(self.mirror.books)
         policy = config.policy
         self.recent = RecentPrefixes(
             self._load.books, policy.recent_ttl_s, policy.recent_max_entries
@@ -255,9 +254,9 @@ class RouterService(RouterParts):
         return planner
 
     @property
-    def parts_in_core(self) -> tuple[Ranker, Mirror, LoadTracker]:
-        """Return the parts that decide in the core."""
-        return self._planner.ranker, self.mirror, self._load
+    def ranker(self) -> Ranker:
+        """Return the part that has the core decide."""
+        return self._planner.ranker
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end the requests at a replica that does not respond: by the key of its

@@ -73,19 +73,19 @@ class SimulatedRouter:
         self.index = BLIND_INDEXES.get(policy, _index)()
         for replica_id in replica_ids:
             self.index.add(SourceId(replica_id))
-        self.load = LoadTracker()
         peers = told == "pulling"
         self._replicas = [_healthy(replica_id, peers) for replica_id in replica_ids]
         misjudgment = Misjudgment("prefix" if policy in BLIND_INDEXES else policy)
         settings = PolicySettings(misjudgment.weights(weights or Weights()), random=Random(seed))
         chosen = misjudgment.around(make_policy(misjudgment.policy, settings))
-        has_mirror = misjudgment.policy == LEAST_DELAY
+        mirror = Mirror(clock=clock) if misjudgment.policy == LEAST_DELAY else None
+        self.load = LoadTracker(None if mirror is None else mirror.books)
         self._planner = RoutePlanner(
             chosen,
             Known(
                 self.load,
-                recent=None if has_mirror else RecentPrefixes(self.load.books),
-                mirror=Mirror(clock=clock) if has_mirror else None,
+                recent=RecentPrefixes(self.load.books) if mirror is None else None,
+                mirror=mirror,
             ),
             clock=clock,
             random=Random(seed),

@@ -86,8 +86,12 @@ class LoadTracker:
     """The sums by replica and rank. Memory is bounded by what is in flight: a replica without
     requests has no entry, nor has such a rank."""
 
-    def __init__(self) -> None:
-        self.books = Books()
+    def __init__(self, books: Books | None = None) -> None:
+        """
+        Args:
+            books: A mirror's, where one follows the caches.
+        """
+        self.books = books or Books()
         """The core's books, which decisions read."""
 
     def started(

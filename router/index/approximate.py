@@ -64,8 +64,6 @@ class ApproximateCaches:
         self._clock = clock
         self._mirror = mirror
         self._core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
-        self.silent: set[SourceId] = set()
-        """Caches of replicas that publish no events."""
 
     def stand_in(
         self, source: SourceId, cache_tokens: int | None, now: float

@@ -7,7 +7,8 @@ whether the oldest request's own part of its prompt could still be reused. That 
 request begins to respond or ends, and for the cache that was chosen, never for a decision; and only
 if the cache has removed something since.
 
-The compiled core does all of it (`core/mirror/`), and knows caches and models by numbers.
+The compiled core does all of it (`core/mirror/`), and knows caches and models by numbers. Whoever
+decides by the mirror has the same books.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from router._core import LoadPrices, Visit
+from router._core import Books, LoadPrices, Visit
 from router._core import Mirror as CoreMirror
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
@@ -26,7 +27,6 @@ from router.index.mirror_types import (
     CacheOutlook,
     Coming,
     MirrorStatistics,
-    Outlook,
     Prefilling,
 )
 from router.index.prompt import HashedPrompt
@@ -59,10 +59,9 @@ class Mirror:
         # Numbers begin anywhere: others must not take a prompt of this process for one of another
         # process that had its name before.
         first_number, prices = secrets.randbelow(1 << 48), list(tier_prices.items())
-        self.core = CoreMirror(max_keys, clock, prices, other_price, first_number, Coming)
-        self._caches: dict[SourceId, int] = {}
-        self._sources: list[SourceId] = []
-        """The names, by number."""
+        self.books = Books()
+        """The books have the numbers of caches; `LoadTracker` takes them."""
+        self.core = CoreMirror(self.books, max_keys, clock, prices, other_price, first_number)
         self._models: dict[str, int] = {}
         self._model_names: list[str] = []
         """The names, by number."""
@@ -127,7 +126,7 @@ class Mirror:
             if prefill is None:
                 assert news is not None, "without news it was published before"
                 model, cache, tokens, keys = news
-                name, source = self._model_names[model], self._sources[cache]
+                name, source = self._model_names[model], self.source_of(cache)
                 prefill = Prefilling(number, name, source, tokens, 0, keys)
             prefill.queued_tokens = queued_tokens
             self._published[number] = prefill
@@ -153,8 +152,7 @@ class Mirror:
     def ended(self, source: SourceId) -> Iterator[tuple[Sequence[int], float]]:
         """The requests that were the last to use something of a cache, by the time of their end,
         earliest first: the keys of each, and that time."""
-        cache = self._caches.get(source)
-        return iter(() if cache is None else self.core.ended(cache))
+        return iter(self.core.ended(self.number_of(source)))
 
     def forget_model(self, model: str) -> None:
         """Forget a model that no replica serves any more."""
@@ -168,8 +166,7 @@ class Mirror:
 
     def load_prices(self, source: SourceId) -> LoadPrices | None:
         """Return the costs of loading at a cache; None where nothing was sent to it yet."""
-        cache = self._caches.get(source)
-        return None if cache is None else self.core.load_prices(cache)
+        return self.core.load_prices(self.number_of(source))
 
     def reuse_probability(self, model: str, idle_s: float) -> float:
         """Return the probability that a prefix will be used again.
@@ -194,25 +191,10 @@ class Mirror:
             now: On the mirror's clock, where the caller knows it.
         """
         now = self._clock() if now is None else now
-        (progress,), (known,) = self.outlooks(model, [source], lambda _number: capacity_blocks, now)
-        return CacheOutlook(progress, *known)
-
-    def outlooks(
-        self,
-        model: str,
-        sources: Sequence[SourceId],
-        capacity_of: Callable[[int], int | None],
-        now: float,
-    ) -> tuple[list[float], list[Outlook]]:
-        """Return progress and `Outlook` of many caches, as plain tuples.
-
-        Args:
-            capacity_of: Returns the size of cache i by the engine.
-            now: On the mirror's clock.
-        """
-        return self.core.outlooks(
-            self.number_of_model(model), sources, self._caches, capacity_of, now
+        (known,) = self.core.outlooks(
+            self.number_of_model(model), [self.number_of(source)], [capacity_blocks], now
         )
+        return CacheOutlook(*known)
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
         """Return the tokens of a prompt that each cache is computing for another one now.
@@ -221,7 +203,8 @@ class Mirror:
             prompt: It is about to be sent.
             tokens: Its length; 0 if it is unknown, then tokens behind the last key never count.
         """
-        return self.core.in_prefill(prompt.hashed, tokens, self._sources)
+        found = self.core.in_prefill(prompt.hashed, tokens)
+        return {self.source_of(cache): Coming(*coming) for cache, *coming in found}
 
     def expected(
         self,
@@ -238,10 +221,9 @@ class Mirror:
             prompt: It is about to be sent.
             junction_tokens: Those behind these of which only full attention is there.
         """
-        cache = self._caches.get(source)
-        if cache is None:
-            return hit_tokens
-        return self.core.expected(cache, prompt.hashed, prompt_tokens, hit_tokens, junction_tokens)
+        return self.core.expected(
+            self.number_of(source), prompt.hashed, prompt_tokens, hit_tokens, junction_tokens
+        )
 
     def statistics(self) -> MirrorStatistics:
         """Return the sizes."""
@@ -251,19 +233,15 @@ class Mirror:
 
     def number_of(self, source: SourceId) -> int:
         """Return a cache's number in the core, for as long as the process lives."""
-        number = self._caches.get(source)
-        if number is None:
-            number = self._caches[source] = len(self._sources)
-            self._sources.append(source)
-        return number
+        return self.books.cache_id(*source)
 
     def numbers_of(self, replica: str) -> list[int]:
         """Return the numbers of all its ranks."""
-        return [number for number, source in enumerate(self._sources) if source.replica == replica]
+        return self.books.cache_ids_of(replica)
 
     def source_of(self, number: int) -> SourceId:
         """The cache that a number names."""
-        return self._sources[number]
+        return SourceId(*self.books.cache_of(number))
 
     def number_of_model(self, name: str) -> int:
         """Return the core's number of a model."""

@@ -44,10 +44,6 @@ class CacheOutlook(NamedTuple):
     """The cost of bringing back what it evicts, relative to computing it."""
 
 
-Outlook: TypeAlias = tuple[float | None, float, float, float, float]
-"""A `CacheOutlook` without the progress."""
-
-
 @dataclass(eq=False, slots=True)
 class Prefilling:
     """A prompt that is being computed at a cache for a request, or has just been."""

@@ -7,8 +7,9 @@ engine's load - is set when it changes, and all fleets see it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,11 +32,8 @@ class KnownFleet:
     shared: SharedIndex | None
     """The core's form of the index."""
     core: Fleet
-    caches: list[SourceId]
-    """The caches, by number."""
-    owners: list[Replica]
-    """The replica of each of these."""
-    numbers: dict[SourceId, int]
+    owners: dict[SourceId, Replica]
+    """The replica of each cache."""
 
     def is_of(self, replicas: Sequence[Replica], index: PrefixIndex | None) -> bool:
         """Return whether it still stands for *replicas* and the sources that *index* has."""
@@ -49,12 +47,22 @@ class KnownFleet:
 class FleetKeeper:
     """The fleets of all models. Belongs to one event loop."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(
+        self,
+        books: Books,
+        suspects: Collection[SourceId],
+        lost_since: Callable[[SourceId], float | None] | None,
+    ) -> None:
         """
         Args:
             books: Keep the load of replicas.
+            suspects: The sources of which events were lost; it changes with them.
+            lost_since: Returns since when a source's events have been incomplete; None: nothing is
+                estimated in their place.
         """
         self._books = books
+        self._suspects = suspects
+        self._lost_since = lost_since
         self._known: WeakKeyDictionary[Replica, _KnownReplica] = WeakKeyDictionary()
         self._fleets: dict[tuple[str, int], KnownFleet] = {}
         self._versions = 0
@@ -63,7 +71,7 @@ class FleetKeeper:
     def fleet_of(
         self, model: str, replicas: list[Replica], index: PrefixIndex | None
     ) -> KnownFleet:
-        """The fleet of some replicas.
+        """The fleet of some replicas, with what is doubted of its caches now.
 
         Args:
             model: A key for their fleet; any text.
@@ -71,40 +79,41 @@ class FleetKeeper:
             index: Has the sources of their caches; None: no prompt is looked up.
         """
         key = (model if index is not None else f"{model} by load", len(replicas))
-        known = self._fleets.get(key)
-        if known is not None and known.is_of(replicas, index):
-            return known
-        if len(self._fleets) >= MAX_FLEETS:
-            self._fleets.clear()
-        made = self._fleets[key] = self._made(replicas, index)
-        return made
+        fleet = self._fleets.get(key)
+        if fleet is None or not fleet.is_of(replicas, index):
+            if len(self._fleets) >= MAX_FLEETS:
+                self._fleets.clear()
+            fleet = self._fleets[key] = self._made(replicas, index)
+        if self._suspects or self._suspected:
+            self._suspect(fleet)
+        return fleet
 
-    def suspect(self, suspects: Collection[SourceId], fleet: KnownFleet) -> None:
-        """Mark the caches whose events were lost.
+    def note_streams(self, replica: Replica) -> None:
+        """Note that a replica publishes events, or none: then an estimate stands in for them."""
+        known = self._known_of(replica)
+        known.is_silent = not replica.sources and self._lost_since is not None
+        known.set_lost(replica, known.suspects)
 
-        Args:
-            fleet: The only one that matters now.
-        """
-        if not suspects and not self._suspected:
-            return
-        ranks: dict[Replica, list[int]] = {}
-        for source in suspects:
-            number = fleet.numbers.get(source)
-            if number is not None:
-                ranks.setdefault(fleet.owners[number], []).append(source.dp_rank)
-        for replica in self._suspected.intersection(fleet.replicas) | ranks.keys():
-            known = self._known_of(replica)
-            found = sorted(ranks.get(replica, ()))
+    def _suspect(self, fleet: KnownFleet) -> None:
+        """Mark the caches of a fleet whose events were lost."""
+        lost: dict[Replica, dict[int, float | None]] = {}
+        for source in self._suspects:
+            owner = fleet.owners.get(source)
+            if owner is not None:
+                since = None if self._lost_since is None else self._lost_since(source)
+                lost.setdefault(owner, {})[source.dp_rank] = since
+        for replica in self._suspected.intersection(fleet.replicas) | lost.keys():
+            known, found = self._known_of(replica), lost.get(replica, {})
             if found != known.suspects:
-                known.suspects = found
-                known.conditions.set_suspects(found)
+                known.set_lost(replica, found)
         self._suspected.difference_update(fleet.replicas)
-        self._suspected.update(ranks)
+        self._suspected.update(lost)
 
     def _made(self, replicas: list[Replica], index: PrefixIndex | None) -> KnownFleet:
         caches = [_caches_of(replica) for replica in replicas]
-        flat = [cache for each in caches for cache in each]
-        owners = [owner for owner, each in zip(replicas, caches, strict=True) for _ in each]
+        owners = {
+            cache: owner for owner, each in zip(replicas, caches, strict=True) for cache in each
+        }
         shared = None if index is None else index.core.shared()
         slots = None if index is None else index.slots
         self._versions += 1
@@ -117,8 +126,7 @@ class FleetKeeper:
                 for replica, each in zip(replicas, caches, strict=True)
             ],
         )
-        numbers = {cache: number for number, cache in enumerate(flat)}
-        return KnownFleet(replicas, index, slots, shared, core, flat, owners, numbers)
+        return KnownFleet(replicas, index, slots, shared, core, owners)
 
     def _fields(
         self, replica: Replica, caches: Sequence[SourceId], index: PrefixIndex | None
@@ -162,7 +170,18 @@ class _KnownReplica:
 
     conditions: Conditions
     placement: Any
-    suspects: list[int] | None = None
+    is_silent: bool = False
+    """True if it publishes no events, and is estimated."""
+    suspects: dict[int, float | None] = field(default_factory=dict)
+    """Ranks of which events were lost, and since when; None: nothing is estimated."""
+
+    def set_lost(self, replica: Replica, suspects: dict[int, float | None]) -> None:
+        """Mark the ranks whose events were lost; an estimate may stand in for some."""
+        self.suspects = suspects
+        since = {rank: since for rank, since in suspects.items() if since is not None}
+        if self.is_silent:
+            since[replica.cache.dp_rank] = -math.inf
+        self.conditions.set_lost(sorted(suspects), sorted(since.items()))
 
 
 def _placement(replica: Replica) -> Any:

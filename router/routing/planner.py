@@ -10,13 +10,13 @@ one like it should find the same rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from router._core import EstimatedVisit, Visit
 from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.index.mirror_types import WORTH_TELLING, Coming
+from router.index.mirror_types import WORTH_TELLING
 from router.policies import Candidate, Policy, Ranked, Weights
 from router.prompt import TokenizedPrompt
 from router.routing.question import RankQuestion
@@ -82,7 +82,7 @@ class RoutePlanner:
         """
         if self._catch_up is not None:
             self._catch_up()
-        return self.ranker.rank(question, list(replicas), self._clock(), self._coming(question))
+        return self.ranker.rank(question, list(replicas), self._clock())
 
     def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
         """Why a replica cannot take a request that failed elsewhere; None if it can."""
@@ -168,12 +168,8 @@ class RoutePlanner:
         return self._known.mirror.expected(source, question.prompts[0], question.prompt_tokens, hit)
 
     def note_streams(self, replica: Replica) -> None:
-        """A replica publishes events from now on, or none, or is removed."""
-        if self._known.approximate is not None:
-            silent = SourceId(replica.id)
-            self._known.approximate.silent.discard(silent)
-            if not replica.sources and not replica.removed:
-                self._known.approximate.silent.add(silent)
+        """A replica publishes events from now on, or none."""
+        self.ranker.fleets.note_streams(replica)
 
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
@@ -188,14 +184,6 @@ class RoutePlanner:
         """No replica serves this model any more."""
         if self._known.mirror is not None:
             self._known.mirror.forget_model(model)
-
-    def _coming(self, question: RankQuestion) -> list[Mapping[SourceId, Coming]]:
-        """Return what each cache is computing of each prompt, where the core does not look at what
-        was just sent there."""
-        if self._known.recent is not None or self._known.mirror is None:
-            return []
-        tokens = question.prompt_tokens if len(question.prompts) == 1 else 0
-        return [self._known.mirror.in_prefill(prompt, tokens) for prompt in question.prompts]
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:

@@ -1,13 +1,13 @@
 """Ranks replicas in the compiled core, by a policy of its own or by a plug-in.
 
-The core matches, sorts out, and orders; a mirror that follows the caches is asked beforehand.
+The core matches, sorts out, and orders, by what a mirror and estimates say of the caches.
 Candidates and their reasons are made from what the core found when they are asked for. A plug-in
 gets what the core found as columns, and orders it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -30,7 +30,7 @@ from router.fleet.replica import Replica
 from router.index import PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
 from router.index.mirror import Mirror
-from router.index.mirror_types import STEP, Coming
+from router.index.mirror_types import STEP
 from router.policies import (
     BuiltInPolicy,
     Candidate,
@@ -77,9 +77,10 @@ class Known:
     recent: RecentPrefixes | None = None
     """Which prefixes were just sent where; None: what the mirror has in prefill."""
     mirror: Mirror | None = None
-    """Follows every cache: what it is doing, and evicts next; None: that is not known."""
+    """Follows every cache: what it is doing, and evicts next; its books are those of the load.
+    None: that is not known."""
     approximate: ApproximateCaches | None = None
-    """Estimates what caches hold without events; None: that is not estimated."""
+    """Estimates what caches hold without events, with the mirror; None: that is not estimated."""
     engine_load_stale_after_s: float = 10.0
     """Age from which an engine's own load no longer counts."""
 
@@ -95,10 +96,9 @@ class Ranker:
         """
         self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
         self._needs_outlook = self._policy.needs_outlook
-        self._suspects = known.suspects
         self._mirror = known.mirror
-        self._approximate = known.approximate
-        self._fleets = FleetKeeper(known.load.books)
+        lost_since = None if known.approximate is None else known.approximate.lost_since
+        self.fleets = FleetKeeper(known.load.books, known.suspects, lost_since)
         name, weights = (
             (policy.name, policy.weights) if isinstance(policy, BuiltInPolicy) else ("", weights)
         )
@@ -118,44 +118,43 @@ class Ranker:
         """Return whether the core cannot decide alone."""
         return isinstance(self._policy, PlugIn)
 
+    def number_of(self, model: str) -> int:
+        """The mirror's number of a model, where there is a mirror."""
+        return 0 if self._mirror is None else self._mirror.number_of_model(model)
+
     def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
         """The fleet of a model as the core has it, with what is doubted of its caches now."""
-        fleet = self._fleets.fleet_of(model, replicas, index)
-        self._fleets.suspect(self._suspects, fleet)
-        return fleet
+        return self.fleets.fleet_of(model, replicas, index)
 
     def rank(
         self,
         question: RankQuestion,
         replicas: list[Replica],
         now: float,
-        coming: Sequence[Mapping[SourceId, Coming]],
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank replicas for a request; see `RoutePlanner.rank`.
 
         Args:
             replicas: Not to be changed any more.
             now: Seconds.
-            coming: What each cache is computing of each prompt.
         Raises:
             PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
         """
         request, index, prompts = question.request, question.index, question.prompts
         # Those who compute prompts for others are a fleet of their own, with turns of their own.
         name = f"{request.model} prefill" if request.is_for_prefill else request.model
-        fleet = self._fleets.fleet_of(name, replicas, index)
-        self._fleets.suspect(self._suspects, fleet)
+        fleet = self.fleets.fleet_of(name, replicas, index)
         asked = self._with_outlook(question) if self.asks_a_plug_in else request
         found = self.decider.rank(
             fleet.core,
             name,
+            self.number_of(request.model),
             session_bytes(request),
             question.tenant,
             request.prompt_tokens,
             fleet.shared,
             [prompt.hashed for prompt in prompts],
             [] if index is None else [index.computed(prompt) for prompt in prompts],
-            self._given(question, fleet, now, coming),
             question.choice,
             now,
             self._asks_for_ranks(asked),
@@ -193,66 +192,6 @@ class Ranker:
             prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
             keys=prompts[0].prefix_keys(STEP) if len(prompts) == 1 else (),
         )
-
-    def _given(
-        self,
-        question: RankQuestion,
-        fleet: KnownFleet,
-        now: float,
-        coming: Sequence[Mapping[SourceId, Coming]],
-    ) -> Any:
-        """Return what is known in Python of what caches are doing; None: nothing."""
-        mirror, numbers, model = self._mirror, fleet.numbers, question.request.model
-        in_prefill = [
-            (numbers[source], tokens, run)
-            for of_prompt in coming
-            for source, (tokens, run) in of_prompt.items()
-            if source in numbers
-        ]
-        estimates = self._estimates(question, fleet, now)
-        if mirror is None:
-            return (
-                (None, None, None, in_prefill, None, estimates) if in_prefill or estimates else None
-            )
-        tokens_per_s, progress, outlooks = None, None, None
-        if self._needs_outlook:
-            tokens_per_s, owners = mirror.prefill_tokens_per_s(model), fleet.owners
-            progress, outlooks = mirror.outlooks(
-                model, fleet.caches, lambda number: owners[number].cache_blocks, now
-            )
-        price_of = self._prices(mirror, fleet)
-        return tokens_per_s, progress, outlooks, in_prefill, price_of, estimates
-
-    @staticmethod
-    def _prices(mirror: Mirror, fleet: KnownFleet) -> Callable[[int, str], float | None]:
-        def price_of(cache: int, tier: str) -> float | None:
-            prices = mirror.load_prices(fleet.caches[cache])
-            return None if prices is None else prices.of(tier)
-
-        return price_of
-
-    def _estimates(
-        self, question: RankQuestion, fleet: KnownFleet, now: float
-    ) -> list[tuple[int, int, float, float | None, float]]:
-        """Return the estimates of caches whose events do not tell, or have not told for long."""
-        approximate, suspects = self._approximate, self._suspects
-        if approximate is None or not (suspects or approximate.silent):
-            return []
-        found = []
-        keys = [prompt.prefix_keys(STEP) for prompt in question.prompts]
-        for number, source in enumerate(fleet.caches):
-            if source not in suspects and source not in approximate.silent:
-                continue
-            cache = approximate.stand_in(source, fleet.owners[number].cache_tokens, now)
-            if cache is None:
-                continue
-            hit = cache.hit(keys, question.prompt_tokens - len(keys))
-            age = None if self._mirror is None else cache.eviction_age_s(now)
-            reuse = 0.0
-            if age is not None and self._mirror is not None:
-                reuse = self._mirror.reuse_probability(question.request.model, age)
-            found.append((number, hit.tokens, hit.trust, age, reuse))
-        return found
 
 
 class _Order:

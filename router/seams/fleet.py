@@ -27,12 +27,10 @@ from router.doors import address_of, worker_number
 from router.errors import UnknownModel
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import headers_read
-from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index import PrefixIndex, SourceId
-from router.index.mirror import Mirror
 from router.plane import Addresses, DataPlane
 from router.prompt import PRIORITY_HEADER, HintForm, PromptLimits
 from router.routing.decision import RANK_HEADER
@@ -62,14 +60,6 @@ _LOOKING_SHARE = 0.02
 MAX_ADAPTERS = 256
 """Adapters that the core knows; the one named least recently is forgotten."""
 _ANY_LENGTH = PromptLimits().max_prompt_tokens
-
-
-class Parts(NamedTuple):
-    """Holds the parts that decide, in the core."""
-
-    ranker: Ranker
-    mirror: Mirror
-    load: LoadTracker
 
 
 class OrderedBy(IntEnum):
@@ -139,21 +129,22 @@ class NativeDecisions(ReplicaListener):
     """Keeps the core's picture of the fleet true. Belongs to one event loop."""
 
     def __init__(
-        self, service: RouterService, parts: Parts, addresses: Addresses, shows_hits: bool
+        self, service: RouterService, ranker: Ranker, addresses: Addresses, shows_hits: bool
     ) -> None:
         """
         Args:
             service: Has the models and replicas.
+            ranker: Has the core decide.
             shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
         self._service = service
         self._models = service.models
-        self._parts = parts
+        self._ranker = ranker
         self._addresses = addresses
         core = import_module("router._core")
         self._placing: Placing = core.Placing(
-            *(parts.load.books, parts.mirror.core, parts.ranker.decider),
+            ranker.decider,
             service.config.events.self_repair_quiet_s,
             EngineOrder(service.config.overload).facts,
             service.reservations.core,
@@ -284,8 +275,6 @@ class NativeDecisions(ReplicaListener):
 
     def _publish(self) -> None:
         models: dict[str, ServedName] = {}
-        caches: dict[int, int] = {}
-        lost: dict[int, float] = {}
         forms: dict[str, HintForm | None] = {}
         published: list[Any] = []
         ways: dict[str, Way | None] = {}
@@ -295,18 +284,12 @@ class NativeDecisions(ReplicaListener):
                 continue
             served, fleet, forms[name] = found
             models[name] = served
-            caches.update(self._numbers(fleet))
-            lost.update(self._lost(fleet))
             published.append((name, fleet, served))
         self._forms = forms
-        if (published, lost) == self._published:
+        if published == self._published:
             return
-        self._published = published, lost
-        none = 2**32 - 1
-        in_mirror = [none] * (max(caches, default=-1) + 1)
-        for number, other in caches.items():
-            in_mirror[number] = other
-        self._placing.serve(models, in_mirror, list(lost.items()))
+        self._published = published
+        self._placing.serve(models)
 
     def _names(self) -> Iterator[tuple[str, Model, str | None]]:
         """Yield what requests may name, with the model and the adapter that it stands for."""
@@ -322,29 +305,11 @@ class NativeDecisions(ReplicaListener):
             if adapter is not None:
                 yield name, model, adapter
 
-    def _numbers(self, fleet: KnownFleet) -> dict[int, int]:
-        """The mirror's numbers of its caches, by those of the books."""
-        books, mirror = self._parts.load.books, self._parts.mirror
-        return {books.cache_id(*source): mirror.number_of(source) for source in fleet.caches}
-
-    def _lost(self, fleet: KnownFleet) -> dict[int, float]:
-        """Since when the events of its caches have been incomplete, by the books' numbers: an
-        estimate may stand in for them."""
-        approximate, suspects = self._service.approximate, self._service.feed.suspects
-        if approximate is None:
-            return {}
-        books, lost = self._parts.load.books, {}
-        for source in fleet.numbers.keys() & (suspects | approximate.silent):
-            since = approximate.lost_since(source)
-            if since is not None:
-                lost[books.cache_id(*source)] = since
-        return lost
-
     def _served(
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
-        index, ranker = model.index, self._parts.ranker
+        index, ranker = model.index, self._ranker
         replicas = self._service.dispatcher.serving(model, adapter)
         if not replicas or index.searches or self._service.dispatcher.may_split(model, adapter):
             return None
@@ -367,7 +332,7 @@ class NativeDecisions(ReplicaListener):
         (form,) = forms
         served = ServedName(
             model.name,
-            self._parts.mirror.number_of_model(model.name),
+            ranker.number_of(model.name),
             fleet.core,
             index.shared,
             named,
@@ -433,10 +398,10 @@ def native_decisions(
     Args:
         shows_hits: True if clients see hits.
     """
-    parts = Parts(*service.parts_in_core)
-    if parts.ranker.asks_a_plug_in:
+    ranker = service.ranker
+    if ranker.asks_a_plug_in:
         return None
-    return NativeDecisions(service, parts, addresses, shows_hits)
+    return NativeDecisions(service, ranker, addresses, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:

@@ -1,6 +1,4 @@
 // What Python sees of decisions: what makes them, and rankings that it reads one place at a time.
-//
-// Whatever Python has to be asked is asked before the mutex of the books is taken.
 
 #include "decide/decide.hpp"
 
@@ -14,7 +12,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <map>
 
 #include "binding/decide.hpp"
 #include "binding/index.hpp"
@@ -29,113 +26,6 @@ using namespace kvroute::decide;
 namespace {
 
 using Rank = std::optional<int>;
-
-double double_in(nb::handle tuple, Py_ssize_t at) {
-    const double value = PyFloat_AsDouble(PyTuple_GetItem(tuple.ptr(), at));
-    if (value == -1.0 && PyErr_Occurred()) throw nb::python_error();
-    return value;
-}
-
-// What follows the caches in Python, asked beforehand.
-class Given : public Outlooks {
-public:
-    std::optional<double> tokens_per_s;
-    std::vector<Outlook> of_caches;  // by number in the fleet; none: nobody knows
-    std::vector<ComingAt> coming;    // of all prompts together
-    std::map<std::pair<CacheId, std::string>, double, std::less<>> prices;
-    std::map<CacheId, Estimate> estimates;
-
-    explicit Given(std::shared_ptr<const Fleet> fleet) : fleet_(std::move(fleet)) {}
-
-    // Progress, and the tuples of router/index: age, reuse, two rates, refill.
-    void take_outlooks(const nb::list& progress, const nb::list& tuples) {
-        of_caches.resize(nb::len(tuples));
-        for (std::size_t number = 0; number < of_caches.size(); ++number) {
-            const nb::handle tuple = tuples[number];
-            Outlook& outlook = of_caches[number];
-            outlook.progress_tokens = PyFloat_AsDouble(nb::handle(progress[number]).ptr());
-            if (PyTuple_GetItem(tuple.ptr(), 0) != Py_None) {
-                outlook.eviction_age_s = double_in(tuple, 0);
-            }
-            outlook.reuse_probability = double_in(tuple, 1);
-            outlook.uncached_tokens_per_s = double_in(tuple, 2);
-            outlook.arrivals_per_s = double_in(tuple, 3);
-            outlook.refill = double_in(tuple, 4);
-        }
-    }
-
-    void outlooks(std::string_view, std::span<const Cache> caches, double,
-                  std::span<Outlook> out) override {
-        for (std::size_t at = 0; at < caches.size(); ++at) {
-            const u32 number = fleet_->cache_number(caches[at].id);
-            if (number < of_caches.size()) out[at] = of_caches[number];
-        }
-    }
-    void in_prefill(const Sought&, double, std::vector<ComingAt>& out) override {
-        out.insert(out.end(), coming.begin(), coming.end());
-        coming.clear();
-    }
-    std::optional<double> load_price(CacheId cache, std::string_view tier) override {
-        const auto found = prices.find(std::pair(cache, std::string(tier)));
-        return found == prices.end() ? std::nullopt : std::optional(found->second);
-    }
-    std::optional<double> prefill_tokens_per_s(std::string_view) override { return tokens_per_s; }
-    bool estimates_any() override { return !estimates.empty(); }
-    bool is_silent(CacheId cache) override { return estimates.contains(cache); }
-    std::optional<Estimate> estimate(CacheId cache, std::optional<i64>,
-                                     const EstimateOf&) override {
-        const auto found = estimates.find(cache);
-        return found == estimates.end() ? std::nullopt : std::optional(found->second);
-    }
-
-private:
-    std::shared_ptr<const Fleet> fleet_;
-};
-
-using ComingTuple = std::tuple<u32, i64, i64>;  // a cache's number, tokens, run
-// A cache's number, tokens, trust, age, reuse.
-using EstimateTuple = std::tuple<u32, i64, double, std::optional<double>, double>;
-// Tokens per second, progress, outlooks, what is in prefill, what asks for a price, estimates.
-using GivenTuple =
-    std::tuple<std::optional<double>, std::optional<nb::list>, std::optional<nb::list>,
-               std::vector<ComingTuple>, nb::object, std::vector<EstimateTuple>>;
-
-std::unique_ptr<Given> given_of(std::shared_ptr<const Fleet> fleet, const GivenTuple& from) {
-    const auto& [tokens_per_s, progress, outlooks, coming, price_of, estimates] = from;
-    auto given = std::make_unique<Given>(fleet);
-    given->tokens_per_s = tokens_per_s;
-    if (progress && outlooks) given->take_outlooks(*progress, *outlooks);
-    for (const auto& [cache, tokens, run] : coming) {
-        given->coming.push_back({fleet->cache(cache).id, {tokens, run}});
-    }
-    for (const auto& [cache, tokens, trust, age, reuse] : estimates) {
-        given->estimates[fleet->cache(cache).id] = {tokens, trust, age, reuse};
-    }
-    return given;
-}
-
-// Asks for the prices of what is below the GPU of each cache, and of what it could pull.
-void ask_prices(Given& given, const Fleet& fleet, const FleetHits& hits, i64 prompt_tokens,
-                nb::handle price_of) {
-    const auto ask = [&](u32 cache, const std::string& tier) {
-        const nb::object price = price_of(cache, tier);
-        if (!price.is_none()) {
-            given.prices[{fleet.cache(cache).id, tier}] = nb::cast<double>(price);
-        }
-    };
-    for (const u32 number : fleet.numbers()) {
-        const Replica& replica = fleet[number];
-        for (u32 cache = replica.first_cache; cache < replica.first_cache + replica.caches.size();
-             ++cache) {
-            const CachedTokens& hit = hits.at(cache);
-            const bool is_usual = hit.all == hit.gpu && hit.all < prompt_tokens;
-            if (is_usual && !replica.peer && !replica.has_ranks()) continue;
-            hits.each_share(cache, [&](const std::string& tier, i64) { ask(cache, tier); });
-            ask(cache, "");
-            if (replica.peer) ask(cache, "PEER");
-        }
-    }
-}
 
 nb::object or_none(const std::optional<double>& value) {
     return value ? nb::cast(*value) : nb::none();
@@ -309,12 +199,12 @@ RankingHandle::~RankingHandle() {
 
 class DeciderHandle {
 public:
-    DeciderHandle(BooksPointer books, const std::string& policy, nb::handle weights,
+    DeciderHandle(const BooksPointer& books, const std::string& policy, nb::handle weights,
                   double engine_load_stale_after_s, u64 seed, bool plug_in_needs_outlook)
         : deciding_(std::make_shared<Deciding>(Deciding{
-              std::move(books),
-              Decider({kind_of(policy), weights_of(weights), engine_load_stale_after_s, seed, false,
-                       plug_in_needs_outlook}),
+              books,
+              Decider(*books, {kind_of(policy), weights_of(weights), engine_load_stale_after_s, seed,
+                               false, plug_in_needs_outlook}),
               {}})) {}
 
     std::shared_ptr<Decider> decider() const { return {deciding_, &deciding_->decider}; }
@@ -338,15 +228,16 @@ public:
     }
 
     std::unique_ptr<RankingHandle> rank(
-        const FleetHandle& fleet, const std::string& model, nb::bytes session,
-        const std::string& tenant, i64 prompt_tokens, std::shared_ptr<SharedIndex> index,
-        const nb::list& prompts, const std::vector<std::vector<ComputedTuple>>& computed,
-        const std::optional<GivenTuple>& from, std::tuple<bool, Rank, bool> choice, double now,
-        nb::object costs_of_ranks) {
+        const FleetHandle& fleet, const std::string& model, mirror::ModelId in_mirror,
+        nb::bytes session, const std::string& tenant, i64 prompt_tokens,
+        std::shared_ptr<SharedIndex> index, const nb::list& prompts,
+        const std::vector<std::vector<ComputedTuple>>& computed,
+        std::tuple<bool, Rank, bool> choice, double now, nb::object costs_of_ranks) {
         Question question;
         question.fleet = fleet.fleet;
         question.replicas = fleet.fleet->numbers();
         question.model = model;
+        question.in_mirror = in_mirror;
         question.session = {session.c_str(), session.size()};
         question.tenant = tenant;
         question.prompt_tokens = prompt_tokens;
@@ -364,12 +255,11 @@ public:
             by_prompt.push_back(computed_of(index->index.space(), each));
         }
         question.computed = by_prompt;
-        return rank(question, from, costs_of_ranks);
+        return rank(question, costs_of_ranks);
     }
 
 private:
-    std::unique_ptr<RankingHandle> rank(Question& question, const std::optional<GivenTuple>& from,
-                                        const nb::object& costs_of_ranks) {
+    std::unique_ptr<RankingHandle> rank(Question& question, const nb::object& costs_of_ranks) {
         std::unique_ptr<Scratch> scratch = taken();
         const bool is_long = std::any_of(
             question.prompts.begin(), question.prompts.end(),
@@ -379,16 +269,6 @@ private:
             Patient patient(!is_long);
             deciding_->decider.match(question, *scratch);
         }
-        std::unique_ptr<Given> given;
-        if (from) {
-            given = given_of(question.fleet, *from);
-            const nb::object& price_of = std::get<4>(*from);
-            if (!price_of.is_none()) {
-                ask_prices(*given, *question.fleet, scratch->hits, question.prompt_tokens,
-                           price_of);
-            }
-        }
-        question.outlooks = given.get();
         {
             std::optional<Guarded> guarded;
             AskedRankCosts asked(costs_of_ranks, guarded, deciding_->books->mutex);
@@ -420,10 +300,6 @@ void bind_recent_prefixes(nb::module_& module) {
 
 }  // namespace
 
-std::shared_ptr<Books> kvroute::binding::decide_books_of(nb::handle books) {
-    return nb::cast<BooksPointer>(books);
-}
-
 std::shared_ptr<Decider> kvroute::binding::decider_of(nb::handle decider) {
     return nb::cast<const DeciderHandle&>(decider).decider();
 }
@@ -451,13 +327,12 @@ void kvroute::binding::bind_decide(nb::module_& module) {
         .def("use_recent", &DeciderHandle::use_recent)
         .def("give_lots", &DeciderHandle::give_lots)
         .def("decisions", &DeciderHandle::decisions)
-        .def("rank", nb::overload_cast<const FleetHandle&, const std::string&, nb::bytes,
-                                       const std::string&, i64, std::shared_ptr<SharedIndex>,
-                                       const nb::list&,
-                                       const std::vector<std::vector<ComputedTuple>>&,
-                                       const std::optional<GivenTuple>&,
-                                       std::tuple<bool, Rank, bool>, double, nb::object>(
-                         &DeciderHandle::rank),
-             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-             nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none());
+        .def("rank",
+             nb::overload_cast<const FleetHandle&, const std::string&, mirror::ModelId, nb::bytes,
+                               const std::string&, i64, std::shared_ptr<SharedIndex>,
+                               const nb::list&, const std::vector<std::vector<ComputedTuple>>&,
+                               std::tuple<bool, Rank, bool>, double, nb::object>(
+                 &DeciderHandle::rank),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
 }

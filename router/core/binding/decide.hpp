@@ -20,7 +20,6 @@ decide::Policy::Kind kind_of(const std::string& name);
 // From `router.policies.Weights`.
 decide::Weights weights_of(nanobind::handle from);
 
-BooksPointer decide_books_of(nanobind::handle books);
 // Of a `Decider` of this module.
 std::shared_ptr<decide::Decider> decider_of(nanobind::handle decider);
 std::shared_ptr<const decide::Fleet> fleet_of(nanobind::handle fleet);

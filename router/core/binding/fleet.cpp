@@ -55,9 +55,10 @@ public:
         conditions_->engine = std::move(engine);
     }
 
-    void set_suspects(std::vector<int> dp_ranks) {
+    void set_lost(std::vector<int> suspects, std::vector<std::pair<int, double>> since) {
         Guarded guarded(books_->mutex);
-        conditions_->suspects = std::move(dp_ranks);
+        conditions_->suspects = std::move(suspects);
+        conditions_->lost = std::move(since);
     }
 
 private:
@@ -119,7 +120,7 @@ void kvroute::binding::bind_fleet(nb::module_& module) {
              nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
         .def("set_engine", &ConditionsHandle::set_engine, nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg().none(), nb::arg().none())
-        .def("set_suspects", &ConditionsHandle::set_suspects);
+        .def("set_lost", &ConditionsHandle::set_lost);
     nb::class_<FleetHandle>(module, "Fleet")
         .def("__init__",
              [](FleetHandle* self, Books& books, u64 version, std::shared_ptr<SharedIndex> index,

@@ -156,6 +156,11 @@ void kvroute::binding::bind_load(nb::module_& module) {
                  Guarded guarded(books.mutex);
                  return books.cache_ids.of(replica);
              })
+        .def("cache_of",
+             [](Books& books, CacheId id) {
+                 Guarded guarded(books.mutex);
+                 return CacheIds::Name(books.cache_ids.name_of(id));
+             })
         .def("load_of",
              [](Books& books, const std::string& replica) {
                  return read_load(books, replica, [](ReplicaLoad& load) { return load.own(); });

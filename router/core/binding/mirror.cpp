@@ -1,7 +1,7 @@
 // What Python sees of the mirror and of the estimates: caches and models by number, and the time with
 // every call. `router/index/` gives names to the numbers.
 //
-// One mutex, the "books", guards both; see `Guarded`: nothing of Python is touched under it.
+// The mutex of the books guards both; see `Guarded`: nothing of Python is touched under it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -11,8 +11,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "binding/decide.hpp"
 #include "binding/index.hpp"
-#include "binding/mirror.hpp"
 #include "binding/module.hpp"
 #include "binding/support.hpp"
 
@@ -33,25 +33,8 @@ using mirror::Tokens;
 
 namespace {
 
-using SharedBooks = std::shared_ptr<mirror::Books>;
-
 // In seconds.
 double time_of(const nb::object& clock) { return nb::cast<double>(clock()); }
-
-// A named tuple of numbers, made without its Python constructor.
-nb::object make_coming(nb::handle type, Coming coming) {
-    nb::object made =
-        nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 2));
-    if (!made.is_valid()) throw nb::python_error();
-    PyTuple_SetItem(made.ptr(), 0, PyLong_FromLongLong(coming.tokens));
-    PyTuple_SetItem(made.ptr(), 1, PyLong_FromLongLong(coming.run));
-    return made;
-}
-
-nb::object make_outlook(const Outlook& outlook) {
-    return nb::make_tuple(outlook.eviction_age_s, outlook.reuse_probability,
-                          outlook.uncached_tokens_per_s, outlook.arrivals_per_s, outlook.refill);
-}
 
 nb::list list_of(std::span<const u64> keys) {
     nb::list found;
@@ -59,16 +42,9 @@ nb::list list_of(std::span<const u64> keys) {
     return found;
 }
 
-// `numbers`: {name: number}. kNone: the name is not there.
-u32 number_of(const nb::dict& numbers, nb::handle name) {
-    PyObject* number = PyDict_GetItemWithError(numbers.ptr(), name.ptr());
-    if (number == nullptr && PyErr_Occurred()) throw nb::python_error();
-    return number == nullptr ? kNone : static_cast<u32>(PyLong_AsUnsignedLong(number));
-}
-
 class Visit {
 public:
-    Visit(SharedBooks books, nb::object clock, std::shared_ptr<mirror::Visit> visit)
+    Visit(BooksPointer books, nb::object clock, std::shared_ptr<mirror::Visit> visit)
         : books_(std::move(books)), clock_(std::move(clock)), visit_(std::move(visit)) {}
 
     u64 number() const { return visit_->number; }
@@ -77,24 +53,24 @@ public:
     void first_token() {
         const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
-        books_->mirror.first_token(visit_, now);
+        books_->mirror->first_token(visit_, now);
     }
 
     void ended(bool was_served) {
         const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
-        books_->mirror.ended(visit_, was_served, now);
+        books_->mirror->ended(visit_, was_served, now);
     }
 
 private:
-    SharedBooks books_;
+    BooksPointer books_;
     nb::object clock_;
     std::shared_ptr<mirror::Visit> visit_;
 };
 
 class LoadPrices {
 public:
-    LoadPrices(SharedBooks books, std::shared_ptr<const mirror::LoadPrices> prices)
+    LoadPrices(BooksPointer books, std::shared_ptr<const mirror::LoadPrices> prices)
         : books_(std::move(books)), prices_(std::move(prices)) {}
 
     double of(const std::string& tier) const {
@@ -108,22 +84,24 @@ public:
     }
 
 private:
-    SharedBooks books_;
+    BooksPointer books_;
     std::shared_ptr<const mirror::LoadPrices> prices_;
 };
 
 class Mirror {
 public:
-    // `prices`: of tokens from tiers, by name in upper case, and of those from others. `coming`: the
-    // class of what `in_prefill` finds.
-    Mirror(u64 max_keys, nb::object clock, const std::vector<std::pair<std::string, double>>& prices,
-           double other_price, u64 first_number, nb::object coming)
-        : books_(std::make_shared<mirror::Books>(
-              max_keys, mirror::FirstPrices{{prices.begin(), prices.end()}, other_price},
-              first_number)),
-          clock_(std::move(clock)), coming_(std::move(coming)) {}
+    // `prices`: of tokens from tiers, by name in upper case, and of those from others.
+    Mirror(BooksPointer books, u64 max_keys, nb::object clock,
+           const std::vector<std::pair<std::string, double>>& prices, double other_price,
+           u64 first_number)
+        : books_(std::move(books)), clock_(std::move(clock)) {
+        mirror::FirstPrices first_prices{{prices.begin(), prices.end()}, other_price};
+        auto made = std::make_unique<mirror::Mirror>(max_keys, std::move(first_prices), first_number);
+        Guarded guarded(books_->mutex);
+        books_->mirror.swap(made);
+    }
 
-    const SharedBooks& books() const { return books_; }
+    const BooksPointer& books() const { return books_; }
 
     Visit begin(ModelId model, std::shared_ptr<SharedIndex> index, u32 source, CacheId cache,
                 const std::vector<const PromptHandle*>& prompts,
@@ -144,7 +122,7 @@ public:
         std::shared_ptr<mirror::Visit> visit;
         {
             Guarded guarded(books_->mutex);
-            visit = books_->mirror.begin(sent, now);
+            visit = books_->mirror->begin(sent, now);
         }
         return {books_, clock_, std::move(visit)};
     }
@@ -165,7 +143,7 @@ public:
         std::vector<Told> told;
         {
             Guarded guarded(books_->mutex);
-            books_->mirror.for_each_told(now, [&](const mirror::Told& each) {
+            books_->mirror->for_each_told(now, [&](const mirror::Told& each) {
                 const mirror::Visit& visit = each.visit;
                 told.push_back({visit.number, each.queued_tokens, each.is_new, visit.model,
                                 visit.cache, visit.tokens, visit.keys});
@@ -184,22 +162,22 @@ public:
     HeardNumber hear(CacheId cache, Tokens tokens, std::vector<u64> keys) {
         if (keys.empty()) throw nb::value_error("a prompt that others compute has a key at least");
         Guarded guarded(books_->mutex);
-        return books_->mirror.hear(cache, tokens, std::move(keys));
+        return books_->mirror->hear(cache, tokens, std::move(keys));
     }
 
     void unhear(HeardNumber number) {
         Guarded guarded(books_->mutex);
-        books_->mirror.unhear(number);
+        books_->mirror->unhear(number);
     }
 
     void forget(const std::vector<CacheId>& caches) {
         Guarded guarded(books_->mutex);
-        books_->mirror.forget(caches);
+        books_->mirror->forget(caches);
     }
 
     void forget_model(ModelId model) {
         Guarded guarded(books_->mutex);
-        books_->mirror.forget_model(model);
+        books_->mirror->forget_model(model);
     }
 
     // The keys of each, and the time of its end.
@@ -207,7 +185,7 @@ public:
         std::vector<std::pair<Keys, double>> ended;
         {
             Guarded guarded(books_->mutex);
-            const mirror::Ownership::Ended* uses = books_->mirror.ended_at(cache);
+            const mirror::Ownership::Ended* uses = books_->mirror->ended_at(cache);
             for (u32 at = uses ? uses->front() : kNone; at != kNone; at = uses->next(at)) {
                 ended.emplace_back((*uses)[at]->keys, (*uses)[at]->ended_or(0.0));
             }
@@ -219,60 +197,60 @@ public:
 
     double prefill_tokens_per_s(ModelId model) {
         Guarded guarded(books_->mutex);
-        return books_->mirror.prefill_tokens_per_s(model);
+        return books_->mirror->prefill_tokens_per_s(model);
     }
 
     double reuse_probability(ModelId model, double idle_s) {
         Guarded guarded(books_->mutex);
-        return books_->mirror.reuse_probability(model, idle_s);
+        return books_->mirror->reuse_probability(model, idle_s);
     }
 
     std::optional<LoadPrices> load_prices(CacheId cache) {
         std::shared_ptr<const mirror::LoadPrices> prices;
         {
             Guarded guarded(books_->mutex);
-            prices = books_->mirror.load_prices(cache);
+            prices = books_->mirror->load_prices(cache);
         }
         if (!prices) return std::nullopt;
         return LoadPrices(books_, std::move(prices));
     }
 
-    // `numbers`: {source: cache}; others are idle and empty. `capacity_of(i)`: the size of cache i.
-    nb::tuple outlooks(ModelId model, const nb::sequence& sources, const nb::dict& numbers,
-                       const nb::object& capacity_of, double now) {
-        std::vector<CacheId> caches;
-        for (nb::handle source : sources) caches.push_back(number_of(numbers, source));
-        const auto capacities = capacities_of(caches, capacity_of, now);
-        std::vector<std::pair<double, Outlook>> found(caches.size());
+    // Of each cache; `capacities`: what their engines say of their sizes.
+    nb::list outlooks(ModelId model, const std::vector<CacheId>& caches,
+                      const std::vector<std::optional<u64>>& capacities, double now) {
+        std::vector<std::pair<double, Outlook>> found;
         {
             Guarded guarded(books_->mutex);
-            mirror::Mirror& mirror = books_->mirror;
             for (std::size_t at = 0; at < caches.size(); ++at) {
-                found[at].first = mirror.progress_tokens(caches[at], now);
-                found[at].second = mirror.outlook(model, caches[at], capacities[at], now);
+                found.emplace_back(
+                    books_->mirror->progress_tokens(caches[at], now),
+                    books_->mirror->outlook(model, caches[at], capacities.at(at), now));
             }
         }
-        nb::list progress, outlooks;
-        for (std::size_t at = 0; at < caches.size(); ++at) {
-            progress.append(found[at].first);
-            outlooks.append(tuple_of(caches[at], found[at].second));
+        nb::list made;
+        for (const auto& [progress, outlook] : found) {
+            made.append(nb::make_tuple(progress, outlook.eviction_age_s, outlook.reuse_probability,
+                                       outlook.uncached_tokens_per_s, outlook.arrivals_per_s,
+                                       outlook.refill));
         }
-        return nb::make_tuple(progress, outlooks);
+        return made;
     }
 
-    // `sources`: by cache.
-    nb::dict in_prefill(const PromptHandle& prompt, Tokens tokens, const nb::list& sources) {
-        nb::dict found;
+    // Cache, tokens and run.
+    std::vector<std::tuple<CacheId, Tokens, Tokens>> in_prefill(const PromptHandle& prompt,
+                                                                Tokens tokens) {
+        std::vector<std::tuple<CacheId, Tokens, Tokens>> found;
         if (!prompt.index) return found;
-        static thread_local mirror::ComingTable coming;
+        mirror::ComingTable table;
         const double now = time_of(clock_);
         {
             Guarded guarded(books_->mutex);
             const mirror::Asked asked{*prompt.prompt, prompt.index->index.space()};
-            books_->mirror.in_prefill(asked, tokens, now, coming);
+            books_->mirror->in_prefill(asked, tokens, now, table);
         }
-        for (CacheId cache : coming.caches()) {
-            found[sources[cache]] = make_coming(coming_, coming.of(cache));
+        for (CacheId cache : table.caches()) {
+            const Coming coming = table.of(cache);
+            found.emplace_back(cache, coming.tokens, coming.run);
         }
         return found;
     }
@@ -281,51 +259,21 @@ public:
                     Tokens hit_tokens, Tokens junction_tokens) {
         const Coming now{hit_tokens, hit_tokens + junction_tokens};
         Guarded guarded(books_->mutex);
-        return books_->mirror.expected(cache, *prompt.prompt, prompt_tokens, now);
+        return books_->mirror->expected(cache, *prompt.prompt, prompt_tokens, now);
     }
 
     nb::tuple statistics() {
         mirror::MirrorStatistics found;
         {
             Guarded guarded(books_->mutex);
-            found = books_->mirror.statistics();
+            found = books_->mirror->statistics();
         }
         return nb::make_tuple(found.caches, found.keys, found.requests, found.kept);
     }
 
 private:
-    // The sizes of the caches that will be looked at.
-    std::vector<std::optional<u64>> capacities_of(const std::vector<CacheId>& caches,
-                                                  const nb::object& capacity_of, double now) {
-        std::vector<std::size_t> wanted;
-        {
-            Guarded guarded(books_->mutex);
-            for (std::size_t at = 0; at < caches.size(); ++at) {
-                if (books_->mirror.wants_look(caches[at], now)) wanted.push_back(at);
-            }
-        }
-        std::vector<std::optional<u64>> found(caches.size());
-        for (std::size_t at : wanted) found[at] = nb::cast<std::optional<u64>>(capacity_of(at));
-        return found;
-    }
-
-    // The same object as last time, if it has the same values.
-    nb::object tuple_of(CacheId cache, const Outlook& outlook) {
-        if (cache == kNone) return idle_;
-        if (cache >= tuples_.size()) tuples_.resize(cache + 1);
-        auto& [value, tuple] = tuples_[cache];
-        if (!tuple.is_valid() || value != outlook) {
-            value = outlook;
-            tuple = make_outlook(outlook);
-        }
-        return tuple;
-    }
-
-    SharedBooks books_;
+    BooksPointer books_;
     nb::object clock_;
-    nb::object coming_;
-    nb::object idle_ = make_outlook({});
-    std::vector<std::pair<Outlook, nb::object>> tuples_;  // by cache: what was returned last
 };
 
 // --- estimates ---
@@ -359,7 +307,7 @@ private:
 // One cache, as Python asks about it.
 class Estimate {
 public:
-    Estimate(SharedBooks books, std::shared_ptr<ApproximateCache> cache,
+    Estimate(BooksPointer books, std::shared_ptr<ApproximateCache> cache,
              std::shared_ptr<LastAsked> asked)
         : books_(std::move(books)), cache_(std::move(cache)), asked_(std::move(asked)) {}
 
@@ -378,14 +326,14 @@ public:
     }
 
 private:
-    SharedBooks books_;
+    BooksPointer books_;
     std::shared_ptr<ApproximateCache> cache_;
     std::shared_ptr<LastAsked> asked_;
 };
 
 class EstimatedVisit {
 public:
-    EstimatedVisit(SharedBooks books, nb::object clock, std::shared_ptr<ApproximateVisit> visit)
+    EstimatedVisit(BooksPointer books, nb::object clock, std::shared_ptr<ApproximateVisit> visit)
         : books_(std::move(books)), clock_(std::move(clock)), visit_(std::move(visit)) {}
 
     void first_token() {
@@ -400,7 +348,7 @@ public:
     }
 
 private:
-    SharedBooks books_;
+    BooksPointer books_;
     nb::object clock_;
     std::shared_ptr<ApproximateVisit> visit_;
 };
@@ -412,7 +360,7 @@ public:
         : books_(mirror.books()), clock_(std::move(clock)) {
         const ApproximateCaches::Options options{after_s, cache_tokens, max_keys};
         Guarded guarded(books_->mutex);
-        books_->estimates = std::make_unique<ApproximateCaches>(&books_->mirror, options);
+        books_->estimates = std::make_unique<ApproximateCaches>(books_->mirror.get(), options);
     }
 
     std::optional<Estimate> stand_in(CacheId cache, std::optional<double> lost_since,
@@ -459,7 +407,7 @@ public:
     }
 
 private:
-    SharedBooks books_;
+    BooksPointer books_;
     nb::object clock_;
     std::shared_ptr<LastAsked> asked_ = std::make_shared<LastAsked>();
 };
@@ -486,10 +434,6 @@ void bind_estimates(nb::module_& module) {
 
 }  // namespace
 
-std::shared_ptr<mirror::Books> kvroute::binding::books_of(nb::handle mirror) {
-    return nb::cast<const Mirror&>(mirror).books();
-}
-
 void kvroute::binding::bind_mirror(nb::module_& module) {
     nb::class_<Visit>(module, "Visit")
         .def_prop_ro("number", &Visit::number)
@@ -502,8 +446,8 @@ void kvroute::binding::bind_mirror(nb::module_& module) {
         .def("mean", &LoadPrices::mean);
 
     nb::class_<Mirror>(module, "Mirror")
-        .def(nb::init<u64, nb::object, const std::vector<std::pair<std::string, double>>&, double,
-                      u64, nb::object>())
+        .def(nb::init<BooksPointer, u64, nb::object, const std::vector<std::pair<std::string, double>>&, double,
+                      u64>())
         .def("begin", &Mirror::begin)
         .def("prefilling", &Mirror::prefilling)
         .def("hear", &Mirror::hear)

@@ -10,7 +10,6 @@
 
 #include "binding/decide.hpp"
 #include "binding/index.hpp"
-#include "binding/mirror.hpp"
 #include "binding/module.hpp"
 #include "binding/plane.hpp"
 #include "binding/sums.hpp"
@@ -210,14 +209,10 @@ std::shared_ptr<Served> served_of(nb::handle from) {
     return made;
 }
 
-void serve(Placing& placing, nb::dict models, std::vector<u32> in_mirror,
-           const KnownCaches::Lost& lost) {
-    const auto caches = std::make_shared<const KnownCaches>(std::move(in_mirror), lost);
+void serve(Placing& placing, nb::dict models) {
     Placing::Models made;
     for (const auto& [name, each] : models) {
-        std::shared_ptr<Served> served = served_of(each);
-        served->caches = caches;
-        made.emplace(nb::cast<std::string>(name), std::move(served));
+        made.emplace(nb::cast<std::string>(name), served_of(each));
     }
     placing.serve(std::move(made));
 }
@@ -325,12 +320,10 @@ void kvroute::binding::bind_plane(nb::module_& module) {
     module.def("with_model", &with_model_of);
     module.def("with_field", &with_field_of);
     nb::class_<Placing>(module, "Placing")
-        .def(nb::new_([](nb::handle books, nb::handle mirror, nb::handle decider, double quiet_s,
-                         nb::handle order, std::shared_ptr<Reservations> reservations) {
-            using namespace kvroute::binding;
-            return std::make_shared<Placing>(decide_books_of(books), books_of(mirror),
-                                             decider_of(decider), quiet_s, ordering_of(order),
-                                             std::move(reservations));
+        .def(nb::new_([](nb::handle decider, double quiet_s, nb::handle order,
+                         std::shared_ptr<Reservations> reservations) {
+            return std::make_shared<Placing>(kvroute::binding::decider_of(decider), quiet_s,
+                                             ordering_of(order), std::move(reservations));
         }))
         .def("serve", &serve)
         .def("under_way", &Placing::under_way)

@@ -40,11 +40,11 @@ void append_candidate(nb::handle from, u32 number, Candidates& out) {
                           read<i64>(load, "waiting_requests")});
     out.cached.push_back({read<i64>(from, "gpu_cached_tokens"), read<i64>(from, "cached_tokens"),
                           read<i64>(from, "junction_tokens"), read<i64>(from, "recent_tokens")});
-    out.outlooks.push_back({read<double>(from, "progress_tokens"),
-                            read<std::optional<double>>(from, "eviction_age_s"),
-                            read<double>(from, "reuse_probability"),
-                            read<double>(from, "uncached_tokens_per_s"),
-                            read<double>(from, "arrivals_per_s"), read<double>(from, "refill")});
+    out.outlooks.push_back({{read<std::optional<double>>(from, "eviction_age_s"),
+                             read<double>(from, "reuse_probability"),
+                             read<double>(from, "uncached_tokens_per_s"),
+                             read<double>(from, "arrivals_per_s"), read<double>(from, "refill")},
+                            read<double>(from, "progress_tokens")});
     Lower lower;
     lower.first_share = static_cast<u32>(out.shares.size());
     for (nb::handle each : nb::borrow<nb::tuple>(from.attr("by_tier"))) {

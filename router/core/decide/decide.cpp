@@ -8,12 +8,6 @@ namespace kvroute::decide {
 
 namespace {
 
-Outlooks nobody_follows;
-
-Outlooks& outlooks_of(const Question& question) {
-    return question.outlooks == nullptr ? nobody_follows : *question.outlooks;
-}
-
 // Rounded up.
 i64 share_of(i64 whole, std::size_t count) {
     const auto parts = static_cast<i64>(count);
@@ -42,9 +36,9 @@ const std::vector<u32>& Ranking::numbers() {
     return numbers_;
 }
 
-Decider::Decider(Settings settings)
+Decider::Decider(Books& books, Settings settings)
     : ties(settings.seed), lots(settings.seed + 1), shares_lots(settings.shares_lots),
-      settings_(std::move(settings)),
+      books_(books), settings_(std::move(settings)),
       policy_(settings_.policy == Policy::Kind::plug_in
                   ? Policy(settings_.plug_in_needs_outlook, settings_.weights)
                   : Policy(settings_.policy, settings_.weights)) {}
@@ -60,13 +54,6 @@ void Decider::match(const Question& question, Scratch& scratch) const {
     }
 }
 
-const Ranking& Decider::decide(const Question& question, Books& books, Scratch& scratch) {
-    const Unfailing unfailing;
-    match(question, scratch);
-    const std::lock_guard locked(books.mutex);
-    return rank(question, scratch);
-}
-
 const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
     ++decisions_;
     Ranking& ranking = scratch.ranking;
@@ -78,12 +65,9 @@ const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
                 .session = question.session,
                 .prompt_tokens = question.prompt_tokens,
                 .keys = {}};
-    if (needs_outlook()) {
-        const auto tokens_per_s = outlooks_of(question).prefill_tokens_per_s(question.model);
-        if (tokens_per_s) {
-            asked.prefill_tokens_per_s = *tokens_per_s;
-            if (scratch.keys_.size() == 1) asked.keys = scratch.keys_[0];
-        }
+    if (books_.mirror != nullptr && needs_outlook()) {
+        asked.prefill_tokens_per_s = books_.mirror->prefill_tokens_per_s(question.in_mirror);
+        if (scratch.keys_.size() == 1) asked.keys = scratch.keys_[0];
     }
     ranking.prefill_tokens_per_s = asked.prefill_tokens_per_s;
     if (question.choice.may_pull && question.prompts.size() == 1 && !scratch.peer_prefix) {
@@ -105,27 +89,34 @@ void Decider::find(const Question& question, Scratch& scratch) {
     scratch.keys_.clear();
     scratch.is_remembered_ = false;
     scratch.coming_.assign(question.fleet->caches(), Coming());
-    const bool is_only_one = question.prompts.size() == 1;
     for (Prompt* prompt : question.prompts) {
-        const KeySpace& space = question.index->index.space();
-        const std::vector<u64>& keys = prompt->prefix_keys(space, kKeyStep);
+        const std::vector<u64>& keys =
+            prompt->prefix_keys(question.index->index.space(), kKeyStep);
         scratch.keys_.push_back(keys);
         scratch.is_remembered_ |= !keys.empty();
         if (shares_lots && !keys.empty()) ties.begin(keys[0]);
-        scratch.found_.clear();
-        if (recent != nullptr) {
-            recent->match(keys, static_cast<i64>(kKeyStep), question.now, scratch.found_);
-        } else {
-            const i64 tokens = is_only_one ? question.prompt_tokens : 0;
-            const Sought sought{*prompt, space, keys, tokens};
-            outlooks_of(question).in_prefill(sought, question.now, scratch.found_);
-        }
+        find_coming(question, *prompt, keys, scratch);
         for (const ComingAt& each : scratch.found_) {
             const u32 cache = question.fleet->cache_number(each.cache);
             if (cache == kNobody) continue;
             scratch.coming_[cache].tokens += each.coming.tokens;
             scratch.coming_[cache].run += each.coming.run;
         }
+    }
+}
+
+// What each cache will have of a prompt, though no event says so yet.
+void Decider::find_coming(const Question& question, Prompt& prompt, std::span<const u64> keys,
+                          Scratch& scratch) const {
+    scratch.found_.clear();
+    if (recent != nullptr) {
+        recent->match(keys, static_cast<i64>(kKeyStep), question.now, scratch.found_);
+    } else if (books_.mirror != nullptr) {
+        const i64 tokens = question.prompts.size() == 1 ? question.prompt_tokens : 0;
+        mirror::ComingTable& table = scratch.in_prefill_;
+        books_.mirror->in_prefill({prompt, question.index->index.space()}, tokens, question.now,
+                                  table);
+        for (const CacheId cache : table.caches()) scratch.found_.push_back({cache, table.of(cache)});
     }
 }
 

@@ -22,6 +22,7 @@
 #include "decide/hits.hpp"
 #include "decide/policies.hpp"
 #include "decide/recent_prefixes.hpp"
+#include "mirror/approximate.hpp"
 
 namespace kvroute::decide {
 
@@ -33,6 +34,8 @@ struct Books : std::enable_shared_from_this<Books> {
     std::mutex mutex;  // guards all of it, every `Conditions`, and what a `Decider` keeps
     LoadTracker load;
     CacheIds cache_ids;
+    std::unique_ptr<mirror::Mirror> mirror;  // null: nobody follows the caches
+    std::unique_ptr<mirror::ApproximateCaches> estimates;  // null: those without events are not estimated
 };
 
 // What a request allows in the choice of a data-parallel rank.
@@ -60,14 +63,14 @@ struct Question {
     std::shared_ptr<const Fleet> fleet;
     std::span<const u32> replicas;  // those that serve the model, whatever their state
     std::string_view model, session, tenant;
+    mirror::ModelId in_mirror = 0;  // the model there
     i64 prompt_tokens = 0;  // of all prompts; 0: unknown
     SharedIndex* index = nullptr;
     std::span<Prompt* const> prompts;  // hashed for the index; none: they are not looked at
     std::span<const std::vector<Computed>> computed;  // of each prompt, where the index needs any
-    Outlooks* outlooks = nullptr;  // null: nobody follows the caches
     RankCosts* rank_costs = nullptr;  // null: the policy chooses, or else the wait
     RankChoice choice;
-    double now = 0.0;  // on the monotonic clock of conditions and outlooks
+    double now = 0.0;  // on the monotonic clock of conditions and of the mirror
 };
 
 struct Ranking {
@@ -107,9 +110,9 @@ private:
     std::vector<std::span<const u64>> keys_;  // of each prompt, every `kKeyStep` tokens
     std::vector<Coming> coming_;              // by cache of the fleet
     std::vector<ComingAt> found_;
+    mirror::ComingTable in_prefill_;
     bool is_remembered_ = false;  // the next prompt like it will be found where this one goes
     std::vector<u32> caches_;                 // of the candidates at hand, by number
-    std::vector<Outlooks::Cache> asked_;
     Candidates ranks_;                        // of one replica
     Order rank_order_;
     std::vector<int> dp_ranks_;
@@ -128,7 +131,8 @@ public:
         bool plug_in_needs_outlook = false;
     };
 
-    explicit Decider(Settings settings);
+    // `books`: have to live as long.
+    Decider(Books& books, Settings settings);
 
     // Between equal replicas, and between equal ranks and holders.
     Lots ties, lots;
@@ -140,14 +144,15 @@ public:
     // Made so far.
     u64 decisions() const { return decisions_; }
     const Weights& weights() const { return policy_.weights(); }
+    Books& books() const { return books_; }
 
     void match(const Question& question, Scratch& scratch) const;
     const Ranking& rank(const Question& question, Scratch& scratch);
-    // Both, with the mutex of the books in between.
-    const Ranking& decide(const Question& question, Books& books, Scratch& scratch);
 
 private:
     void find(const Question& question, Scratch& scratch);
+    void find_coming(const Question& question, Prompt& prompt, std::span<const u64> keys,
+                     Scratch& scratch) const;
     void sort_out(const Question& question, Scratch& scratch);
     State state_of(const Replica& replica, u32 number, const Load& load,
                    const Question& question) const;
@@ -160,8 +165,10 @@ private:
                            Candidates& out);
     void add_lower(const Question& question, const Scratch& scratch, u32 cache, u32 number,
                    Candidates& out) const;
-    void put_estimates(const Wanted& asked, const Question& question, Scratch& scratch,
-                       Candidates& out);
+    std::optional<double> mean_price(CacheId cache, std::span<const TierShare> shares) const;
+    void put_outlooks(const Question& question, const Scratch& scratch, Candidates& out) const;
+    void put_estimates(const Wanted& asked, const Question& question, const Scratch& scratch,
+                       Candidates& out) const;
     void put_best_rank(const Wanted& asked, const Question& question, Scratch& scratch, u32 place,
                        Candidates& out);
     u32 best_rank(const Wanted& asked, const Question& question, Scratch& scratch);
@@ -170,6 +177,7 @@ private:
     void find_peer_prefix(const Question& question, Scratch& scratch);
     void put_pulls(const Question& question, Scratch& scratch);
 
+    Books& books_;
     Settings settings_;
     Policy policy_;
     u64 decisions_ = 0;

@@ -39,10 +39,15 @@ Obstacle Gate::full(double now, const Load& load) const {
     return Obstacle::none;
 }
 
-bool Replica::is_suspect(int dp_rank) const {
-    const std::vector<int>& suspects = conditions->suspects;
-    return !suspects.empty() &&
-           std::find(suspects.begin(), suspects.end(), dp_rank) != suspects.end();
+bool Conditions::is_suspect(int dp_rank) const {
+    return std::find(suspects.begin(), suspects.end(), dp_rank) != suspects.end();
+}
+
+std::optional<double> Conditions::lost_since(int dp_rank) const {
+    for (const auto& [rank, since] : lost) {
+        if (rank == dp_rank) return since;
+    }
+    return std::nullopt;
 }
 
 Obstacle Replica::obstacle(double now, std::string_view tenant, const Load& under_way,
@@ -108,7 +113,10 @@ u32 Fleet::number_of(std::string_view id) const {
 }
 
 CacheId CacheIds::of(const std::string& replica, int dp_rank) {
-    return ids_.try_emplace({replica, dp_rank}, static_cast<CacheId>(ids_.size())).first->second;
+    const auto [found, is_new] =
+        ids_.try_emplace({replica, dp_rank}, static_cast<CacheId>(ids_.size()));
+    if (is_new) names_.push_back(&found->first);
+    return found->second;
 }
 
 std::vector<CacheId> CacheIds::of(const std::string& replica) const {

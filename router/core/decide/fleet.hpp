@@ -80,6 +80,11 @@ struct Conditions {
     Gate gate;
     std::optional<EngineLoad> engine;
     std::vector<int> suspects;  // ranks of which events were lost
+    // Ranks whose events are not whole, and since when, or always: an estimate may stand in for them.
+    std::vector<std::pair<int, double>> lost;
+
+    bool is_suspect(int dp_rank) const;
+    std::optional<double> lost_since(int dp_rank) const;
 };
 
 // One data-parallel rank.
@@ -118,7 +123,7 @@ struct Replica {
     u32 first_cache = 0;  // its number among those of the fleet
 
     bool has_ranks() const { return caches.size() > 1; }
-    bool is_suspect(int dp_rank) const;
+    bool is_suspect(int dp_rank) const { return conditions->is_suspect(dp_rank); }
     double speed_at(double now) const { return speed * conditions->gate.speed(now); }
 
     // Why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for room;
@@ -177,8 +182,13 @@ public:
     // Those of all its ranks that have been asked for.
     std::vector<CacheId> of(const std::string& replica) const;
 
+    using Name = std::pair<std::string, int>;  // the replica and the rank
+    // That has been given its id.
+    const Name& name_of(CacheId id) const { return *names_.at(id); }
+
 private:
-    std::map<std::pair<std::string, int>, CacheId> ids_;
+    std::map<Name, CacheId> ids_;
+    std::vector<const Name*> names_;  // by id
 };
 
 }  // namespace kvroute::decide

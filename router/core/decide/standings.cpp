@@ -23,20 +23,6 @@ void copy_candidate(const Candidates& from, u32 number, Candidates& to, u32 plac
     to.lower[place] = lower;
 }
 
-// As it was measured at a cache; nothing where nothing was.
-std::optional<double> mean_price(Outlooks& outlooks, CacheId cache,
-                                 std::span<const TierShare> shares) {
-    i64 tokens = 0;
-    double cost = 0.0;
-    for (const TierShare& share : shares) {
-        const std::optional<double> price = outlooks.load_price(cache, share.tier);
-        if (!price) return std::nullopt;
-        cost += static_cast<double>(share.tokens) * *price;
-        tokens += share.tokens;
-    }
-    return tokens ? cost / static_cast<double>(tokens) : outlooks.load_price(cache, "");
-}
-
 // The engine sends the request to any of the ranks, whichever is asked for: `best` with what each
 // of them would reuse.
 void put_worst(const Candidates& ranks, Candidates& out, u32 place) {
@@ -87,7 +73,6 @@ void Decider::add_what_is_known(const Wanted& asked, const Question& question, S
     out.cached.resize(count);
     out.lower.assign(count, Lower());
     out.outlooks.assign(count, Outlook());
-    scratch.asked_.clear();
     for (u32 number = 0; number < count; ++number) {
         const u32 cache = scratch.caches_[number];
         const Coming& coming = scratch.coming_[cache];
@@ -103,15 +88,35 @@ void Decider::add_what_is_known(const Wanted& asked, const Question& question, S
         if (cached.all > cached.gpu || cached.all >= asked.prompt_tokens || is_rank) {
             add_lower(question, scratch, cache, number, out);
         }
+    }
+    if (books_.mirror != nullptr && needs_outlook()) put_outlooks(question, scratch, out);
+    if (books_.estimates != nullptr) put_estimates(asked, question, scratch, out);
+}
+
+void Decider::put_outlooks(const Question& question, const Scratch& scratch,
+                           Candidates& out) const {
+    mirror::Mirror& mirror = *books_.mirror;
+    for (u32 number = 0; number < out.size(); ++number) {
+        const CacheId cache = question.fleet->cache(scratch.caches_[number]).id;
         const auto& engine = (*question.fleet)[out.states[number].replica].conditions->engine;
-        scratch.asked_.push_back({question.fleet->cache(cache).id,
-                                  engine ? engine->cache_blocks : std::optional<i64>()});
+        const std::optional<u64> blocks =
+            engine ? std::optional<u64>(engine->cache_blocks) : std::nullopt;
+        out.outlooks[number] = {mirror.outlook(question.in_mirror, cache, blocks, question.now),
+                                mirror.progress_tokens(cache, question.now)};
     }
-    if (question.outlooks == nullptr) return;
-    if (needs_outlook()) {
-        question.outlooks->outlooks(question.model, scratch.asked_, question.now, out.outlooks);
+}
+
+// Of a token below the GPU, as it was measured at a cache; nothing where nothing was.
+std::optional<double> Decider::mean_price(CacheId cache, std::span<const TierShare> shares) const {
+    const auto prices = books_.mirror == nullptr ? nullptr : books_.mirror->load_prices(cache);
+    if (prices == nullptr) return std::nullopt;
+    i64 tokens = 0;
+    double cost = 0.0;
+    for (const TierShare& share : shares) {
+        cost += static_cast<double>(share.tokens) * prices->of(share.tier);
+        tokens += share.tokens;
     }
-    if (question.outlooks->estimates_any()) put_estimates(asked, question, scratch, out);
+    return tokens ? cost / static_cast<double>(tokens) : prices->of("");
 }
 
 void Decider::add_lower(const Question& question, const Scratch& scratch, u32 cache, u32 number,
@@ -122,34 +127,35 @@ void Decider::add_lower(const Question& question, const Scratch& scratch, u32 ca
         out.shares.push_back({tier, tokens});
         lower.shares += 1;
     });
-    if (question.outlooks != nullptr) {
-        const CacheId id = question.fleet->cache(cache).id;
-        lower.price = mean_price(*question.outlooks, id, out.shares_of(lower));
-    }
+    lower.price = mean_price(question.fleet->cache(cache).id, out.shares_of(lower));
 }
 
 // Puts estimates where events do not tell, or have not told for long.
-void Decider::put_estimates(const Wanted& asked, const Question& question, Scratch& scratch,
-                            Candidates& out) {
+void Decider::put_estimates(const Wanted& asked, const Question& question, const Scratch& scratch,
+                            Candidates& out) const {
     // An engine always computes the last token of a prompt.
     const i64 most = asked.prompt_tokens - static_cast<i64>(scratch.keys_.size());
-    const Outlooks::EstimateOf of{question.model, scratch.keys_, most, question.now};
     for (u32 number = 0; number < out.size(); ++number) {
         State& state = out.states[number];
-        const CacheId cache = question.fleet->cache(scratch.caches_[number]).id;
-        if (!state.is_suspect && !question.outlooks->is_silent(cache)) continue;
-        const auto& engine = (*question.fleet)[state.replica].conditions->engine;
-        const std::optional<Estimate> found = question.outlooks->estimate(
-            cache, engine ? engine->cache_tokens : std::optional<i64>(), of);
-        if (!found) continue;
+        const Conditions& conditions = *(*question.fleet)[state.replica].conditions;
+        const Cache& cache = question.fleet->cache(scratch.caches_[number]);
+        const std::optional<double> lost_since = conditions.lost_since(cache.dp_rank);
+        if (!state.is_suspect && !lost_since) continue;
+        const auto& engine = conditions.engine;
+        const auto known = books_.estimates->stand_in(
+            cache.id, lost_since, engine ? engine->cache_tokens : std::nullopt, question.now);
+        if (known == nullptr) continue;
+        const mirror::ApproximateHit hit = known->hit(scratch.keys_, most);
         state.is_suspect = false;
-        state.estimate_trust = std::max(found->trust, kLeastTrust);
+        state.estimate_trust = std::max(hit.trust, kLeastTrust);
         CachedTokens& cached = out.cached[number];
-        cached = {found->tokens, found->tokens, 0, cached.recent};
+        cached = {hit.tokens, hit.tokens, 0, cached.recent};
         out.lower[number] = Lower();
-        if (!found->eviction_age_s) continue;
-        out.outlooks[number].eviction_age_s = found->eviction_age_s;
-        out.outlooks[number].reuse_probability = found->reuse_probability;
+        const std::optional<double> age = known->eviction_age_s(question.now);
+        if (!age) continue;
+        out.outlooks[number].eviction_age_s = age;
+        out.outlooks[number].reuse_probability =
+            books_.mirror->reuse_probability(question.in_mirror, *age);
     }
 }
 
@@ -223,10 +229,7 @@ void Decider::put_pulls(const Question& question, Scratch& scratch) {
         }
         able.shares.push_back({std::string(kPeer), pulled});
         lower = {first, lower.shares + 1, std::nullopt, prefix.source};
-        if (question.outlooks != nullptr) {
-            lower.price =
-                mean_price(*question.outlooks, replica.caches.front().id, able.shares_of(lower));
-        }
+        lower.price = mean_price(replica.caches.front().id, able.shares_of(lower));
         able.lower[place] = lower;
         able.cached[place].all = prefix.tokens;
     }

@@ -152,8 +152,6 @@ public:
     // What loading costs at a cache; null where nothing was sent to it yet.
     std::shared_ptr<const LoadPrices> load_prices(CacheId cache) const;
 
-    // Whether `outlook` would look at the cache anew, and read its size.
-    bool wants_look(CacheId cache, double now) const;
     // What a new request of a model would find at a cache; one that is unknown is idle and empty.
     // `capacity_blocks`: its size by the engine.
     const Outlook& outlook(ModelId model, CacheId cache, std::optional<u64> capacity_blocks,
@@ -198,6 +196,8 @@ private:
     void leave(const Visit& visit, std::span<const Tokens> boundaries, Tokens before);
     bool is_worth_telling(const Visit& visit, double now) const;
 
+    // Whether `outlook` looks at the cache anew, and reads its size.
+    bool wants_look(CacheId cache, double now) const;
     Coming at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, Coming now);
     double foresee_evictions(Cache& cache);
 

@@ -5,7 +5,6 @@
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <limits>
 #include <random>
 
 #include "index/memory.hpp"
@@ -17,16 +16,15 @@ using decide::i64;
 
 class Booked final : public Booking {
 public:
-    // With the mutexes of both books held.
-    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-           std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
+    // With the mutex of the books held.
+    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
            const decide::Replica& replica,
-           i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank,
-           const mirror::Sent& sent, std::shared_ptr<mirror::ApproximateVisit> estimated, double now)
-        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          under_way_(std::move(under_way)), quiet_(std::move(quiet)),
+           i64 uncached_tokens,
+           i64 prompt_tokens, std::optional<int> dp_rank, const mirror::Sent& sent,
+           std::shared_ptr<mirror::ApproximateVisit> estimated, double now)
+        : books_(std::move(books)), under_way_(std::move(under_way)), quiet_(std::move(quiet)),
           flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),
-          visit_(mirror_books_->mirror.begin(sent, now)), estimated_(std::move(estimated)),
+          visit_(books_->mirror->begin(sent, now)), estimated_(std::move(estimated)),
           moment_(quiet_->began(replica.id, now)) {
         if (under_way_) ++*under_way_;
     }
@@ -42,9 +40,9 @@ public:
 
     void first_byte(double now) override {
         const Unfailing unfailing;
-        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        std::lock_guard locked(books_->mutex);
         if (!flight_.first_token()) return;
-        mirror_books_->mirror.first_token(visit_, now);
+        books_->mirror->first_token(visit_, now);
         if (estimated_) estimated_->first_token();
     }
     void generated(u64 events, double) override {
@@ -60,22 +58,21 @@ public:
 private:
     bool end(bool was_served, double now) {
         const Unfailing unfailing;
-        std::scoped_lock locked(books_->mutex, mirror_books_->mutex);
+        std::lock_guard locked(books_->mutex);
         if (!flight_.ended()) return was_alone_;
         is_over_ = true;
         if (under_way_) --*under_way_;
-        mirror_books_->mirror.ended(visit_, was_served, now);
+        books_->mirror->ended(visit_, was_served, now);
         return was_alone_ = quiet_->ended(moment_, now);
     }
     void report(std::optional<i64> cached_tokens, double now) {
         const Unfailing unfailing;
-        std::lock_guard locked(mirror_books_->mutex);
+        std::lock_guard locked(books_->mutex);
         if (estimated_) estimated_->ended(cached_tokens, now);
         estimated_.reset();
     }
 
     std::shared_ptr<decide::Books> books_;
-    std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<std::atomic<u64>> under_way_;
     std::shared_ptr<QuietMoments> quiet_;
     decide::InFlight flight_;
@@ -89,78 +86,6 @@ private:
 namespace {
 
 constexpr std::size_t kMostRequestId = 128;
-constexpr double kAlways = -std::numeric_limits<double>::infinity();
-
-// What the mirror and the estimates say, to a decision. Whoever makes one holds the mutex of their
-// books.
-class FromMirror final : public decide::Outlooks {
-public:
-    FromMirror(mirror::Books& books, mirror::ModelId model, const KeySpace& space,
-               const KnownCaches& caches)
-        : mirror_(books.mirror), estimates_(books.estimates.get()), model_(model), space_(space),
-          caches_(caches), in_mirror_(caches.in_mirror), in_books_(caches.in_books) {}
-
-    void outlooks(std::string_view, std::span<const Cache> caches, double now,
-                  std::span<decide::Outlook> out) override {
-        for (std::size_t at = 0; at < caches.size(); ++at) {
-            const std::optional<i64> blocks = caches[at].capacity_blocks;
-            const mirror::CacheId id = in_mirror_[caches[at].id];
-            const mirror::Outlook& found = mirror_.outlook(
-                model_, id, blocks ? std::optional<u64>(static_cast<u64>(*blocks)) : std::nullopt,
-                now);
-            out[at] = {mirror_.progress_tokens(id, now), found.eviction_age_s,
-                       found.reuse_probability,          found.uncached_tokens_per_s,
-                       found.arrivals_per_s,             found.refill};
-        }
-    }
-
-    void in_prefill(const decide::Sought& sought, double now,
-                    std::vector<decide::ComingAt>& out) override {
-        thread_local mirror::ComingTable table;
-        table.clear();
-        mirror_.in_prefill({sought.prompt, space_}, sought.tokens, now, table);
-        for (const mirror::CacheId cache : table.caches()) {
-            if (cache >= in_books_.size() || in_books_[cache] == decide::kNobody) continue;
-            const mirror::Coming coming = table.of(cache);
-            out.push_back({in_books_[cache], {coming.tokens, coming.run}});
-        }
-    }
-
-    std::optional<double> load_price(decide::CacheId cache, std::string_view tier) override {
-        const auto prices = mirror_.load_prices(in_mirror_[cache]);
-        return prices == nullptr ? std::nullopt : std::optional(prices->of(tier));
-    }
-
-    std::optional<double> prefill_tokens_per_s(std::string_view) override {
-        return mirror_.prefill_tokens_per_s(model_);
-    }
-
-    bool estimates_any() override { return estimates_ != nullptr && caches_.has_lost; }
-    bool is_silent(decide::CacheId cache) override { return caches_.lost_since[cache] == kAlways; }
-
-    std::optional<decide::Estimate> estimate(decide::CacheId cache,
-                                             std::optional<i64> capacity_tokens,
-                                             const EstimateOf& of) override {
-        const auto known = estimates_->stand_in(in_mirror_[cache], caches_.lost_since[cache],
-                                                capacity_tokens, of.now);
-        if (known == nullptr) return std::nullopt;
-        const mirror::ApproximateHit hit = known->hit(of.keys, of.most_tokens);
-        decide::Estimate found{hit.tokens, hit.trust, known->eviction_age_s(of.now), 0.0};
-        if (found.eviction_age_s) {
-            found.reuse_probability = mirror_.reuse_probability(model_, *found.eviction_age_s);
-        }
-        return found;
-    }
-
-private:
-    mirror::Mirror& mirror_;
-    mirror::ApproximateCaches* estimates_;  // null: nothing is estimated
-    mirror::ModelId model_;
-    const KeySpace& space_;
-    const KnownCaches& caches_;
-    const std::vector<mirror::CacheId>& in_mirror_;
-    const std::vector<decide::CacheId>& in_books_;
-};
 
 using Bits = std::array<u64, 2>;
 
@@ -245,17 +170,6 @@ void hash(Prompt& prompt, SharedIndex& index) {
 }
 
 }  // namespace
-
-KnownCaches::KnownCaches(std::vector<mirror::CacheId> by_books, const Lost& lost)
-    : in_mirror(std::move(by_books)), lost_since(in_mirror.size()), has_lost(!lost.empty()) {
-    for (const auto& [id, since] : lost) lost_since.at(id) = since;
-    for (decide::CacheId id = 0; id < in_mirror.size(); ++id) {
-        const mirror::CacheId other = in_mirror[id];
-        if (other == decide::kNobody) continue;
-        if (other >= in_books.size()) in_books.resize(other + 1, decide::kNobody);
-        in_books[other] = id;
-    }
-}
 
 void Placing::serve(Models models) {
     auto known = std::make_shared<const Models>(std::move(models));
@@ -384,11 +298,10 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
 Answer Placing::looked_up(Choice& choice, const Read& read) const {
     Prediction prediction = predicted(choice, read);
     const i64 hit = choice.cached().all;
-    prediction.expected_tokens = static_cast<u64>(mirror_books_->mirror.expected(
-        read.served->caches->in_mirror[choice.cache->id], *read.prompt,
-        static_cast<i64>(prediction.prompt_tokens), {hit, hit}));
+    prediction.expected_tokens = static_cast<u64>(
+        books_.mirror->expected(choice.cache->id, *read.prompt,
+                                static_cast<i64>(prediction.prompt_tokens), {hit, hit}));
     choice.books.unlock();
-    choice.mirror_books.unlock();
     return answer_of(choice, std::move(prediction));
 }
 
@@ -443,6 +356,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
         if (others.empty()) return std::nullopt;
     }
     asked.model = served.model;
+    asked.in_mirror = served.in_mirror;
     asked.session = question.ask.session;
     asked.tenant = question.ask.tenant;
     asked.prompt_tokens = static_cast<i64>(question.ask.tokens.size());
@@ -452,11 +366,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     decider_->match(asked, scratch);
 
     Choice choice;
-    choice.books = std::unique_lock(books_->mutex, std::defer_lock);
-    choice.mirror_books = std::unique_lock(mirror_books_->mutex, std::defer_lock);
-    std::lock(choice.books, choice.mirror_books);
-    FromMirror outlooks(*mirror_books_, served.in_mirror, served.index->index.space(), *served.caches);
-    asked.outlooks = &outlooks;
+    choice.books = std::unique_lock(books_.mutex);
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
     if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
 
@@ -486,7 +396,7 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
     sent.model = served.in_mirror;
     sent.index = served.index;
     sent.source = choice.cache->source_in(served.index.get());
-    sent.cache = served.caches->in_mirror[choice.cache->id];
+    sent.cache = choice.cache->id;
     sent.prompts = look_ups;
     sent.prompt_tokens = prompt_tokens;
     sent.uncached_tokens = uncached;
@@ -504,16 +414,14 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
     std::shared_ptr<mirror::ApproximateVisit> estimated;
     if (prediction.is_estimate()) {
         // Keys of its own: an estimate must not hold whole prompts.
-        estimated = mirror_books_->estimates->visit(sent.cache, {mirror::Keys::of(keys)},
-                                                    sent.hit_tokens);
+        estimated = books_.estimates->visit(sent.cache, {mirror::Keys::of(keys)}, sent.hit_tokens);
     }
-    auto booking = std::make_unique<Booked>(books_, mirror_books_, std::move(under_way), quiet_,
+    auto booking = std::make_unique<Booked>(books_.shared_from_this(), std::move(under_way), quiet_,
                                             *choice.replica, uncached, prompt_tokens,
                                             choice.dp_rank, sent, std::move(estimated),
                                             question.now);
-    // Whatever fails from here on ends the booking, which takes the mutexes.
+    // Whatever fails from here on ends the booking, which takes the mutex.
     choice.books.unlock();
-    choice.mirror_books.unlock();
     return booking;
 }
 

@@ -10,25 +10,11 @@
 #include <vector>
 
 #include "decide/decide.hpp"
-#include "mirror/books.hpp"
 #include "plane/answer.hpp"
 #include "plane/decider.hpp"
 #include "plane/quiet.hpp"
 
 namespace kvroute::plane {
-
-// What is known of caches besides what is told of replicas: the numbers that mirror and books have given
-// to the same ones, and whose events are not there.
-struct KnownCaches {
-    // `since`: when events were lost, by the clock; always, where there are none.
-    using Lost = std::vector<std::pair<decide::CacheId, double>>;
-    KnownCaches(std::vector<mirror::CacheId> by_books, const Lost& lost);
-
-    std::vector<mirror::CacheId> in_mirror;  // by that of the books; kNobody: none
-    std::vector<decide::CacheId> in_books;   // the other way round
-    std::vector<std::optional<double>> lost_since;  // by that of the books; nothing: they are whole
-    bool has_lost = false;                          // some
-};
 
 // What is served by one name.
 struct Served final : Model {
@@ -42,7 +28,6 @@ struct Served final : Model {
     std::vector<AtGateway> at_gateways;  // what gateways call each
     double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
     u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
-    std::shared_ptr<const KnownCaches> caches;
 };
 
 // Where requests stand among those that wait in an engine: see router/fleet/engine_order.py.
@@ -58,12 +43,11 @@ class Booked;
 class Placing final : public Decider {
 public:
     // `quiet_s`: see `QuietMoments`.
-    Placing(std::shared_ptr<decide::Books> books, std::shared_ptr<mirror::Books> mirror_books,
-            std::shared_ptr<decide::Decider> decider, double quiet_s, Ordering ordering,
+    Placing(std::shared_ptr<decide::Decider> decider, double quiet_s, Ordering ordering,
             std::shared_ptr<Reservations> reservations)
-        : books_(std::move(books)), mirror_books_(std::move(mirror_books)),
-          decider_(std::move(decider)), quiet_(std::make_shared<QuietMoments>(quiet_s)),
-          ordering_(ordering), reservations_(std::move(reservations)) {}
+        : decider_(std::move(decider)), books_(decider_->books()),
+          quiet_(std::make_shared<QuietMoments>(quiet_s)), ordering_(ordering),
+          reservations_(std::move(reservations)) {}
 
     // Names and what they stand for, in place of what there was.
     using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
@@ -88,9 +72,9 @@ private:
         std::shared_ptr<const Served> served;
         std::shared_ptr<Prompt> prompt;
     };
-    // Where it goes, with the mutexes of both books held.
+    // Where it goes, with the mutex of the books held.
     struct Choice {
-        std::unique_lock<std::mutex> books, mirror_books;
+        std::unique_lock<std::mutex> books;
         const decide::Ranking* ranking = nullptr;  // until this thread makes its next decision
         const decide::Replica* replica = nullptr;
         const decide::Cache* cache = nullptr;
@@ -107,19 +91,18 @@ private:
     std::shared_ptr<const Served> served(const std::string& name) const;
     std::optional<Read> read(const Question& question) const;
     std::optional<Choice> choose(const Question& question, const Read& read) const;
-    // Ends the choice: the mutexes are released.
+    // Ends the choice: the mutex is released.
     Answer looked_up(Choice& choice, const Read& read) const;
-    // Without the mutexes. `prediction`: of the choice.
+    // Without the mutex. `prediction`: of the choice.
     Answer answer_of(const Choice& choice, Prediction prediction) const;
     using Count = std::shared_ptr<std::atomic<u64>>;
-    // Ends the choice: the mutexes are released. `under_way`: counts it; null: nobody.
+    // Ends the choice: the mutex is released. `under_way`: counts it; null: nobody.
     std::unique_ptr<Booked> book(const Question& question, const Read& read, Choice& choice,
                                  const Prediction& prediction, Count under_way) const;
     u64 order_number(const Question& question, const Prediction& prediction) const;
 
-    std::shared_ptr<decide::Books> books_;
-    std::shared_ptr<mirror::Books> mirror_books_;
     std::shared_ptr<decide::Decider> decider_;
+    decide::Books& books_;
     std::shared_ptr<QuietMoments> quiet_;
     Ordering ordering_;
     std::shared_ptr<Reservations> reservations_;

@@ -32,9 +32,9 @@ from router.index.mirror_types import (
     CacheOutlook,
     Coming,
     MirrorStatistics,
-    Outlook,
     Prefilling,
 )
+from router.policies import Outlook
 from router.routing.fading import FadingRatio
 from tests.oracle.mirror.eviction import EvictionOrder, Forecast
 from tests.oracle.mirror.in_prefill import InPrefill, coming_of

@@ -50,7 +50,7 @@ class Planning:
 
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = PrefixIndex()
-        self.load = LoadTracker()
+        self.load = LoadTracker(None if mirror is None else mirror.books)
         self.flights: list[InFlight] = []
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
@@ -181,10 +181,11 @@ def test_a_loss_of_events_reaches_the_policy(planning: Planning) -> None:
 def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning) -> None:
     """A replica without events has one from the start; a whole stream never has."""
     lost: dict[SourceId, float | None] = {SourceId("silent"): -math.inf, R0: None}
-    caches = ApproximateCaches(lost.__getitem__, Mirror(), after_s=10, clock=lambda: 0.0)
+    mirror = Mirror(clock=lambda: 0.0)
+    caches = ApproximateCaches(lost.__getitem__, mirror, after_s=10, clock=lambda: 0.0)
     planner = RoutePlanner(
         make_policy("prefix"),
-        Known(planning.load, planning.suspects, approximate=caches),
+        Known(LoadTracker(mirror.books), planning.suspects, mirror=mirror, approximate=caches),
         clock=lambda: 0.0,
     )
     planning.store(R0, IDS)
@@ -215,9 +216,9 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     assert (short.cached_tokens, short.suspect, short.is_approximate) == (0, False, True)
     planner.forget("silent")
     assert candidates()["silent"].cached_tokens == 0
-    silent.removed = True
+    silent.sources = (EventSource(0, "tcp://127.0.0.1:1"),)
     planner.note_streams(silent)
-    assert caches.silent == set()
+    assert not candidates()["silent"].is_approximate
 
 
 def test_an_adapters_blocks_are_matched_with_its_prompts_only(planning: Planning) -> None:

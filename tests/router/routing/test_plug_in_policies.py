@@ -57,7 +57,7 @@ class BusiestOfColumns(Busiest):
 
 
 def planning_by(policy: Policy, mirror: Mirror | None = None) -> Planning:
-    planning = Planning()
+    planning = Planning(mirror=mirror)
     planning.planner = RoutePlanner(
         policy,
         Known(planning.load, planning.suspects, RecentPrefixes(planning.load.books), mirror),

@@ -49,8 +49,8 @@ class Observed:
     """Everything behind an observer, with replicas that are never asked."""
 
     def __init__(self, policy: str = "prefix") -> None:
-        self.load = LoadTracker()
         self.mirror = Mirror(clock=lambda: self.now)
+        self.load = LoadTracker(self.mirror.books)
         self.metrics = CollectorRegistry()
         self.registry = ReplicaRegistry(_no_response, HealthConfig(), self.load)
         self.models = ModelSet([ModelConfig(name="m")], _no_response)
@@ -61,6 +61,7 @@ class Observed:
                 recent=RecentPrefixes(self.load.books) if policy == "prefix" else None,
                 mirror=self.mirror,
             ),
+            lambda: self.now,
         )
         responses = StoredResponses(_has_no_response)
         self.large_work = LargeWork()

@@ -56,6 +56,8 @@ class BothMirrors:
         prices = {"CPU": 0.2}
         self.python = ReferenceMirror(max_keys, clock, lambda tier: prices.get(tier.upper(), 0.1))
         self.native = Mirror(max_keys, prices, 0.1, clock)
+        self.books = self.native.books
+        self.number_of_model = self.native.number_of_model
 
     # --- what is sent ---
 
@@ -96,7 +98,15 @@ class BothMirrors:
         capacity_of: Callable[[int], int | None],
         now: float,
     ) -> Any:
-        return self._same("outlooks", model, sources, capacity_of, now)
+        progress, found = self.python.outlooks(model, sources, capacity_of, now)
+        python = [(each, *rest) for each, rest in zip(progress, found, strict=True)]
+        return same(
+            python,
+            [
+                self.native.outlook(model, source, capacity_of(number), now)
+                for number, source in enumerate(sources)
+            ],
+        )
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
         found: dict[SourceId, Coming] = self._same("in_prefill", prompt, tokens)

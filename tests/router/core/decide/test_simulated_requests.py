@@ -1,11 +1,12 @@
 """Some hundred requests to simulated engines, with both mirrors in lockstep: what they say is
-compared at every question that a planner has."""
+compared at every request, at each question that a decision has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ from benchmarks.simulation.layouts import replica_config, with_memory_tier
 from benchmarks.simulation.plans import Chats, Pause
 from benchmarks.simulation.run import Setting, Simulation
 from benchmarks.simulation.sessions import Sessions
-from router.index import SourceId
-from tests.router.core.decide.both import BothMirrors
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from tests.router.core.decide.both import BothMirrors, BothVisits
 
 CHATS = partial(
     Chats,
@@ -30,6 +31,34 @@ CHATS = partial(
 )
 CACHE = 8000
 """In tokens: a few chats; it evicts all the time."""
+
+
+class AskedMirrors(BothMirrors):
+    """They are asked before each request what a decision asks: the core does so by itself."""
+
+    def __init__(self, clock: Callable[[], float], capacity_blocks: int) -> None:
+        super().__init__(clock=clock)
+        self._clock, self._capacity_blocks = clock, capacity_blocks
+        self._sources: list[SourceId] = []
+
+    def begin(
+        self,
+        model: str,
+        index: PrefixIndex,
+        source: SourceId,
+        prompts: Sequence[HashedPrompt],
+        prompt_tokens: int,
+        *rest: Any,
+    ) -> BothVisits:
+        for prompt in prompts:
+            self.in_prefill(prompt, prompt_tokens)
+        self.prefill_tokens_per_s(model)
+        self.outlooks(model, self._sources, lambda _: self._capacity_blocks, self._clock())
+        for each in self._sources:
+            self.load_prices(each)
+        if source not in self._sources:
+            self._sources.append(source)
+        return super().begin(model, index, source, prompts, prompt_tokens, *rest)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +76,10 @@ def test_both_say_the_same_of_engines_that_serve(
     policy: str, layout: str, sparse: bool, memory: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real caches evict, keep windows and load in ways that no list of steps thinks of."""
-    made: list[BothMirrors] = []
+    made: list[AskedMirrors] = []
 
-    def make(clock: Callable[[], float]) -> BothMirrors:
-        made.append(BothMirrors(clock=clock))
+    def make(clock: Callable[[], float]) -> AskedMirrors:
+        made.append(AskedMirrors(clock, config.num_blocks))
         return made[-1]
 
     monkeypatch.setattr(routing, "Mirror", make)

@@ -19,7 +19,7 @@ struct World {
     Books books;
     std::shared_ptr<SharedIndex> index = std::make_shared<SharedIndex>(
         std::array<u64, 2>{1, 2}, Limits{1 << 20, 8, 4096, 1 << 20, 10'000, 8192, 4096});
-    Decider decider{{Policy::Kind::least_delay, Weights(), 10.0, 7, false}};
+    Decider decider{books, {Policy::Kind::least_delay, Weights(), 10.0, 7, false}};
     std::vector<std::shared_ptr<Conditions>> conditions;
     std::shared_ptr<const Fleet> fleet;  // under the books' mutex, like all else
 
@@ -84,6 +84,7 @@ void change_all(World& world, const std::atomic<bool>& is_done) {
         conditions.is_draining = version % 7 == 0;
         conditions.engine = EngineLoad{static_cast<double>(version % 20), 1, 2, {}, 100, 1600};
         conditions.suspects.assign(version % 2, 0);
+        conditions.lost.assign(version % 2, {0, 0.0});
         world.fleet = world.made(version);
     }
 }
@@ -92,6 +93,9 @@ void change_all(World& world, const std::atomic<bool>& is_done) {
 
 int main() {
     World world;
+    world.books.mirror = std::make_unique<mirror::Mirror>(1 << 16, mirror::FirstPrices{{}, 0.1}, 1);
+    world.books.estimates = std::make_unique<mirror::ApproximateCaches>(
+        world.books.mirror.get(), mirror::ApproximateCaches::Options{0.0, 2048, 1 << 16});
     for (u32 number = 0; number < kReplicas; ++number) {
         world.conditions.push_back(std::make_shared<Conditions>());
         world.conditions.back()->is_healthy = true;

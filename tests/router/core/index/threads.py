@@ -44,14 +44,13 @@ def main(path: Path) -> None:
     """Apply in one thread, hash, match and serve in three, until the one is done."""
     module = load(path)
     from router.index.base import NO_HIT, ApplyResult  # noqa: PLC0415  # after the module
-    from router.index.mirror_types import Coming  # noqa: PLC0415
 
     core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192, 4096], NO_HIT, ApplyResult)
     for _ in range(SOURCES):
         add_source(core)
     batches = [stored(number, blocks) for number, blocks in enumerate(BLOCKS, 1)]
     slots = {f"source {slot}": slot for slot in range(SOURCES)}
-    mirror = module.Mirror(10_000, time.monotonic, [], 0.1, 0, Coming)
+    mirror = module.Mirror(module.Books(), 10_000, time.monotonic, [], 0.1, 0)
     is_done = threading.Event()
     failures: list[BaseException] = []
 
@@ -111,9 +110,8 @@ def serve(module: Any, core: Any, mirror: Any, tokens: Sequence[int]) -> None:
     prompt, count = module.Prompt([*tokens, 1], None, None, b""), len(tokens) + 1
     core.hash(prompt)
     cache = count % SOURCES
-    sources = list(range(SOURCES))
-    mirror.in_prefill(prompt, count, sources)
-    mirror.outlooks(0, sources, dict(zip(sources, sources, strict=True)), lambda _: 5000, 0.0)
+    mirror.in_prefill(prompt, count)
+    mirror.outlooks(0, range(SOURCES), [5000] * SOURCES, 0.0)
     mirror.expected(cache, prompt, count, 16, 0)
     shared, prompts = core.shared(), [prompt]
     visit = mirror.begin(0, shared, cache, cache, prompts, [], count, count, 0, 1.0, (), 0, ())

@@ -23,20 +23,21 @@ constexpr double kAlways = -std::numeric_limits<double>::infinity();
 
 struct World {
     std::shared_ptr<decide::Books> books = std::make_shared<decide::Books>();
-    std::shared_ptr<mirror::Books> mirror_books =
-        std::make_shared<mirror::Books>(1 << 16, mirror::FirstPrices{{}, 0.1}, 1);
     std::shared_ptr<decide::Decider> decider = std::make_shared<decide::Decider>(
+        *books,
         decide::Decider::Settings{decide::Policy::Kind::least_delay, decide::Weights(), 10.0, 7});
     std::shared_ptr<SharedIndex> index =
         std::make_shared<SharedIndex>(std::array<u64, 2>{1, 2}, Limits());
     std::shared_ptr<Reservations> reservations = std::make_shared<Reservations>(64);
-    Placing placing{books, mirror_books, decider, 1.0, {}, reservations};
+    Placing placing{decider, 1.0, {}, reservations};
     std::shared_ptr<const decide::Fleet> fleet;
 
     World() {
         mirror::ApproximateCaches::Options options{0.0, kCacheTokens, 1 << 16};
-        mirror_books->estimates =
-            std::make_unique<mirror::ApproximateCaches>(&mirror_books->mirror, options);
+        books->mirror =
+            std::make_unique<mirror::Mirror>(1 << 16, mirror::FirstPrices{{}, 0.1}, 1);
+        books->estimates =
+            std::make_unique<mirror::ApproximateCaches>(books->mirror.get(), options);
         std::vector<decide::Replica> replicas;
         for (u32 number = 0; number < kReplicas; ++number) {
             decide::Replica& replica = replicas.emplace_back();
@@ -54,8 +55,12 @@ struct World {
 
     // All of them publish nothing, or one has lost its events a while ago.
     void serve(bool has_lost_one) {
-        KnownCaches::Lost lost;
-        for (u32 id = 0; id < kReplicas; ++id) lost.emplace_back(id, has_lost_one && !id ? 1.0 : kAlways);
+        {
+            std::lock_guard locked(books->mutex);
+            for (u32 id = 0; id < kReplicas; ++id) {
+                (*fleet)[id].conditions->lost = {{0, has_lost_one && !id ? 1.0 : kAlways}};
+            }
+        }
         auto served = std::make_shared<Served>();
         served->model = "m";
         served->fleet = fleet;
@@ -64,7 +69,6 @@ struct World {
         served->names.resize(kReplicas);
         served->at_gateways.resize(kReplicas);
         served->most_tokens = 1 << 20;
-        served->caches = std::make_shared<const KnownCaches>(std::vector<u32>{3, 2, 1, 0}, lost);
         Placing::Models models;
         models.emplace("m", std::move(served));
         placing.serve(std::move(models));
@@ -131,8 +135,8 @@ int main() {
     std::thread changing([&] {
         for (u64 round = 0; !is_done; ++round) {
             world.serve(round % 2);
-            std::lock_guard locked(world.mirror_books->mutex);
-            mirror::ApproximateCaches& estimates = *world.mirror_books->estimates;
+            std::lock_guard locked(world.books->mutex);
+            mirror::ApproximateCaches& estimates = *world.books->estimates;
             for (const u32 id : estimates.caches()) estimates.statistics(id, kAlways, 1e3);
             const u32 forgotten[] = {static_cast<u32>(round % kReplicas)};
             if (round % 50 == 0) estimates.forget(forgotten);
@@ -147,9 +151,9 @@ int main() {
     changing.join();
     bool is_right = estimated > 0 && world.placing.under_way() == 0 &&
                     world.books->load.in_flight() == 0 && world.reservations->held() == 0;
-    std::lock_guard locked(world.mirror_books->mutex);
-    for (const u32 id : world.mirror_books->estimates->caches()) {
-        const auto found = world.mirror_books->estimates->statistics(id, kAlways, 1e4);
+    std::lock_guard locked(world.books->mutex);
+    for (const u32 id : world.books->estimates->caches()) {
+        const auto found = world.books->estimates->statistics(id, kAlways, 1e4);
         is_right &= !found || found->tokens <= kCacheTokens;
     }
     std::puts(is_right ? "done" : "something is left");
