@@ -39,6 +39,7 @@ from router.plane import PlaneProxy
 from router.policies import LEAST_DELAY, PolicySettings, make_policy
 from router.prompt import LargeWork
 from router.routing.admission import Admission
+from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
@@ -286,9 +287,8 @@ class RouterService(RouterParts):
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
-            load=self._load,
+            bookings=Bookings(self._load, planner, self.repair.quiet),
             metrics=self.metrics,
-            planner=planner,
             replicas=self.registry,
             log=self.request_log,
             responses=self.responses,

@@ -3,6 +3,7 @@ policy, ranking."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from router.config import ReplicaConfig as RouterReplicaConfig
 from router.fleet.engine_load import EngineLoad
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
+from router.fleet.quiet_moments import QuietMoments
 from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.mirror import Mirror
@@ -26,8 +28,9 @@ from router.policies import (
     make_policy,
 )
 from router.prompt import NO_ENDS, MessageEnds
+from router.routing.booking import Bookings
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
-from router.routing.question import RankQuestion
+from router.routing.question import Placement, RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering
@@ -90,6 +93,7 @@ class SimulatedRouter:
             clock=clock,
             random=Random(seed),
         )
+        self._bookings = Bookings(self.load, self._planner, QuietMoments(math.inf), clock)
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""
@@ -119,14 +123,14 @@ class SimulatedRouter:
         count, source = len(token_ids), SourceId(chosen.replica_id)
         uncached = uncached_tokens(count, chosen)
         hints = self._hints(prompts[0], token_ids, message_ends)
-        visit = self._planner.visit(question, source, chosen, hints.keep)
-        in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
-        expected = chosen.cached_tokens if visit is None else visit.expected_tokens
+        at = Placement(question, chosen, source, uncached, hints.keep)
+        booking = self._bookings.book(at)
+        expected = booking.expected_tokens
         return Routed(
             chosen.replica_id,
             chosen.cached_tokens,
-            expected,
-            in_flight,
+            chosen.cached_tokens if expected is None else expected,
+            booking,
             hints,
             chosen.pull_from,
         )

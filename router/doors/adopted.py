@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.doors.asks import Question
 from router.doors.reservations import Claim, Reservation, Reservations
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from router._core import Booking, Place
 
 RESERVE_PATH = "/select_and_reserve"
+
+
+class CoreReservation(NamedTuple):
+    """Holds a reservation that the core has made."""
+
+    reservation_id: str
+    booking: Booking
+    """Follows the request in the core's books."""
+    place: Place
+    """Its place among all reservations."""
+    reason: str
+    by_tier: tuple[tuple[str, int], ...]
+    """Tokens of its prompt in lower tiers."""
+    record: Sequence[Any]
+    """`Plane`'s record of a request that it served, with what its gateway has reported by now."""
+    touched_at: float
+    """The time of its last report, by the clock."""
 
 
 @dataclass(eq=False, repr=False)
@@ -39,53 +56,38 @@ class Adopted:
     policy: str
     """The name of the policy that chose."""
 
-    def made(
-        self,
-        number: int,
-        reservation_id: str,
-        booking: Booking,
-        place: Place,
-        reason: str,
-        by_tier: tuple[tuple[str, int], ...],
-        record: Sequence[Any],
-        touched_at: float,
-    ) -> None:
+    def made(self, number: int, *what: Any) -> None:
         """A gateway got a replica for its request, which is booked there.
 
         Args:
-            booking: Follows the request in the core's books.
-            place: Its place among all reservations.
-            by_tier: Tokens of its prompt in lower tiers.
-            record: `Plane`'s record of a request that it served, with what its gateway has reported
-                by now.
-            touched_at: The time of its last report, by the clock.
+            what: The fields of a `CoreReservation`.
         """
-        settled = Settled.of_core(record)
+        made = CoreReservation(*what)
+        settled = Settled.of_core(made.record)
         seconds = self.reservations.clock() - settled.began_at
         settled = settled._replace(
-            reason=f"{reason}{BY_CORE}", by_tier=by_tier, seconds=max(seconds, 0.0)
+            reason=f"{made.reason}{BY_CORE}", by_tier=made.by_tier, seconds=max(seconds, 0.0)
         )
-        observer = _CoreObserver(self.observers, number, settled, booking, self.policy)
+        observer = _CoreObserver(self.observers, number, settled, made.booking, self.policy)
         replicas, has_begun = self.observers.replicas, settled.first_byte_s > 0
         if settled.replica not in replicas:  # it was removed meanwhile
             self.reservations.count_gone()
             end = End.REPLICA_DIED if has_begun else End.NO_REPLICA
             observer.on_end(end, None, settled.seconds)
-            place.give_back()
+            made.place.give_back()
             return
         replicas.report_sent(settled.replica)
+        claim = self._claim(settled)
+        claim.place = made.place
         reservation = Reservation(
-            reservation_id,
-            "",
-            settled.tokens[0],
+            made.reservation_id,
+            claim,
             Attempt(settled.replica, replicas.get(settled.replica).origin),
             observer,
-            self._claim(settled),
-            place,
             self.reservations.clock,
             settled.began_at,
         )
-        reservation.has_begun, reservation.touched_at = has_begun, touched_at
+        reservation.has_begun, reservation.touched_at = has_begun, made.touched_at
         self.reservations.add(reservation)
 
     def adopt(self, events: Iterable[tuple[Any, ...]]) -> None:
@@ -121,6 +123,11 @@ class _CoreObserver:
         self._first_byte_s, self._events = self.settled.first_byte_s, self.settled.events
         self._usage = self.settled.is_json, self.settled.usage, b""
         self.observers.show(self.number, self.settled, RESERVE_PATH, self.policy)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its only prompt."""
+        return self.settled.tokens[0]
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
         self.booking.first_byte()

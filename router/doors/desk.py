@@ -202,7 +202,7 @@ class Desk:
         self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
     ) -> DecidedReservation:
         observers, waiter = self._parts.observers, claim.waiter
-        place = self.reservations.take_place(reservation_id)
+        claim.place = self.reservations.take_place(reservation_id)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
         if waiter is not None:
             observer.waited_s = observers.clock() - waiter.arrived
@@ -210,10 +210,8 @@ class Desk:
             ask.headers, ask.caller.priority, observer.waited_s
         )
         attempt = next(decision.attempts(number_of=number_of))
-        reservation = DecidedReservation(
-            *(reservation_id, ask.caller.name, decision, attempt, observer, claim),
-            *(place, self.reservations.clock),
-        )
+        clock = self.reservations.clock
+        reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock)
         observer.on_attempt(attempt)
         self.reservations.add(reservation)
         return reservation

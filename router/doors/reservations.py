@@ -60,20 +60,23 @@ _ENDS = {
 
 
 class Claim:
-    """Holds a question's share of its caller's limits and of the memory for bodies, and its place
-    in the queue.
+    """Holds a question's share of its caller's limits and of the memory for bodies, and its places
+    in the queue and among the reservations.
 
     Raises:
         KeyLimitReached: The caller has reached a limit.
         Overloaded: The body does not fit.
     """
 
-    __slots__ = ("_admission", "_ask", "_room", "waiter")
+    __slots__ = ("_admission", "_ask", "_room", "holder", "place", "waiter")
 
     def __init__(self, ask: Question, admission: Admission, room: WaitingRoom | None) -> None:
         self._admission = admission
         self._room = room
+        self.holder = ask.caller.name
+        """The key that it came with, by name."""
         self.waiter: Waiter | None = None
+        self.place: Place | None = None
         usage = ask.caller.usage
         if usage is not None:
             usage.enter()
@@ -89,16 +92,24 @@ class Claim:
         """Release it; a second call changes nothing."""
         ask, self._ask = self._ask, None
         waiter, self.waiter = self.waiter, None
+        place, self.place = self.place, None
         if ask is not None:
             self._admission.hold(-len(ask.body))
             if ask.caller.usage is not None:
                 ask.caller.usage.leave(response_tokens or 0)
         if waiter is not None and self._room is not None:
             self._room.over(waiter, response_tokens)
+        if place is not None:
+            place.give_back()
 
 
 class ReservationObserver(Protocol):
     """Receives the events of a reservation; see `ProxyObserver`."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Over all prompts, as far as they are known."""
+        raise NotImplementedError
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         """The replica failed; return whether it is out of rotation."""
@@ -127,40 +138,31 @@ class Reservation:
     __slots__ = (
         "_clock",
         "_on_over",
-        "_place",
         "_started_at",
         "attempt",
         "claim",
         "has_begun",
-        "holder",
         "id",
         "is_over",
         "observer",
-        "prompt_tokens",
         "touched_at",
     )
 
     def __init__(
         self,
         reservation_id: str,
-        holder: str,
-        prompt_tokens: int,
+        claim: Claim,
         attempt: Attempt,
         observer: ReservationObserver,
-        claim: Claim,
-        place: Place,
         clock: Callable[[], float],
         started_at: float | None = None,
     ) -> None:
         self.id = reservation_id
-        self.holder = holder
-        """The key that it was made with, by name; no other may end it."""
-        self.prompt_tokens = prompt_tokens
+        self.claim = claim
+        """It has a place; no other holder may end it."""
         self.attempt = attempt
         """The replica that the gateway sends the request to."""
         self.observer = observer
-        self.claim = claim
-        self._place = place
         self.is_over = self.has_begun = False
         self._clock = clock
         self._started_at = self.touched_at = clock() if started_at is None else started_at
@@ -221,7 +223,6 @@ class Reservation:
             self._report_end(outcome, status, failure, self._seconds(at))
         finally:
             self.claim.give_back(self.observer.response_tokens())
-            self._place.give_back()
             if self._on_over is not None:
                 self._on_over(self, outcome)
 
@@ -242,23 +243,23 @@ class Reservation:
 class DecidedReservation(Reservation):
     """A reservation that was decided in Python."""
 
-    __slots__ = ("_observer", "decision")
+    __slots__ = ("_observer",)
 
     def __init__(
         self,
         reservation_id: str,
-        holder: str,
-        decision: Decision,
+        claim: Claim,
         attempt: Attempt,
         observer: RequestObserver,
-        claim: Claim,
-        place: Place,
         clock: Callable[[], float],
     ) -> None:
-        tokens = decision.prompt_tokens
-        super().__init__(reservation_id, holder, tokens, attempt, observer, claim, place, clock)
-        self.decision = decision
+        super().__init__(reservation_id, claim, attempt, observer, clock)
         self._observer = observer
+
+    @property
+    def decision(self) -> Decision:
+        """Where it may be sent, and why."""
+        return self._observer.decision
 
     @property
     def expected_tokens(self) -> int | None:
@@ -369,7 +370,7 @@ class Reservations:
         if reservation_id not in self._held and self._adopt is not None:
             self._adopt(self.core.tell(reservation_id))
         found = self._held.get(reservation_id)
-        if found is None or found.holder != holder:
+        if found is None or found.claim.holder != holder:
             raise UnknownReservation
         self.touch(found)
         return found

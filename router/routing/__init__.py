@@ -17,8 +17,9 @@ next:
     RoutedRequest     the request in the log, from prediction to end          telemetry
     Attempt           where the decision may send it: origin and headers      plane
     ProxyRequest      what is sent there                                      plane
+    Placement         which cache it meets there, and what it computes        routing
 
-Two objects work on them: `InFlight` (its share of a replica's load) and `RequestObserver`.
+Two objects work on them: `Booking` (its life at a replica) and `RequestObserver`.
 
 It also makes the hints that ask engines to keep a prefix, for the router knows where prompts part.
 Engines keep windows and states sparsely: at the end of a prompt, and where a hit was cut short.
@@ -38,10 +39,11 @@ The files; each imports only what is listed above it:
     versions.py            which version of a model a request gets
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
-    question.py            one request, as replicas are ranked for it
+    question.py            one request, as replicas are ranked for it, and where it goes
     fleets.py              updates the compiled core with the replicas and their state
     ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas
+    booking.py             one request where it is sent, from there to its end
     prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's replicas, chosen again at each attempt

@@ -26,8 +26,8 @@ from router.prompt import (
     with_source,
 )
 from router.routing.models import Model
-from router.routing.planner import source_of
-from router.routing.question import RankQuestion
+from router.routing.planner import source_of, uncached_tokens
+from router.routing.question import Placement, RankQuestion
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import ContinuationSign
 
@@ -201,6 +201,24 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         if replica.has_ranks and (candidate.dp_rank is None or not self.reads_rank):
             return None
         return source_of(replica, candidate.dp_rank)
+
+    def placement(self, candidate: Candidate, attempt: Attempt) -> Placement:
+        """Where an attempt sends the request."""
+        uncached = uncached_tokens(self.prompt_tokens, candidate)
+        return Placement(
+            self.question,
+            candidate,
+            self.certain_source_of(candidate),
+            0 if attempt.prefiller is not None else uncached,
+            attempt.keep,
+        )
+
+    def prefill_placement(self, prefiller: Candidate) -> Placement:
+        """Where another replica computes the prompt."""
+        replica = self.prefilling(prefiller)
+        source = None if replica.has_ranks else replica.cache  # else its engine chooses the cache
+        uncached = uncached_tokens(self.prompt_tokens, prefiller)
+        return Placement(self.question, prefiller, source, uncached)
 
     def ranked(self, replica_id: str) -> Ranked:
         """The entry of a replica in the ranking; of one that was left out, an entry behind all."""

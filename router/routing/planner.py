@@ -19,7 +19,7 @@ from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.mirror_types import WORTH_TELLING
 from router.policies import Candidate, Policy, Ranked, Weights
 from router.prompt import TokenizedPrompt
-from router.routing.question import RankQuestion
+from router.routing.question import Placement, RankQuestion
 from router.routing.ranker import Known, Ranker
 
 RECENT_STEP = 64
@@ -109,29 +109,20 @@ class RoutePlanner:
             for prompt in prompts:
                 self._known.recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
 
-    def visit(
-        self,
-        question: RankQuestion,
-        source: SourceId,
-        candidate: Candidate,
-        keep: Sequence[int] = (),
-        uncached: int | None = None,
-    ) -> Visit | None:
+    def visit(self, at: Placement) -> Visit | None:
         """A request is about to be sent to a cache: `remember` its prompts, and follow it there.
 
-        Args:
-            candidate: That it is, as it was ranked.
-            keep: Lengths of the prompt at which the engine is told to keep windows and states.
-            uncached: Prompt tokens to compute there; None: those that are not cached.
         Returns:
-            What is told of the request's first token and end; None without a mirror or a model.
+            What is told of the request's first token and end; None without a mirror or a model, or
+            where the engine chooses the cache.
         """
+        question, candidate, source = at.question, at.candidate, at.source
+        if source is None:
+            return None
         self.remember(question.prompts, source)
         if self._known.mirror is None or question.index is None:
             return None
-        if uncached is None:
-            uncached = uncached_tokens(question.prompt_tokens, candidate)
-        if self._tell is not None and uncached >= WORTH_TELLING:
+        if self._tell is not None and at.uncached_tokens >= WORTH_TELLING:
             self._tell()
         return self._known.mirror.begin(
             question.request.model,
@@ -139,27 +130,21 @@ class RoutePlanner:
             source,
             question.prompts,
             question.prompt_tokens,
-            uncached,
+            at.uncached_tokens,
             candidate.cached_tokens,
             candidate.speed,
             candidate.by_tier,
             candidate.junction_tokens,
-            keep,
+            at.keep,
         )
 
-    def approximate_visit(
-        self, prompts: Sequence[HashedPrompt], source: SourceId, candidate: Candidate
-    ) -> EstimatedVisit | None:
-        """The same for a cache without events; None for one with them.
-
-        Args:
-            prompts: From `prepare`.
-            candidate: That it is, as it was ranked.
-        """
-        if self._known.approximate is None or not candidate.is_approximate:
+    def estimated_visit(self, at: Placement) -> EstimatedVisit | None:
+        """The same for a cache without events; None for one with them."""
+        approximate, source = self._known.approximate, at.source
+        if approximate is None or source is None or not at.candidate.is_approximate:
             return None
-        keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
-        return self._known.approximate.visit(source, keys, candidate.cached_tokens)
+        keys = [prompt.prefix_keys(RECENT_STEP) for prompt in at.question.prompts]
+        return approximate.visit(source, keys, at.candidate.cached_tokens)
 
     def expected(self, question: RankQuestion, source: SourceId, hit: int) -> int:
         """How many tokens will be cached when the engine admits the request."""

@@ -1,4 +1,4 @@
-"""One request, as replicas are ranked for it and a cache follows it."""
+"""One request, as replicas are ranked for it, and its placement, as a cache follows it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.index import HashedPrompt, PrefixIndex
-from router.policies import RouteRequest
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.policies import Candidate, RouteRequest
 
 
 class RankChoice(NamedTuple):
@@ -45,3 +45,23 @@ class RankQuestion:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, as far as they are known."""
         return self.request.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Holds the replica and the cache that one request is sent to, or that compute its prompt."""
+
+    question: RankQuestion
+    candidate: Candidate
+    """As it was ranked."""
+    source: SourceId | None
+    """The cache that it meets there; None: the engine chooses."""
+    uncached_tokens: int
+    """Prompt tokens to compute there."""
+    keep: Sequence[int] = ()
+    """Hinted lengths of the prompt at which the engine keeps windows and states."""
+
+    @property
+    def dp_rank(self) -> int | None:
+        """The replica's rank that gets it; None: the engine chooses, or there is only one."""
+        return None if self.source is None else self.candidate.dp_rank

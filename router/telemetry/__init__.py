@@ -18,7 +18,6 @@ The files; each imports only what is listed above it:
     problems.py           problems of a replica, in sentences
     readiness.py          is the router ready, and what does it wait for?
     settled.py            a request that the data plane decided by itself
-    prefills.py           a prompt in the caches that will hold it
     request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end

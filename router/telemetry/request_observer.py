@@ -3,30 +3,26 @@ compared with what the engine reports."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from typing_extensions import override
 
-from router._core import EstimatedVisit
 from router.errors import KeyLimitReached, NoReplica, Overloaded, RequestError
 from router.feed.taps import Tap, Taps
-from router.fleet.load import InFlight, LoadTracker
-from router.fleet.quiet_moments import QuietSample
 from router.fleet.registry import ReplicaRegistry
-from router.index import SourceId
 from router.plane.attempts import OWN_LIMITS, RETRIED, Attempt, Failure, Unretried, failure_of
 from router.plane.proxy_types import End, ProxyObserver
 from router.plane.usage import ResponseIdReader, UsageReader
-from router.policies import Candidate, Ranked
+from router.policies import Candidate
 from router.prompt import Endpoint
+from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
-from router.routing.planner import RoutePlanner, source_of, uncached_tokens
+from router.routing.planner import source_of
+from router.routing.question import Placement
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
-from router.telemetry.prefills import Prefill
 from router.telemetry.request_log import RequestLog, RoutedRequest, routed
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Settled, in_words
@@ -47,11 +43,9 @@ _CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY, Failure.LATE))
 class RequestObservers:
     """Makes the observer of each request, and knows what they all report to."""
 
-    load: LoadTracker
-    """Counts what is in flight at each replica."""
+    bookings: Bookings
+    """Book requests where they are sent."""
     metrics: RouterMetrics
-    planner: RoutePlanner
-    """Remembers which prompts were just sent where."""
     replicas: ReplicaRegistry
     """Learns which of them failed and which served."""
     log: RequestLog
@@ -63,11 +57,15 @@ class RequestObservers:
     """Learns when memory is short."""
     taps: Taps
     """Record the caches that requests are sent to."""
-    clock: Callable[[], float] = time.monotonic
     reporting: set[str] = field(default_factory=set)
     """Replicas whose responses have reported cached tokens at least once."""
     _shown: dict[int, RoutedRequest] = field(default_factory=dict)
     """Requests that the data plane has decided, and that are logged before their end."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic, in seconds."""
+        return self.bookings.clock
 
     def observe(
         self, decision: Decision, path: str, request_id: str, trace_id: str | None = None
@@ -122,7 +120,7 @@ class RequestObservers:
             self.replicas.report_busy(replica_id, retry_after_s, tenant)
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
-            self.planner.forget(replica_id)
+            self.bookings.planner.forget(replica_id)
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
         return found
@@ -159,7 +157,7 @@ class RequestObservers:
         if failure in RETRIED and replica_id in self.replicas:
             self.metrics.retries.labels(replica_id, failure.value).inc()
             if is_its_own and failure not in _CACHE_IS_THERE:
-                self.planner.forget(replica_id)
+                self.bookings.planner.forget(replica_id)
         if is_its_own and failure not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, failure.value)
         return not self.replicas.is_healthy(replica_id)
@@ -336,18 +334,14 @@ class RequestObserver(ProxyObserver):
     """Observes one request."""
 
     __slots__ = (
-        "_approximate",
-        "_decision",
+        "_booking",
         "_events",
-        "_in_flight",
-        "_moment",
         "_of_all",
         "_prefill",
         "_queries",
-        "_ranked",
         "_responded",
         "_response_id",
-        "_source",
+        "decision",
         "exemplar",
         "request",
         "usage",
@@ -358,30 +352,30 @@ class RequestObserver(ProxyObserver):
         self, of_all: RequestObservers, decision: Decision, request: RoutedRequest
     ) -> None:
         self._of_all = of_all
-        self._decision = decision
+        self.decision = decision
         self.request = request
         """As the log shows it."""
         self.waited_s = 0.0
         """For room at a replica, before it was sent."""
         self._queries: tuple[tuple[Tap, int], ...] = ()
-        self._ranked: Ranked | None = None
-        """Where it was sent last."""
-        self._source: SourceId | None = None
-        """The cache that it meets there, where that is certain."""
+        self._booking: Booking | None = None
+        """From the first time that it is sent."""
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
-        self._in_flight: InFlight | None = None
-        self._prefill: Prefill | None = None
+        self._prefill: Booking | None = None
         """Its prompt, where another replica computes it."""
-        self._approximate: EstimatedVisit | None = None
-        self._moment: QuietSample | None = None
         self.usage = UsageReader()
         """Reads what the response reports."""
         self.exemplar: str | None = None
         """The id of its trace, where that is recorded."""
         self._events = 0
         self._responded: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Over all prompts, as far as they are known."""
+        return self.decision.prompt_tokens
 
     @override
     def on_tried(self, failure: Failure) -> None:
@@ -390,36 +384,19 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_attempt(self, attempt: Attempt) -> None:
-        replica_id, of_all, decision = attempt.replica_id, self._of_all, self._decision
-        ranked = self._ranked = decision.ranked(replica_id)
-        candidate, tokens = ranked.candidate, decision.prompt_tokens
-        source = self._source = decision.certain_source_of(candidate)
-        uncached, dp_rank, visit = uncached_tokens(tokens, candidate), None, None
+        of_all, decision = self._of_all, self.decision
+        ranked = decision.ranked(attempt.replica_id)
+        at = decision.placement(ranked.candidate, attempt)
         self._prefill_at(attempt.prefiller)
-        if attempt.prefiller is not None:
-            uncached = 0
-        if source is not None:
-            dp_rank = candidate.dp_rank
-            visit = of_all.planner.visit(
-                decision.question, source, candidate, attempt.keep, uncached
-            )
-        if self._in_flight is None:
-            started = of_all.load.started
-            self._in_flight = started(replica_id, uncached, tokens, dp_rank, visit)
+        if self._booking is None:
+            self._booking = of_all.bookings.book(at)
         else:
-            self._in_flight.retried(replica_id, uncached, dp_rank, visit)
-        self._approximate = None
-        if source is not None and candidate.is_approximate:
-            visit_estimated = of_all.planner.approximate_visit
-            self._approximate = visit_estimated(decision.prompts, source, candidate)
-        of_all.replicas.report_sent(replica_id)
-        self._queries = self._recorded(candidate, source) if of_all.taps else ()
-        if self._moment is not None:
-            self._end_moment()
-        self._moment = of_all.repair.quiet.began(replica_id, of_all.clock())
+            self._booking.retried(at)
+        of_all.replicas.report_sent(attempt.replica_id)
+        self._queries = self._recorded(at) if of_all.taps else ()
         self.request.sent_to(ranked)
-        if visit is not None:
-            self.request.expected_tokens = visit.expected_tokens
+        if self._booking.expected_tokens is not None:
+            self.request.expected_tokens = self._booking.expected_tokens
         of_all.log.update(self.request)
 
     @override
@@ -427,7 +404,7 @@ class RequestObserver(ProxyObserver):
         self.request.last_failure = failure.value
         if self._prefill is None or failure not in _PASSED_ON:
             return self._of_all.failed(attempt.replica_id, failure)
-        self._of_all.replicas.mark_suspect(self._prefill.prefiller.replica_id)
+        self._of_all.replicas.mark_suspect(self._prefill.placement.candidate.replica_id)
         return self._of_all.failed(attempt.replica_id, failure, is_its_own=False)
 
     @override
@@ -436,7 +413,7 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
-        tenant = self._decision.tenant if is_429 else ""
+        tenant = self.decision.tenant if is_429 else ""
         self._of_all.replicas.report_busy(attempt.replica_id, retry_after_s, tenant)
         return self._of_all.replicas.backs_off
 
@@ -448,17 +425,16 @@ class RequestObserver(ProxyObserver):
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         replica_id = self._responded = attempt.replica_id
         seconds += self.waited_s
-        if self._in_flight is not None:
-            self._in_flight.first_token()
+        if self._booking is not None:
+            self._booking.first_token()
         if self._prefill is not None:
-            self._prefill.computed()
-        if self._approximate is not None:
-            self._approximate.first_token()
+            self._prefill.first_token()
+        self._end_prefill()
         self.request.first_byte_s = seconds
         self._of_all.log.update(self.request)
         self._of_all.replicas.report_served(replica_id)
         if replica_id in self._of_all.replicas:
-            self._of_all.metrics.served(self._decision.model_name, replica_id).began(
+            self._of_all.metrics.served(self.decision.model_name, replica_id).began(
                 seconds, self.exemplar
             )
 
@@ -467,8 +443,8 @@ class RequestObserver(ProxyObserver):
         self.on_beginning(data)
         usage = self.usage
         usage.feed(data)
-        if usage.data_events > self._events and self._in_flight is not None:
-            self._in_flight.generated(usage.data_events - self._events)
+        if usage.data_events > self._events and self._booking is not None:
+            self._booking.generated(usage.data_events - self._events)
             self._events = usage.data_events
 
     @property
@@ -484,8 +460,8 @@ class RequestObserver(ProxyObserver):
     @override
     def on_events(self, count: int) -> None:
         self._events += count
-        if self._in_flight is not None:
-            self._in_flight.generated(count)
+        if self._booking is not None:
+            self._booking.generated(count)
 
     @override
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
@@ -493,22 +469,20 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        if self._in_flight is not None:
-            self._in_flight.ended()
-        if self._prefill is not None:
-            self._prefill.ended()
-        was_quiet = self._end_moment()
-        decision, metrics, request = self._decision, self._of_all.metrics, self.request
+        booking = self._booking
+        was_quiet = booking is not None and booking.ended()
+        self._end_prefill()
+        decision, metrics, request = self.decision, self._of_all.metrics, self.request
         seconds += self.waited_s
         served = metrics.served(decision.model_name, self._label())
         served.ended(decision.policy, status, seconds, self.exemplar)
         request.status, request.end = status, end.value
         request.seconds = seconds
         metrics.ends.labels(request.end).inc()
-        if end is End.COMPLETED and status == 200:
-            self._compare(was_quiet, served)
-        if self._approximate is not None:
-            self._approximate.ended(request.actual_tokens)
+        if booking is not None:
+            if end is End.COMPLETED and status == 200:
+                self._compare(booking.placement, was_quiet, served)
+            booking.reported(request.actual_tokens)
         self._of_all.log.finish(self.request)
 
     def response_tokens(self) -> int | None:
@@ -520,17 +494,23 @@ class RequestObserver(ProxyObserver):
         return self._events if reported is None else reported
 
     def _prefill_at(self, prefiller: Candidate | None) -> None:
-        """Another replica computes its prompt; None: no other, or no other any more."""
+        """Another replica computes its prompt, booked there until the response begins, since nobody
+        says when it is done; None: no other, or no other any more."""
         before = self._prefill
-        if prefiller is (None if before is None else before.prefiller):
+        if prefiller is (None if before is None else before.placement.candidate):
             return
-        if before is not None:
-            before.ended()
-        of_all, self._prefill = self._of_all, None
+        self._end_prefill()
+        self._prefill = None
         if prefiller is not None:
-            of_all.metrics.prefills.labels(self._decision.model_name, prefiller.replica_id).inc()
-            self._prefill = Prefill(of_all.planner, of_all.load, self._decision, prefiller)
+            of_all, decision = self._of_all, self.decision
+            of_all.metrics.prefills.labels(decision.model_name, prefiller.replica_id).inc()
+            self._prefill = of_all.bookings.book_prefill(decision.prefill_placement(prefiller))
         self.request.prefiller = None if prefiller is None else prefiller.replica_id
+
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.ended()
+            self._prefill.reported(None)
 
     def _label(self) -> str:
         """The replica that responded. The series of one that was removed meanwhile are gone, and
@@ -539,18 +519,11 @@ class RequestObserver(ProxyObserver):
             return "none"
         return self._responded if self._responded in self._of_all.replicas else "removed"
 
-    def _end_moment(self) -> bool:
-        """Return whether the request had the replica it was sent to last to itself; it has no
-        longer."""
-        moment, self._moment = self._moment, None
-        return moment is not None and self._of_all.repair.quiet.ended(moment, self._of_all.clock())
-
-    def _compare(self, was_quiet: bool, served: ServedMetrics) -> None:
+    def _compare(self, at: Placement, was_quiet: bool, served: ServedMetrics) -> None:
         """Compare the prediction with what the engine reported."""
-        replica_id, ranked = self._responded, self._ranked
-        if replica_id is None or ranked is None or replica_id not in self._of_all.replicas:
+        replica_id, candidate, source = self._responded, at.candidate, at.source
+        if replica_id is None or replica_id not in self._of_all.replicas:
             return
-        candidate, source = ranked.candidate, self._source
         is_comparable = self._is_comparable_at(candidate)
         actual = self._of_all.cached_tokens(self.usage, replica_id) if is_comparable else None
         if actual is not None:
@@ -565,15 +538,15 @@ class RequestObserver(ProxyObserver):
             if self.request.expected_tokens is not None:
                 served.compare_expected(self.request.expected_tokens, actual)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:
-            self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))
+            self._of_all.repair.compare(self.decision.model_name, source, self._comparison(actual))
 
     def _is_comparable_at(self, candidate: Candidate) -> bool:
         """Return whether the response will report what was cached where it was sent; not what came
         there from whoever computed the prompt."""
-        return self._prefill is None and self._decision.is_comparable_at(candidate)
+        return self._prefill is None and self.decision.is_comparable_at(candidate)
 
     def _comparison(self, actual: int) -> Comparison:
-        prompt = self._decision.tokenized[0]
+        prompt = self.decision.tokenized[0]
         return Comparison(
             self._of_all.clock(),
             self.request.cached_tokens,
@@ -583,14 +556,12 @@ class RequestObserver(ProxyObserver):
             has_media=prompt.extra_keys is not None,
         )
 
-    def _recorded(
-        self, candidate: Candidate, source: SourceId | None
-    ) -> tuple[tuple[Tap, int], ...]:
+    def _recorded(self, at: Placement) -> tuple[tuple[Tap, int], ...]:
         """Give the prompt to whoever records the cache that it is sent to, where that is certain
         and the engine's report will be comparable."""
-        decision = self._decision
-        taps = () if source is None else self._of_all.taps.of(source)
-        if not (taps and decision.prompts and self._is_comparable_at(candidate)):
+        decision = self.decision
+        taps = () if at.source is None else self._of_all.taps.of(at.source)
+        if not (taps and decision.prompts and self._is_comparable_at(at.candidate)):
             return ()
         prompt = decision.tokenized[0]
         told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys

@@ -14,7 +14,8 @@ from kvevents.events import BlockStored, EventBatch
 from router.config import PeerTierConfig, ReplicaConfig
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.health import HealthRecord
-from router.fleet.load import InFlight, LoadTracker
+from router.fleet.load import LoadTracker
+from router.fleet.quiet_moments import QuietMoments
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
 from router.index import HashedPrompt, PrefixIndex, SourceId
@@ -28,6 +29,7 @@ from router.policies import (
     make_policy,
 )
 from router.prompt import TokenizedPrompt
+from router.routing.booking import Booking, Bookings
 from router.routing.planner import (
     MAX_MATCHED_PROMPTS,
     RECENT_STEP,
@@ -36,7 +38,7 @@ from router.routing.planner import (
     source_of,
     uncached_tokens,
 )
-from router.routing.question import ANY_RANK, UNREAD_RANK, RankChoice, RankQuestion
+from router.routing.question import ANY_RANK, UNREAD_RANK, Placement, RankChoice, RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
@@ -51,7 +53,7 @@ class Planning:
     def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = PrefixIndex()
         self.load = LoadTracker(None if mirror is None else mirror.books)
-        self.flights: list[InFlight] = []
+        self.bookings: list[Booking] = []
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
             make_policy(policy),
@@ -117,10 +119,9 @@ class Planning:
     ) -> str:
         """Where a request goes; it stays in prefill."""
         chosen = self.rank(prompts, *replicas, tokens=tokens)[0].candidate
-        source = SourceId(chosen.replica_id)
-        visit = self.planner.visit(self.question(prompts, tokens), source, chosen)
-        uncached = uncached_tokens(tokens, chosen)
-        self.flights.append(self.load.started(chosen.replica_id, uncached, tokens, visit=visit))
+        question, source = self.question(prompts, tokens), SourceId(chosen.replica_id)
+        at = Placement(question, chosen, source, uncached_tokens(tokens, chosen))
+        self.bookings.append(Bookings(self.load, self.planner, QuietMoments(1.0)).book(at))
         return chosen.replica_id
 
     def only(
@@ -202,8 +203,10 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     found = candidates()
     assert (found["r0"].cached_tokens, found["r0"].is_approximate) == (256, False)
     assert (found["silent"].cached_tokens, found["silent"].is_approximate) == (0, True)
-    assert planner.approximate_visit(prompts, R0, found["r0"]) is None
-    visit = planner.approximate_visit(prompts, SourceId("silent"), found["silent"])
+    question = planning.question(prompts, len(IDS) + 1)
+    assert planner.estimated_visit(Placement(question, found["r0"], R0, 1)) is None
+    at = Placement(question, found["silent"], SourceId("silent"), len(IDS) + 1)
+    visit = planner.estimated_visit(at)
     assert visit is not None
     visit.first_token()
     visit.ended(0)
@@ -302,7 +305,7 @@ def test_what_a_replica_was_computing_is_forgotten_with_it_in_the_mirror_too() -
     prompts = planning.prompts(IDS)
     began = planning.only(prompts, replica())
     question = planning.question(prompts)
-    planning.planner.visit(question, R0, began)
+    planning.planner.visit(Placement(question, began, R0, len(IDS)))
     assert planning.planner.expected(question, R0, 0) == 255
     two = planning.question([*prompts, *prompts], 2 * len(IDS))
     assert planning.planner.expected(two, R0, 16) == 16

@@ -22,6 +22,7 @@ from router.plane.attempts import Failure
 from router.plane.proxy_types import End
 from router.policies import make_policy
 from router.prompt import Endpoint, LargeWork
+from router.routing.booking import Bookings
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
@@ -74,16 +75,14 @@ class Observed:
             self.rebuilt.append, lambda *_: True, lambda *_: CacheFacts(), RepairTimes()
         )
         self.observers = RequestObservers(
-            self.load,
+            Bookings(self.load, planner, self.repair.quiet, lambda: self.now),
             RouterMetrics(self.metrics),
-            planner,
             self.registry,
             RequestLog(),
             responses,
             self.repair,
             Shortages(),
             Taps(),
-            clock=lambda: self.now,
         )
 
     def add(self, name: str, ranks: int = 1) -> None:

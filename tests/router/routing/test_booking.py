@@ -1,0 +1,111 @@
+"""What a request is and takes where it is sent goes together, and ends once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from router.fleet.load import LoadTracker
+from router.fleet.quiet_moments import QuietMoments
+from router.index import PrefixIndex, SourceId
+from router.index.approximate import ApproximateCaches
+from router.index.mirror import Mirror
+from router.policies import Candidate, RouteRequest, make_policy
+from router.prompt import TokenizedPrompt
+from router.routing.booking import Bookings
+from router.routing.planner import RoutePlanner, prepare
+from router.routing.question import Placement, RankQuestion
+from router.routing.ranker import Known
+
+IDS = list(range(1, 1026))
+R0, R1 = SourceId("r0"), SourceId("r1")
+
+
+class Booked:
+    """Real parts; only the clock stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.mirror = Mirror(clock=lambda: self.now)
+        self.load = LoadTracker(self.mirror.books)
+        self.caches = ApproximateCaches(
+            lambda _: -math.inf, self.mirror, 0.0, clock=lambda: self.now
+        )
+        known = Known(self.load, mirror=self.mirror, approximate=self.caches)
+        planner = RoutePlanner(make_policy("least_delay"), known, lambda: self.now)
+        self.quiet = QuietMoments(1.0)
+        self.bookings = Bookings(self.load, planner, self.quiet, lambda: self.now)
+        self.index: PrefixIndex = PrefixIndex()
+
+    def at(self, source: SourceId, trust: float | None = None) -> Placement:
+        request = RouteRequest(model="m", prompt_tokens=len(IDS))
+        prompts = prepare(self.index, [TokenizedPrompt(IDS)])
+        candidate = Candidate(replica_id=source.replica, approximate_trust=trust)
+        if trust is not None:
+            assert self.caches.stand_in(source, None, self.now) is not None
+        return Placement(RankQuestion(request, self.index, prompts), candidate, source, len(IDS))
+
+    @property
+    def under_way(self) -> Mapping[str, int]:
+        replicas = self.load.statistics().replicas
+        return {name: load.requests for name, load in replicas.items() if load.requests}
+
+
+@pytest.fixture
+def booked() -> Booked:
+    return Booked()
+
+
+def test_a_booking_holds_load_prompt_and_moment_until_it_ends(booked: Booked) -> None:
+    """One that ended in parts would be waited for, or predicted, for ever."""
+    booking = booked.bookings.book(booked.at(R0))
+    assert booked.under_way == {"r0": 1}
+    assert [each.source for each in booked.mirror.prefilling()] == [R0]
+    assert booking.expected_tokens == 0
+    booking.first_token()
+    booked.now += 1.0
+    assert booking.ended(), "nothing else was there"
+    assert not booking.ended(), "that is said once"
+    assert booked.under_way == {}
+    assert booked.mirror.prefilling() == []
+    assert len(list(booked.mirror.ended(R0))) == 1
+    assert booked.quiet.begun() == {"r0": 1}
+
+
+def test_what_is_tried_again_is_booked_where_it_went_last_and_nowhere_else(booked: Booked) -> None:
+    """The replica that failed has computed nothing, and is not kept from being quiet."""
+    booking = booked.bookings.book(booked.at(R0))
+    booking.retried(booked.at(R1))
+    assert booked.under_way == {"r1": 1}
+    assert booking.placement.source == R1
+    assert (booked.load.statistics().started, booked.load.statistics().retried) == (1, 1)
+    booking.first_token()
+    assert booking.ended()
+    assert list(booked.mirror.ended(R0)) == []
+    assert len(list(booked.mirror.ended(R1))) == 1
+    booked.now += 2.0
+    assert booked.bookings.book(booked.at(R0)).ended()
+
+
+def test_an_estimate_learns_once_from_what_is_reported_behind_the_end(booked: Booked) -> None:
+    """A second report would count its prompt twice."""
+    booking = booked.bookings.book(booked.at(R0, trust=0.8))
+    booking.first_token()
+    booking.ended()
+    booking.reported(0)
+    (known,) = booked.caches.statistics().values()
+    booking.reported(1024)
+    assert list(booked.caches.statistics().values()) == [known]
+    assert known.tokens == 1024
+
+
+def test_a_prompt_that_is_computed_for_another_replica_is_no_company(booked: Booked) -> None:
+    """Nobody says when it is done: it would keep the replica from ever being quiet."""
+    prefill = booked.bookings.book_prefill(booked.at(R0))
+    response = booked.bookings.book(booked.at(R0))
+    assert booked.under_way == {"r0": 2}
+    assert response.ended()
+    assert not prefill.ended()
+    assert booked.under_way == {}
