@@ -70,6 +70,15 @@ async def logged(router: RouterProcess, model: str, count: int) -> list[dict[str
         await asyncio.sleep(0.01)
 
 
+async def logged_as(router: RouterProcess, request_id: str) -> dict[str, Any]:
+    """The request of an id, once it is over: what the core decides is logged a moment later."""
+    while True:
+        for each in (await router.get("/requests")).json["requests"]:
+            if each["request_id"] == request_id and each["end"]:
+                return dict(each)
+        await asyncio.sleep(0.01)
+
+
 def is_of_core(entry: dict[str, Any]) -> bool:
     return str(entry["reason"]).endswith("; decided by the data plane")
 
@@ -122,8 +131,9 @@ class Twins:
         ways: tuple[dict[str, str], ...] = ({}, DECIDED_BY_PYTHON)
         for stub, headers in zip(self.stubs, ways, strict=True):
             body = {"model": stub.model, "prompt": ids, "max_tokens": 1, **fields}
-            found = await self.router.post("/v1/completions", body, headers)
-            (entry,) = await logged(self.router, stub.model, 1)
+            named = {"x-request-id": unique("request")}
+            found = await self.router.post("/v1/completions", body, headers | named)
+            entry = await logged_as(self.router, named["x-request-id"])
             assert is_of_core(entry) == (not headers)
             seen.append((found.status, told(found), self._of(entry)))
         assert seen[0] == seen[1]
@@ -136,11 +146,12 @@ class Twins:
         ways: tuple[dict[str, str], ...] = ({}, BY_PYTHON)
         for stub, headers in zip(self.stubs, ways, strict=True):
             body = {"model": stub.model, "token_ids": ids}
-            found = (await self.router.post("/select_and_reserve", body, headers)).json
+            named = {"x-request-id": unique("request")}
+            found = (await self.router.post("/select_and_reserve", body, headers | named)).json
             path = f"/reservations/{found['selection_id']}"
             assert (await self.router.post(f"{path}/prefill_complete")).status == 200
             assert (await ask(self.router.port, "DELETE", path, usage or b"")).status == 200
-            (entry,) = await logged(self.router, stub.model, 1)
+            entry = await logged_as(self.router, named["x-request-id"])
             assert is_of_core(entry) == (not headers)
             hit = {name: found[name] for name in ("hit", "overlap", "expected_tokens")}
             words = found["reason"].partition(": a delay of ")[0].split("; ")[:2]
