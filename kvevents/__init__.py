@@ -41,6 +41,7 @@ The files; each imports only what is listed above it:
     cache_source.py       the payloads of a cache's stream: steps, heartbeats, snapshots
     publisher.py          the engine's side: publishers, and which one a configuration asks for
     pacing.py             how subscribers share the event loop; backoff, silences
+    threads.py            threads that begin before they are needed
     lookups.py            names of hosts to addresses
     sockets.py            one connection of one ZMQ socket on an event loop
     subscription.py       one connection to a publisher

@@ -7,14 +7,16 @@ ends would wait for them all.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import ipaddress
 import socket
-import threading
 from contextlib import suppress
 from functools import lru_cache
 
 _Key = tuple[asyncio.AbstractEventLoop, str]
+_MAX_S = 120.0
+"""Three name servers that are silent, asked twice for each of a few domains, take less."""
 _under_way: dict[_Key, asyncio.Future[list[str]]] = {}
 
 
@@ -43,9 +45,12 @@ async def addresses(host: str) -> list[str]:
     answer = _under_way.get(key)
     if answer is None:
         answer = loop.create_future()
-        # A daemon: Python does not wait for it at its end.
-        threading.Thread(target=_look_up, args=(loop, host, answer), daemon=True).start()
+        # Nobody waits for such a thread to begin (see `kvevents.threads`), nor for its end.
+        _thread.start_new_thread(_look_up, (loop, host, answer))
         _under_way[key] = answer
+        lost = OSError(f"{host}: the lookup gave no answer within {_MAX_S:g} s")
+        giving_up = loop.call_later(_MAX_S, _settle, answer, lost)
+        answer.add_done_callback(lambda _: giving_up.cancel())
         answer.add_done_callback(lambda _: _under_way.pop(key, None))
         # The exception is marked as seen: all who asked may have left.
         answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

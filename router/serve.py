@@ -26,6 +26,7 @@ import uvicorn
 import uvloop
 from async_timeout import timeout
 
+from kvevents.threads import begun_pool
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.config.certificates import (
@@ -93,6 +94,8 @@ few cycles behind, and Python's own 700 would look through all that are under wa
 a second: 8 % of the router's time."""
 _MAX_RESERVED_FILES = 64
 _EXIT_REFUSED = 2
+_THREADS = 8
+"""For files, large bodies and pages: what would hold the event loop up."""
 """As for every refused command line."""
 
 
@@ -224,6 +227,7 @@ async def serve(
     app = RouterApp(service)
     certificates = _PlaneCertificates(certificate, service.replica_certificate)
     loop = asyncio.get_running_loop()
+    await _begin_threads(loop)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
         control = f"{folder}/control"
@@ -244,6 +248,14 @@ async def serve(
                 server.stop_deciding()
                 await server.plane.close()
     logger.info("stopped")
+
+
+async def _begin_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Begin all threads now: later there may be no memory for one, which the loop then waits for in
+    vain (see `kvevents.threads`); for its own, which look names up, libuv ends the process."""
+    loop.set_default_executor(begun_pool(_THREADS, "work"))
+    with contextlib.suppress(OSError):
+        await loop.getaddrinfo("localhost", None)
 
 
 def _control_server(

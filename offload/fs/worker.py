@@ -10,6 +10,7 @@ from itertools import chain, repeat
 from torch import Tensor
 from typing_extensions import override
 
+from kvevents.threads import begun_pool
 from offload.base import Direction, FileLoadStoreSpec, OffloadKey, TransferJob, unpack_offload_key
 from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
@@ -61,7 +62,7 @@ class FileTransferWorker(TransferWorker):
         options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
         super().__init__(Transfers("kv-disk-tier", geometry, options))
         self._store = store
-        self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-files")
+        self._io = begun_pool(io_threads, "kv-files")
 
     @override
     def submit(self, job: TransferJob) -> None:

@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from kvevents.threads import begun_pool
 from offload.base import Direction, TransferResult
 from offload.errors import TransferError
 
@@ -64,7 +65,7 @@ class TransferQueue:
 
     def __init__(self, name: str) -> None:
         """Start a queue whose thread is called *name*."""
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._executor = begun_pool(1, name)
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}  # in the order of submission
         self._stopped = False

@@ -8,11 +8,13 @@ element, at a quarter of the speed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvevents.threads import begun_pool
 
 Rows: TypeAlias = NDArray[np.void]
 Bytes: TypeAlias = NDArray[np.int8]
@@ -40,9 +42,7 @@ class RowCopier:
     def __init__(self, threads: int = 1) -> None:
         """Start *threads* threads; with one, the caller's thread copies."""
         self._threads = threads
-        self._pool = (
-            ThreadPoolExecutor(threads, thread_name_prefix="kv-rows") if threads > 1 else None
-        )
+        self._pool = begun_pool(threads, "kv-rows") if threads > 1 else None
 
     def gather(self, source: Rows, ids: Ids, out: Rows) -> None:
         """`out[i] = source[ids[i]]`.

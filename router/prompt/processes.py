@@ -16,11 +16,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from kvevents.threads import begun_pool
 from router.prompt.errors import ProcessEndedError
 
 _Result = TypeVar("_Result")
@@ -47,7 +47,7 @@ class LargeWork:
     """
 
     def __init__(self, processes: int = PROCESSES) -> None:
-        self._executor = ThreadPoolExecutor(processes, thread_name_prefix="large-bodies")
+        self._pool = begun_pool(processes, "large-bodies")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
@@ -67,13 +67,13 @@ class LargeWork:
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._executor, self._call, function, data, arguments)
+            return await loop.run_in_executor(self._pool, self._call, function, data, arguments)
         except RuntimeError:
             raise ProcessEndedError from None  # closed
 
     def close(self) -> None:
         """End the processes at once."""
-        self._executor.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
         with self._lock:
             self._is_closed = True
             for worker in self._workers:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
 from kvevents.field_docs import counter
+from kvevents.threads import begun_pool
 from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.prompt.prompts import (
@@ -43,8 +44,6 @@ _Outcome: TypeAlias = tuple[TokenIds, Coverage, MessageEnds] | UntokenizableErro
 # A replica may know ids that the router cannot, except for these reasons: it would not know either,
 # or would cost too much.
 _FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
-
-_START_S = 60.0
 
 # Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however
 # short.
@@ -94,10 +93,10 @@ class Tokenization:
         """
         self._local = local
         self._remote = remote
-        is_native = local is not None and local.backend.name == "fastokens"
-        self._threads = _Threads(
-            max_threads, max_waiting, local.warm_thread if local and is_native else None
-        )
+        self._threads: _Threads | None = None
+        if local is not None:
+            warm = local.warm_thread if local.backend.name == "fastokens" else None
+            self._threads = _Threads(begun_pool(max_threads, "tokenize", warm), max_waiting)
         self._inline_chars = inline_chars
         self._inline_body_bytes = inline_body_bytes
         self.finds_ends = False
@@ -167,7 +166,8 @@ class Tokenization:
 
     def close(self) -> None:
         """Let the threads end after the queued work; ids of new prompts stay unknown."""
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
 
     def statistics(self) -> TokenizationStatistics:
         """Return a snapshot of the counts."""
@@ -175,7 +175,7 @@ class Tokenization:
             prompts=dict(self._prompts),
             unknown=dict(self._unknown),
             seconds=self._seconds,
-            waiting=self._threads.waiting,
+            waiting=self._threads.waiting if self._threads else 0,
             local=self._local.statistics() if self._local else None,
             remote=self._remote.statistics() if self._remote else None,
         )
@@ -213,7 +213,9 @@ class Tokenization:
         )
 
     async def _run(self, job: Callable[[], _Result], *, is_small: bool) -> _Result:
-        return job() if is_small else await self._threads.run(job)
+        if is_small or self._threads is None:
+            return job()
+        return await self._threads.run(job)
 
     def _prepare(self, prompt: Prompt, cache_salt: str | None) -> _Attempt:
         if isinstance(prompt, OpaquePrompt):
@@ -286,21 +288,14 @@ def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage, MessageEnds]:
 
 
 class _Threads:
-    """A few threads and a bounded queue before them.
+    """A pool of threads and a bounded queue before it.
 
     Args:
-        warm: Done at once in each thread; None starts them when they are needed.
+        max_waiting: The bound.
     """
 
-    def __init__(self, max_threads: int, max_waiting: int, warm: Callable[[], None] | None) -> None:
-        self._executor = ThreadPoolExecutor(
-            max_threads, thread_name_prefix="tokenize", initializer=warm
-        )
-        if warm is not None:
-            # A thread that waits for the others takes no second job: so each of them starts.
-            all_started = threading.Barrier(max_threads, timeout=_START_S)
-            for _ in range(max_threads):
-                self._executor.submit(all_started.wait)
+    def __init__(self, pool: ThreadPoolExecutor, max_waiting: int) -> None:
+        self._pool = pool
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
         self.waiting = 0
@@ -316,7 +311,7 @@ class _Threads:
                 raise UntokenizableError("busy")
             self.waiting += 1
         try:
-            future = self._executor.submit(job)
+            future = self._pool.submit(job)
         except RuntimeError:
             self._leave()
             raise UntokenizableError("busy") from None
@@ -326,7 +321,7 @@ class _Threads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
     def _leave(self) -> None:
         with self._lock:

@@ -129,12 +129,34 @@ async def test_replicas_that_leave_take_their_tasks_with_them() -> None:
                 )
 
 
+async def test_a_router_begins_no_thread_while_it_runs() -> None:
+    """Python waits for a thread to say that it began, and one that finds no memory never does: the
+    event loop waited with it, for ever."""
+    async with engines(1) as (stub,):
+        stub.tokenizing = always(b'{"tokens": [1, 2, 3]}')
+        with router_process() as router:
+            async with router.serving(stub):
+                begun = threads_of(router.process.pid)
+                text = "word " * 2**19
+                body = {"model": stub.model, "prompt": text}
+                chat = {"model": stub.model, "messages": [USER | {"content": text}]}
+                for path, sent in [("/route", body), ("/v1/chat/completions", chat)]:
+                    found = await asyncio.gather(*(router.post(path, sent) for _ in range(12)))
+                    assert {each.status for each in found} == {200}
+                await router.metrics()
+                assert (await router.get("/overview")).status == 200
+                assert threads_of(router.process.pid) == begun
+
+
+def threads_of(pid: int) -> set[str]:
+    return {
+        f"{each.name} {(each / 'comm').read_text()}" for each in Path(f"/proc/{pid}/task").iterdir()
+    }
+
+
 SOME, NONE = 300, 20
 
 
-@pytest.mark.xfail(
-    reason="open: where Python has no memory, a request may wait for ever", strict=False
-)
 @pytest.mark.parametrize("room_mb", [SOME, NONE])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/route", "/v1/score"])
 async def test_a_router_short_of_memory_says_so_and_goes_on(path: str, room_mb: int) -> None:
