@@ -49,6 +49,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # Routing and scoring.
     "router/routing/planner.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/recent_prefixes.py": ("tests/router/routing",),
+    "router/routing/booking.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/decision.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/dispatcher.py": ("tests/router/routing",),
     "router/fleet/load.py": ("tests/router/fleet/test_load.py", "tests/router/routing"),
