@@ -230,9 +230,8 @@ void Upstream::read() {
     const bool is_over = came.state != Channel::State::open;
     if (phase_ == Phase::securing) {
         if (is_over) {
-            const bool says_why = came.state == Channel::State::refused;
-            not_connected(Failure::connect,
-                          says_why ? channel_.problem() : "closed in the TLS handshake");
+            const bool has_why = came.state == Channel::State::refused;
+            not_connected(Failure::connect, has_why ? channel_.problem() : "closed in the TLS handshake");
             return;
         }
         if (channel_.is_established()) begin_sending();
@@ -402,18 +401,17 @@ void Upstream::give_up(double now, double silent_s) {
 }
 
 void Upstream::fail(Failure failure, std::string_view why) {
-    PoolCounts& counts = counts_;
     switch (failure) {
         case Failure::connect:
-        case Failure::connect_timeout: ++counts.connect_failures; break;
+        case Failure::connect_timeout: ++counts_.connect_failures; break;
         case Failure::first_byte_timeout:
-        case Failure::idle_timeout: ++counts.timeouts; break;
+        case Failure::idle_timeout: ++counts_.timeouts; break;
         case Failure::malformed:
-        case Failure::died: ++counts.broken; break;
+        case Failure::died: ++counts_.broken; break;
         case Failure::given_up:
-        case Failure::lost: ++counts.given_up; break;
-        case Failure::kept_closed: ++counts.kept_closed; [[fallthrough]];
-        case Failure::closed: ++counts.closed_early; break;
+        case Failure::lost: ++counts_.given_up; break;
+        case Failure::kept_closed: ++counts_.kept_closed; [[fallthrough]];
+        case Failure::closed: ++counts_.closed_early; break;
         default: break;
     }
     Recipient* recipient = recipient_;
