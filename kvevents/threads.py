@@ -29,6 +29,11 @@ def begun_pool(
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=warm)
     # A thread that waits for the others takes no second job: so each of them begins.
     all_begun = threading.Barrier(threads, timeout=_BEGIN_S)
-    for _ in range(threads):
-        pool.submit(all_begun.wait)
+    try:
+        for _ in range(threads):
+            pool.submit(all_begun.wait)
+    except BaseException:
+        all_begun.abort()  # those that wait would hold up the end of the process
+        pool.shutdown(wait=False)
+        raise
     return pool

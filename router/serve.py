@@ -93,9 +93,9 @@ _COLLECTION_THRESHOLDS = (20_000, 20, 50)
 few cycles behind, and Python's own 700 would look through all that are under way hundreds of times
 a second: 8 % of the router's time."""
 _MAX_RESERVED_FILES = 64
-_EXIT_REFUSED = 2
 _THREADS = 8
 """For files, large bodies and pages: what would hold the event loop up."""
+_EXIT_REFUSED = 2
 """As for every refused command line."""
 
 
