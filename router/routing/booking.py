@@ -51,9 +51,14 @@ class Booking:
         self._moment: QuietSample | None = None
         self._follow(at)
         started = bookings.load.started
-        self._in_flight = started(*_share(at), dp_rank=at.dp_rank, visit=self._visit)
-        if is_response:
-            self._moment = bookings.quiet.began(at.candidate.replica_id, bookings.clock())
+        try:
+            self._in_flight = started(*_share(at), dp_rank=at.dp_rank, visit=self._visit)
+            if is_response:
+                self._moment = bookings.quiet.began(at.candidate.replica_id, bookings.clock())
+        except BaseException:  # the load goes by itself; the visit would wait for its end for ever
+            if self._visit is not None:
+                self._visit.ended(was_served=False)
+            raise
 
     def retried(self, at: Placement) -> None:
         """The replica failed; the request is sent to another one, from the start."""
@@ -67,8 +72,10 @@ class Booking:
         self.placement = at
         """Where it was sent last."""
         planner = self._bookings.planner
-        self._visit: Visit | None = planner.visit(at)
+        # This one first: it changes nothing before its first token, so nothing is left behind where
+        # the other finds no memory.
         self._estimated: EstimatedVisit | None = planner.estimated_visit(at)
+        self._visit: Visit | None = planner.visit(at)
 
     @property
     def expected_tokens(self) -> int | None:

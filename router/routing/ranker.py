@@ -97,6 +97,7 @@ class Ranker:
         self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
         self._needs_outlook = self._policy.needs_outlook
         self._mirror = known.mirror
+        assert self._mirror is None or self._mirror.books is known.load.books, "one set of books"
         lost_since = None if known.approximate is None else known.approximate.lost_since
         self.fleets = FleetKeeper(known.load.books, known.suspects, lost_since)
         name, weights = (

@@ -83,16 +83,20 @@ public:
 
     void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) override {
         guarded_.reset();
-        nb::list lower;
-        for (std::size_t number = 0; number < ranks.size(); ++number) {
-            lower.append(lower_tuple(ranks, number, fleet));
-        }
-        out = nb::cast<std::vector<double>>(ask_(columns_of(ranks, fleet), lower));
+        ask(ranks, fleet, out);  // of its objects none is left: the interpreter may be let go below
         if (out.size() != ranks.size()) throw nb::value_error("a cost for each rank");
         guarded_.emplace(mutex_);
     }
 
 private:
+    void ask(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) {
+        nb::list lower;
+        for (std::size_t number = 0; number < ranks.size(); ++number) {
+            lower.append(lower_tuple(ranks, number, fleet));
+        }
+        out = nb::cast<std::vector<double>>(ask_(columns_of(ranks, fleet), lower));
+    }
+
     nb::handle ask_;
     std::optional<Guarded>& guarded_;
     std::mutex& mutex_;

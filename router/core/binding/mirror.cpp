@@ -446,8 +446,8 @@ void kvroute::binding::bind_mirror(nb::module_& module) {
         .def("mean", &LoadPrices::mean);
 
     nb::class_<Mirror>(module, "Mirror")
-        .def(nb::init<BooksPointer, u64, nb::object, const std::vector<std::pair<std::string, double>>&, double,
-                      u64>())
+        .def(nb::init<BooksPointer, u64, nb::object,
+                      const std::vector<std::pair<std::string, double>>&, double, u64>())
         .def("begin", &Mirror::begin)
         .def("prefilling", &Mirror::prefilling)
         .def("hear", &Mirror::hear)

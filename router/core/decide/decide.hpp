@@ -35,7 +35,8 @@ struct Books : std::enable_shared_from_this<Books> {
     LoadTracker load;
     CacheIds cache_ids;
     std::unique_ptr<mirror::Mirror> mirror;  // null: nobody follows the caches
-    std::unique_ptr<mirror::ApproximateCaches> estimates;  // null: those without events are not estimated
+    // Null: caches without events are not estimated.
+    std::unique_ptr<mirror::ApproximateCaches> estimates;
 };
 
 // What a request allows in the choice of a data-parallel rank.

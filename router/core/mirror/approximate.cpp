@@ -102,6 +102,7 @@ void ApproximateCache::recall(u64 key) {
 // --- one request ---
 
 void ApproximateVisit::first_token() {
+    if (!uses_.empty()) return;
     for (const Keys& keys : prompts_) uses_.push_back(cache_->begin(keys, found_));
 }
 

@@ -111,7 +111,7 @@ public:
         : cache_(std::move(cache)), prompts_(std::move(prompts)), hit_tokens_(hit_tokens),
           most_keys_(most_keys) {}
 
-    // Its prompts have been computed; to be called once.
+    // Its prompts have been computed; a second call does nothing.
     void first_token();
     // It is over; a second call does nothing. `actual_tokens`: of its only prompt, those that the
     // engine reported as cached; nothing: no report.

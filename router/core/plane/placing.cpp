@@ -17,10 +17,9 @@ using decide::i64;
 class Booked final : public Booking {
 public:
     // With the mutex of the books held.
-    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<std::atomic<u64>> under_way, std::shared_ptr<QuietMoments> quiet,
-           const decide::Replica& replica,
-           i64 uncached_tokens,
-           i64 prompt_tokens, std::optional<int> dp_rank, const mirror::Sent& sent,
+    Booked(std::shared_ptr<decide::Books> books, std::shared_ptr<std::atomic<u64>> under_way,
+           std::shared_ptr<QuietMoments> quiet, const decide::Replica& replica,
+           i64 uncached_tokens, i64 prompt_tokens, std::optional<int> dp_rank, const mirror::Sent& sent,
            std::shared_ptr<mirror::ApproximateVisit> estimated, double now)
         : books_(std::move(books)), under_way_(std::move(under_way)), quiet_(std::move(quiet)),
           flight_(books_->load, replica.load, uncached_tokens, prompt_tokens, dp_rank),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from router.fleet.load import LoadTracker
@@ -20,6 +22,8 @@ from router.routing.question import Placement, RankQuestion
 from router.routing.ranker import Known
 
 IDS = list(range(1, 1026))
+LATER_S = 60.0
+"""By then events have shown what was computed."""
 R0, R1 = SourceId("r0"), SourceId("r1")
 
 
@@ -109,3 +113,38 @@ def test_a_prompt_that_is_computed_for_another_replica_is_no_company(booked: Boo
     assert response.ended()
     assert not prefill.ended()
     assert booked.under_way == {}
+
+
+def test_a_booking_that_cannot_be_made_leaves_nothing_behind(booked: Booked) -> None:
+    """What was begun already would be waited for, for ever: nobody has the booking to end it."""
+
+    def no_memory() -> float:
+        raise MemoryError
+
+    bookings = Bookings(booked.load, booked.bookings.planner, booked.quiet, no_memory)
+    with pytest.raises(MemoryError):
+        bookings.book(booked.at(R0))
+    assert booked.under_way == {}
+    booked.now += LATER_S
+    assert booked.mirror.prefilling() == []
+
+
+def trust_after(first_tokens: int) -> float:
+    """Of an estimate whose second hit, which it predicted in full, the engine did not have."""
+    booked = Booked()
+    for cached_tokens in (0, 1024):
+        at = booked.at(R0, trust=0.8)
+        hit = msgspec.structs.replace(at.candidate, cached_tokens=cached_tokens)
+        booking = booked.bookings.book(replace(at, candidate=hit))
+        for _ in range(first_tokens):
+            booking.first_token()
+        booked.now += 1.0
+        booking.ended()
+        booking.reported(0)
+    (known,) = booked.caches.statistics().values()
+    return known.trust
+
+
+def test_an_estimate_learns_though_a_first_token_is_reported_twice() -> None:
+    assert trust_after(1) < trust_after(0)
+    assert trust_after(2) == trust_after(1)
