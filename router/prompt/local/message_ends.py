@@ -5,7 +5,8 @@ inside the template's own text, so the messages are found in it one after the ot
 template changed is passed over. What lies between two of them, from the markers that end the one to
 the header of the next, is the same in all chats: the boundary is the last anchor there (see
 `segments.py`), whose token is found among the prompt's. Only within a message, where a long part
-such as a document ends, it has none: then the text from the anchor on is counted in tokens.
+such as a document ends, a boundary has no anchor of its own: then the text from the last anchor on
+is counted in tokens.
 """
 
 from __future__ import annotations
