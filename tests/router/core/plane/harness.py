@@ -176,16 +176,28 @@ def serving(by_tls: Secured, way: Way | None = None, **options: Any) -> Iterator
         thread.join()
 
 
+def _listener(host: str) -> socket.socket:
+    """At a port that is free at `NAME`, too: a connection of another test may have it there."""
+    while True:
+        listener = socket.create_server((host, 0))
+        if host == NAME:
+            return listener
+        with contextlib.suppress(OSError), socket.socket() as beside:
+            beside.bind((NAME, listener.getsockname()[1]))
+            return listener
+        listener.close()
+
+
 @contextlib.contextmanager
 def replica(handle: Handler, tls: ssl.SSLContext | None = None, host: str = NAME) -> Iterator[int]:
-    """A server that gives each connection to *handle*; its port.
+    """A server that gives each connection to *handle*; its port, which is free at `NAME` as well.
 
     Args:
         handle: Serves one connection.
         tls: Its certificate; None: it speaks plain HTTP.
         host: Where it listens.
     """
-    listener = socket.create_server((host, 0))
+    listener = _listener(host)
 
     def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:

@@ -59,10 +59,14 @@ def noted(method: str, path: str, body: bytes) -> tuple[bool, bool, int, bytes] 
     return found
 
 
-class Heard:
+class Observer:
+    prompt_tokens = PROMPT_TOKENS
+
+
+class Reported:
     """Takes what Python makes of a report; the rest of a reservation does not matter here."""
 
-    prompt_tokens = PROMPT_TOKENS
+    observer = Observer()
     usage = b""
 
     def report(self, usage: bytes) -> None:
@@ -94,9 +98,9 @@ def test_what_the_core_notes_is_what_python_reads(
     if isinstance(read, ReservationEnd):
         is_usual = read.failure is None and read.status in (None, 200)
         assert is_whole == (is_completed and is_usual)
-    heard: Any = Heard()
-    report_usage(heard, read)
-    assert usage_of(usage) == usage_of(heard.usage)
+    reported: Any = Reported()
+    report_usage(reported, read)
+    assert usage_of(usage) == usage_of(reported.usage)
 
 
 @pytest.mark.parametrize(
