@@ -735,6 +735,8 @@ async def test_a_phone_has_the_links_to_each_section(router: RouterProcess) -> N
     """Explaining a route is below all replicas and requests there."""
     async with browser_page(width=380) as (page, _):
         await page.goto(router.url)
+        # What comes first on the page moves the rest down when it arrives.
+        await expect(page.locator('#headline[data-level="wait"]')).to_have_count(0)
         await page.click("nav >> text=Explain a route")
         await expect(page.locator("#route h2")).to_be_in_viewport()
 
