@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from async_timeout import timeout
 
+from kvevents import lookups
 from kvevents.lookups import addresses
+from tests.support.waiting import DEADLINE_S
 
 TEXT = """
 import asyncio, socket, time
@@ -65,6 +67,18 @@ async def test_those_who_ask_meanwhile_get_the_same_answer(silent: SilentServer)
     assert await asking == ["192.0.2.7"]
     assert await addresses("silent.test") == ["192.0.2.7"]
     assert silent.asked == 2, "nothing is remembered"
+
+
+async def test_a_lookup_that_is_lost_is_made_anew(
+    silent: SilentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its thread found no memory, its name could never be looked up again."""
+    monkeypatch.setattr(lookups, "_MAX_S", 0.01)
+    with pytest.raises(OSError, match=r"no answer within 0\.01 s"):
+        await addresses("silent.test")
+    silent.may_answer.set()
+    monkeypatch.setattr(lookups, "_MAX_S", DEADLINE_S)
+    assert await addresses("silent.test") == ["192.0.2.7"]
 
 
 async def test_a_name_without_an_address_is_an_error_for_each_who_asks() -> None:

@@ -3,7 +3,7 @@ compared at every request, at each question that a decision has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from benchmarks.simulation.layouts import replica_config, with_memory_tier
 from benchmarks.simulation.plans import Chats, Pause
 from benchmarks.simulation.run import Setting, Simulation
 from benchmarks.simulation.sessions import Sessions
-from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index import SourceId
 from tests.router.core.decide.both import BothMirrors, BothVisits
 
 CHATS = partial(
@@ -41,15 +41,8 @@ class AskedMirrors(BothMirrors):
         self._clock, self._capacity_blocks = clock, capacity_blocks
         self._sources: list[SourceId] = []
 
-    def begin(
-        self,
-        model: str,
-        index: PrefixIndex,
-        source: SourceId,
-        prompts: Sequence[HashedPrompt],
-        prompt_tokens: int,
-        *rest: Any,
-    ) -> BothVisits:
+    def begin(self, *sent: Any, **options: Any) -> BothVisits:
+        model, _, source, prompts, prompt_tokens, *_ = sent
         for prompt in prompts:
             self.in_prefill(prompt, prompt_tokens)
         self.prefill_tokens_per_s(model)
@@ -58,7 +51,7 @@ class AskedMirrors(BothMirrors):
             self.load_prices(each)
         if source not in self._sources:
             self._sources.append(source)
-        return super().begin(model, index, source, prompts, prompt_tokens, *rest)
+        return super().begin(*sent, **options)
 
 
 @pytest.mark.parametrize(
