@@ -140,7 +140,7 @@ void Decider::put_estimates(const Wanted& asked, const Question& question, const
         const Conditions& conditions = *(*question.fleet)[state.replica].conditions;
         const Cache& cache = question.fleet->cache(scratch.caches_[number]);
         const std::optional<double> lost_since = conditions.lost_since(cache.dp_rank);
-        if (!state.is_suspect && !lost_since) continue;
+        if (!lost_since) continue;
         const auto& engine = conditions.engine;
         const auto known = books_.estimates->stand_in(
             cache.id, lost_since, engine ? engine->cache_tokens : std::nullopt, question.now);
