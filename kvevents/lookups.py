@@ -45,7 +45,7 @@ async def addresses(host: str) -> list[str]:
     answer = _under_way.get(key)
     if answer is None:
         answer = loop.create_future()
-        # Nobody waits for such a thread to begin (see `kvevents.threads`), nor for its end.
+        # No one waits for such a thread to begin (see `kvevents.threads`), nor for its end.
         _thread.start_new_thread(_look_up, (loop, host, answer))
         _under_way[key] = answer
         lost = OSError(f"{host}: the lookup gave no answer within {_MAX_S:g} s")

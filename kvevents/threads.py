@@ -1,6 +1,6 @@
-"""Threads that do not have to begin when they are needed, or whose beginning nobody waits for.
+"""Makes pools whose threads begin before there is work for them.
 
-A thread that finds no memory for its first steps ends without having said that it began, and
+A thread that finds no memory for its first steps ends without having reported that it began, and
 `threading.Thread.start` waits for that for ever (CPython 3.10 to 3.13: `Thread._bootstrap_inner`).
 Python's own pools start threads as work comes: an event loop that gives them work in a process
 short of memory may so stand still for good.

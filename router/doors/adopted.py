@@ -126,7 +126,7 @@ class _CoreObserver:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of its only prompt."""
+        """The tokens of its only prompt."""
         return self.settled.tokens[0]
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002

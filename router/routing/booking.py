@@ -1,8 +1,7 @@
 """A request where it is sent: booked there, followed from its sending to its end, and ended once.
 
 Its share of the load, its prompts in the cache there, and whether it had the replica to itself go
-together: whoever has the booking has all of it. What the core decides by itself it books by itself
-(`router._core.Booking`, with the same steps).
+together. The core books its own decisions by itself (`router._core.Booking`, with the same steps).
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Bookings:
         return Booking(self, at)
 
     def book_prefill(self, at: Placement) -> Booking:
-        """A replica is about to compute a prompt for another one: that is not said of it when one
-        asks which requests had it to themselves."""
+        """A replica is about to compute a prompt for another one. It does not count as a request
+        that had the replica to itself."""
         return Booking(self, at, is_response=False)
 
 
@@ -79,8 +78,8 @@ class Booking:
 
     @property
     def expected_tokens(self) -> int | None:
-        """Prompt tokens that will be cached when the engine admits it; None where nobody follows
-        it."""
+        """Prompt tokens that will be cached when the engine admits it; None without a
+        mirror."""
         return None if self._visit is None else self._visit.expected_tokens
 
     def first_token(self) -> None:
@@ -100,8 +99,8 @@ class Booking:
         return self._end_moment()
 
     def reported(self, cached_tokens: int | None) -> None:
-        """The engine has said how much of the prompt was cached, behind the end; None: it did not.
-        Where the hit was an estimate, that learns from it."""
+        """The engine has reported how much of the prompt was cached, after the end; None: it did
+        not. Where the hit was an estimate, that learns from it."""
         estimated, self._estimated = self._estimated, None
         if estimated is not None:
             estimated.ended(cached_tokens)

@@ -72,7 +72,7 @@ class Dispatcher:
     limits: PromptLimits = field(default_factory=PromptLimits)
     """Bounds on prompts."""
     owns_priority: bool = False
-    """Whether the `priority` of clients is the router's to decide."""
+    """True if the router decides on the `priority` of clients."""
     prefill: PrefillPlanner | None = None
     """Chooses who computes prompts; None: always those that requests are sent to."""
 
@@ -168,8 +168,8 @@ class Dispatcher:
         return prefill is not None and prefill.is_on and self._all(model, lora_name).may_split
 
     def have_room(self, decision: Decision) -> bool:
-        """Return whether one of the replicas that could serve a request has room for it now. Who
-        was told off since stands in a line with others: that must not keep them from starting."""
+        """Return whether one of the replicas that could serve a request has room for it now. A
+        refused tenant waits in one line with others: that must not keep them from starting."""
         tenant = decision.tenant if decision.refused_at else ""
         return self.planner.have_room(self._replicas_of(decision).values(), tenant)
 
@@ -213,8 +213,7 @@ class Dispatcher:
         return Asked(spec, body, model, lora_name, *names, terms.is_eligible)
 
     def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
-        """From the first chat on that a replica could be told about, its messages' ends are looked
-        for."""
+        """Look for the ends of messages from the first chat on of which a replica takes hints."""
         if model.tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
             return
         serving = self._serving(model, lora_name).values()

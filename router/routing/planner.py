@@ -49,22 +49,22 @@ class RoutePlanner:
         self._known = known
         self._clock = clock
         self._catch_up: Callable[[], None] | None = None
-        self._tell: Callable[[], None] | None = None
+        self._publish: Callable[[], None] | None = None
         self.ranker = Ranker(policy, known, weights or Weights(), random or Random())
         """Has the core decide."""
 
     def share(
-        self, catch_up: Callable[[], None], tell: Callable[[], None], lots: bool = False
+        self, catch_up: Callable[[], None], publish: Callable[[], None], lots: bool = False
     ) -> None:
-        """Decide by what others say as well.
+        """Decide by the state of other routers as well.
 
         Args:
             catch_up: Receives what they publish, if that is due; called before each decision.
-            tell: Publishes soon; called when a long prompt is sent.
-            lots: Whether chance decides alike between equal replicas, wherever a prompt arrives: so
-                that all who get the same prompt at the same moment send it to the same replica.
+            publish: Publishes soon; called when a long prompt is sent.
+            lots: True if all routers draw the same among equal replicas, so that a prompt that
+                arrives at several of them at one moment goes to one replica.
         """
-        self._catch_up, self._tell = catch_up, tell
+        self._catch_up, self._publish = catch_up, publish
         if lots:
             self.ranker.decider.share_lots()
 
@@ -113,8 +113,8 @@ class RoutePlanner:
         """A request is about to be sent to a cache: `remember` its prompts, and follow it there.
 
         Returns:
-            What is told of the request's first token and end; None without a mirror or a model, or
-            where the engine chooses the cache.
+            The visit, which takes the request's first token and end; None without a mirror or a
+            model, or where the engine chooses the cache.
         """
         question, candidate, source = at.question, at.candidate, at.source
         if source is None:
@@ -122,8 +122,8 @@ class RoutePlanner:
         self.remember(question.prompts, source)
         if self._known.mirror is None or question.index is None:
             return None
-        if self._tell is not None and at.uncached_tokens >= WORTH_TELLING:
-            self._tell()
+        if self._publish is not None and at.uncached_tokens >= WORTH_TELLING:
+            self._publish()
         return self._known.mirror.begin(
             question.request.model,
             question.index,

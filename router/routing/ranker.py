@@ -1,6 +1,6 @@
 """Ranks replicas in the compiled core, by a policy of its own or by a plug-in.
 
-The core matches, sorts out, and orders, by what a mirror and estimates say of the caches.
+The core matches, sorts out, and orders, by what a mirror and estimates know of the caches.
 Candidates and their reasons are made from what the core found when they are asked for. A plug-in
 gets what the core found as columns, and orders it.
 """
@@ -67,7 +67,7 @@ _OBSTACLES = (
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What decisions look at."""
+    """Holds the state that decisions read."""
 
     load: LoadTracker
     """Counts what this router has in flight at each replica."""
@@ -228,7 +228,7 @@ def _costs_of_ranks(
 
 
 def _standings(columns: Any, lower: Callable[[int], tuple[Any, ...]]) -> Standings:
-    """From what the core says of all."""
+    """Read the core's columns of all candidates."""
     states, gpu, cached, junction, recent, progress, outlooks = columns
     return Standings(
         *(states, gpu, cached, junction, recent, progress, outlooks),
@@ -237,7 +237,7 @@ def _standings(columns: Any, lower: Callable[[int], tuple[Any, ...]]) -> Standin
 
 
 def _candidate(fields: tuple[Any, ...], obstacle: int = 0) -> Candidate:
-    """From what the core says of one."""
+    """Read the core's fields of one candidate."""
     (name, gpu, cached, by_tier, price, pull_from, junction, recent, progress, age, reuse) = fields[
         :11
     ]

@@ -106,8 +106,8 @@ class RequestObservers:
         Args:
             number: The request's, in the data plane.
             failure: How it failed; None: it responded that it cannot now.
-            retry_after_s: For how long, as it says.
-            tenant: Whom it told so, where it tells several apart.
+            retry_after_s: For how long, by its response.
+            tenant: The one that it refused, where it distinguishes tenants.
         Returns:
             How it failed.
         """
@@ -494,8 +494,8 @@ class RequestObserver(ProxyObserver):
         return self._events if reported is None else reported
 
     def _prefill_at(self, prefiller: Candidate | None) -> None:
-        """Another replica computes its prompt, booked there until the response begins, since nobody
-        says when it is done; None: no other, or no other any more."""
+        """Another replica computes its prompt, booked there until the response begins, since no
+        one reports when it is done; None: no other, or no other any more."""
         before = self._prefill
         if prefiller is (None if before is None else before.placement.candidate):
             return
@@ -542,7 +542,7 @@ class RequestObserver(ProxyObserver):
 
     def _is_comparable_at(self, candidate: Candidate) -> bool:
         """Return whether the response will report what was cached where it was sent; not what came
-        there from whoever computed the prompt."""
+        there from the replica that computed the prompt."""
         return self._prefill is None and self.decision.is_comparable_at(candidate)
 
     def _comparison(self, actual: int) -> Comparison:
@@ -557,12 +557,12 @@ class RequestObserver(ProxyObserver):
         )
 
     def _recorded(self, at: Placement) -> tuple[tuple[Tap, int], ...]:
-        """Give the prompt to whoever records the cache that it is sent to, where that is certain
-        and the engine's report will be comparable."""
+        """Give the prompt to the taps that record its cache, where that is certain and the engine's
+        report will be comparable."""
         decision = self.decision
         taps = () if at.source is None else self._of_all.taps.of(at.source)
         if not (taps and decision.prompts and self._is_comparable_at(at.candidate)):
             return ()
         prompt = decision.tokenized[0]
-        told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
-        return tuple((tap, tap.query(*told)) for tap in taps)
+        asked = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
+        return tuple((tap, tap.query(*asked)) for tap in taps)

@@ -127,7 +127,7 @@ class ChatTemplate:
         except TooMuchWork:
             rule = "must render four short messages in a bounded number of steps"
             raise ModelFilesError(place, "does too much", rule) from None
-        """Whether it accepts system messages after the first message."""
+        """True if it accepts system messages after the first message."""
 
     def render(self, context: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
         """Return the prompt's text.
