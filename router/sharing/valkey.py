@@ -62,7 +62,9 @@ _SEAL_BYTES = 16
 _NAME_BYTES = 16
 _STAMP = struct.Struct(">Qd")
 _HEAD_BYTES = _NAME_BYTES + _STAMP.size
-_AWAY = (RedisError, OSError, asyncio.TimeoutError)
+_AWAY = (RedisError, OSError, asyncio.TimeoutError, RuntimeError)
+"""The errors of a connection that is cut. uvloop's is a RuntimeError, where something is written to
+a transport that has just been closed; the client passes it on."""
 
 
 class Credentials(NamedTuple):

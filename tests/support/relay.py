@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import selectors
 import socket
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -136,11 +137,12 @@ class CuttingRelay(_Relay):
 
     Args:
         upstream: The endpoint to forward to. seed: Seed of the mistakes. cut: Probability per chunk
-        of up to 16 KiB; 0 ends the mistakes.
+        of up to 16 KiB; 0 ends the mistakes. resets: Connections end as those of a dying host do.
     """
 
-    def __init__(self, upstream: str, seed: int, cut: float) -> None:
+    def __init__(self, upstream: str, seed: int, cut: float, resets: bool = False) -> None:
         self.cut = cut
+        self._resets = resets
         self.cuts = 0
         self._port = int(upstream.rpartition(":")[2])
         self._rng = random.Random(seed)
@@ -207,6 +209,9 @@ class CuttingRelay(_Relay):
             del self._other[other]
             for each in (end, other):
                 self._selector.unregister(each)
+                if self._resets:
+                    linger = struct.pack("ii", 1, 0)
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 each.close()
 
 
