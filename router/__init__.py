@@ -18,7 +18,7 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     settings.py      the options of each part, made from the configuration
     follower.py      what follows when replicas change
     service.py       makes, wires and closes all parts
-    process.py       the start of the process: its log, its sockets
+    process.py       the start of the process: its event loop, its log, its sockets
     reload.py        takes over a changed configuration
     app.py           the ASGI application
     seams/           what joins the data plane to Python

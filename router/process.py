@@ -1,7 +1,9 @@
-"""Does what every process of the router does first: its log, its announcement, its sockets."""
+"""Does what every process of the router does first: its event loop, its log, its announcement, its
+sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -10,7 +12,12 @@ import re
 import resource
 import socket
 import sys
+from collections.abc import Coroutine
 from datetime import datetime
+from typing import Any
+
+import uvloop
+from typing_extensions import override
 
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
@@ -19,6 +26,52 @@ BACKLOG = 4096
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MIN_OPEN_FILES = 64
 """Below that not even one replica and a few clients have their sockets."""
+
+
+# --- the event loop -------------------------------------------------------------------------------
+
+
+class EventLoop(uvloop.Loop):
+    """uvloop's event loop, where a connection's descriptor is closed once.
+
+    uvloop (0.21 to 0.23) closes the descriptor of a TLS connection that is reset before the
+    handshake has begun, and then ties the caller's socket to it, which closes that number again
+    when it is collected. Whoever has the number by then, a client's connection or an event stream,
+    loses it to the next one.
+    """
+
+    @override
+    async def create_connection(
+        self, *arguments: Any, sock: socket.socket | None = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Connect as asyncio's event loops do; a *sock* that fails is closed by uvloop alone."""
+        try:
+            return await super().create_connection(*arguments, sock=sock, **options)
+        except (OSError, asyncio.CancelledError):
+            if sock is not None:
+                sock.detach()
+            raise
+
+
+if sys.version_info < (3, 11):
+
+    class _EventLoopPolicy(asyncio.DefaultEventLoopPolicy):
+        @override
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            return EventLoop()
+
+
+def run_on_event_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run *work* to its end, as `asyncio.run` does."""
+    if sys.version_info >= (3, 11):
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(work)
+    else:
+        asyncio.set_event_loop_policy(_EventLoopPolicy())
+        asyncio.run(work)
+
+
+# --- the log --------------------------------------------------------------------------------------
 
 
 class _TextFormatter(logging.Formatter):

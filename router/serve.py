@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
-import uvloop
 from async_timeout import timeout
 
 from kvevents.threads import begun_pool
@@ -62,6 +61,7 @@ from router.process import (
     announce,
     give_up_unwritten_log,
     listen,
+    run_on_event_loop,
     set_up_logging,
 )
 from router.prompt import Endpoint
@@ -514,12 +514,7 @@ def run(
     allow_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        if sys.version_info >= (3, 11):
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(config, new_index, source))
-        else:
-            uvloop.install()
-            asyncio.run(serve(config, new_index, source))
+        run_on_event_loop(serve(config, new_index, source))
     except ConfigError as error:
         if config.observability.log_format != "json":
             raise

@@ -1,12 +1,19 @@
-"""What the router writes to its log."""
+"""What the router writes to its log, and its event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import logging
 import re
+import socket
+import ssl
 
-from router.process import _TextFormatter
+import pytest
+
+from router.process import EventLoop, _TextFormatter
+from tests.support.relay import close_by_reset
 
 
 def test_a_name_from_outside_cannot_begin_a_line_of_its_own() -> None:
@@ -28,3 +35,23 @@ def test_a_name_from_outside_cannot_begin_a_line_of_its_own() -> None:
     )
     assert re.fullmatch(r"\S+ ERROR router: failed", second)
     assert trace[0] == "Traceback (most recent call last):"
+
+
+def test_a_reset_tls_connection_is_closed_once() -> None:
+    """uvloop closed its descriptor and left it to the socket as well: that closed the number again
+    when it was collected, which another connection had by then. Each later connection that got the
+    number failed, and with it whatever had asked for it."""
+    with contextlib.closing(EventLoop()) as loop, socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        close_by_reset(far)
+        near.setblocking(False)
+        connecting = loop.create_connection(
+            asyncio.Protocol,
+            sock=near,
+            ssl=ssl.create_default_context(),
+            server_hostname="localhost",
+        )
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            loop.run_until_complete(connecting)
+        assert near.fileno() == -1

@@ -50,6 +50,12 @@ class _Relay(ABC):
         self._thread.join()
 
 
+def close_by_reset(end: socket.socket) -> None:
+    """Close a connection as a dying host does; what is not sent yet is lost."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+
+
 class LossyRelay(_Relay):
     """SUB on one side, PUB on the other, a thread between that makes mistakes until `heal` is
     called."""
@@ -210,9 +216,9 @@ class CuttingRelay(_Relay):
             for each in (end, other):
                 self._selector.unregister(each)
                 if self._resets:
-                    linger = struct.pack("ii", 1, 0)
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                each.close()
+                    close_by_reset(each)
+                else:
+                    each.close()
 
 
 class CrossingRelay(_Relay):
