@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import errno
 import ipaddress
 import socket
 from contextlib import suppress
@@ -35,8 +36,7 @@ async def addresses(host: str) -> list[str]:
     caller that is cancelled leaves the lookup to the others.
 
     Raises:
-        OSError: It has no address.
-        UnicodeError: It cannot be a name.
+        OSError: It has no address; with ENOMEM: there is no memory to look it up.
     """
     if is_numeric(host):
         return [host]
@@ -46,7 +46,10 @@ async def addresses(host: str) -> list[str]:
     if answer is None:
         answer = loop.create_future()
         # No one waits for such a thread to begin (see `kvevents.threads`), nor for its end.
-        _thread.start_new_thread(_look_up, (loop, host, answer))
+        try:
+            _thread.start_new_thread(_look_up, (loop, host, answer))
+        except RuntimeError:
+            raise _no_memory() from None
         _under_way[key] = answer
         lost = OSError(f"{host}: the lookup gave no answer within {_MAX_S:g} s")
         giving_up = loop.call_later(_MAX_S, _settle, answer, lost)
@@ -58,20 +61,28 @@ async def addresses(host: str) -> list[str]:
 
 
 def _look_up(loop: asyncio.AbstractEventLoop, host: str, answer: asyncio.Future[list[str]]) -> None:
-    found: list[str] | Exception
+    found: list[str] | OSError
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-    except (OSError, UnicodeError, MemoryError, RuntimeError) as error:
+    except OSError as error:
         found = error
+    except UnicodeError as error:
+        found = OSError(None, f"it cannot be a name: {error}")
+    except (MemoryError, RuntimeError):
+        found = _no_memory()
     with suppress(RuntimeError):  # the event loop has been closed
         loop.call_soon_threadsafe(_settle, answer, found)
 
 
-def _settle(answer: asyncio.Future[list[str]], found: list[str] | Exception) -> None:
+def _no_memory() -> OSError:
+    return OSError(errno.ENOMEM, "there is no memory to look it up")
+
+
+def _settle(answer: asyncio.Future[list[str]], found: list[str] | OSError) -> None:
     if answer.done():
         return
-    if isinstance(found, Exception):
+    if isinstance(found, OSError):
         answer.set_exception(found)
     else:
         answer.set_result(found)

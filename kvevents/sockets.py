@@ -387,7 +387,7 @@ async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
         if not asking.done():
             raise NoConnection(f"{endpoint}: the host has no address in {timeout_s:g} s")
         found = asking.result()
-    except (OSError, UnicodeError):
+    except OSError:
         raise NoConnection(f"{endpoint}: the host has no address") from None
     finally:
         asking.cancel()

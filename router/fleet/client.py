@@ -22,6 +22,7 @@ from yarl import URL
 
 from kvevents.lookups import addresses, is_numeric
 from router.config.origin import KEPT_S, Allows, Header, Origin, Timeouts
+from router.errors import is_out_of_memory
 from router.fleet.client_errors import (
     ClosedBeforeResponse,
     ConnectFailed,
@@ -299,8 +300,10 @@ class _Resolver(AbstractResolver):
     ) -> list[ResolveResult]:
         try:
             found = await addresses(host)
-        except (UnicodeError, RuntimeError) as error:  # no name, or no thread to look it up in
-            raise OSError(None, str(error)) from error
+        except OSError as error:
+            if is_out_of_memory(error):  # where a socket lacks it, it is a buffer
+                raise MemoryError from error
+            raise
         allowed = [each for each in found if self._allows is None or self._allows(each)]
         if not allowed:
             raise OSError(None, _not_allowed(found[0]))

@@ -76,7 +76,7 @@ class ProbeFetch:
         """Return the address to connect to; None for several, or without an allowed one."""
         try:
             found = origin.allowed(await addresses(origin.host))
-        except (OSError, UnicodeError, RuntimeError):
+        except OSError:
             return None
         return found[0] if len(found) == 1 else None
 

@@ -53,7 +53,6 @@ class Addresses:
 
         Raises:
             OSError: It has no address.
-            UnicodeError: It cannot be a name.
         """
         found = await addresses(host)
         until = asyncio.get_running_loop().time() + _LOOKED_UP_S

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from router.config.origin import Header
+from router.errors import is_out_of_memory
 from router.plane.addresses import Addresses
 from router.plane.attempts import (
     NO_FILES,
@@ -251,8 +252,11 @@ class PlaneRelay:
     async def _look_up(self, attempt: Attempt, may_reuse: bool) -> None:
         try:
             hosts = await self._proxy.addresses.look_up(attempt.origin.host)
-        except (OSError, UnicodeError) as error:
-            self.on_failed("connect", str(error))
+        except OSError as error:
+            if is_out_of_memory(error):
+                self._fail(error)
+            else:
+                self.on_failed("connect", str(error))
             return
         except Exception as error:  # noqa: BLE001 - logged there
             self._fail(error)
@@ -332,7 +336,7 @@ class PlaneRelay:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        is_memory = isinstance(error, MemoryError)
+        is_memory = is_out_of_memory(error)
         if not is_memory:
             logger.error("a request could not be passed on", exc_info=error)
         if self._exchange.response_started:

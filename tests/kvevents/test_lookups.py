@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import subprocess
 import sys
@@ -86,6 +87,20 @@ async def test_a_name_without_an_address_is_an_error_for_each_who_asks() -> None
     asking = [addresses("does-not-exist.invalid") for _ in range(2)]
     found = await asyncio.gather(*asking, return_exceptions=True)
     assert all(isinstance(error, OSError) for error in found), found
+
+
+async def test_whatever_keeps_a_name_from_being_looked_up_is_such_an_error() -> None:
+    """Callers try again after it. Any other ended the task that followed an event stream."""
+    with pytest.raises(OSError, match="cannot be a name"):
+        await addresses("x" * 64 + ".test")
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(OSError, match="there is no memory") as found:
+            await addresses("localhost")
+        assert found.value.errno == errno.ENOMEM
+    finally:
+        threading.stack_size(before)
+    assert await addresses("localhost")
 
 
 def test_a_process_ends_although_a_lookup_does_not() -> None:

@@ -67,7 +67,7 @@ class Networks:
         try:
             async with timeout(_RESOLVE_S):
                 found = await addresses(host)
-        except (OSError, UnicodeError, asyncio.TimeoutError):
+        except (OSError, asyncio.TimeoutError):
             raise BadRequest(place, repr(host), "must resolve to an address") from None
         for address in found:
             if address not in self:
