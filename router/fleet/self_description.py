@@ -201,8 +201,12 @@ def parse_models(body: bytes) -> ServedModels:
 
 def parse_model_entries(body: bytes) -> dict[str, dict[str, Any]]:
     """Return the entries of a response to `GET /v1/models`, by name, without the response's own
-    fields. The response must have been read by `parse_models` before."""
-    listed = msgspec.json.decode(body)
+    fields. The response must have been read by `parse_models` before, which skips most of it.
+
+    Raises:
+        InvalidReplicaResponse: There is no value for a part of it, as for `1e999`.
+    """
+    listed = _decode(MODELS_PATH, body, dict[str, Any])
     return {entry["id"]: entry for entry in listed["data"]}
 
 

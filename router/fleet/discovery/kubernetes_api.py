@@ -194,15 +194,15 @@ def _target(path: str, query: Mapping[str, str]) -> bytes:
 
 def _message(body: bytes) -> str:
     try:
-        return f": {msgspec.json.decode(body, type=_Status).message[:200]}"
-    except msgspec.DecodeError:
+        return f": {_decode(body, _Status).message[:200]}"
+    except KubernetesError:
         return ""
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KubernetesError(f"an answer that cannot be read: {error}"[:300]) from None
 
 

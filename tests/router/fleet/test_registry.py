@@ -438,7 +438,16 @@ async def test_an_adapter_loaded_later_is_found_without_a_restart() -> None:
 
 
 @pytest.mark.parametrize(
-    "nonsense", [b"[", b"[" * 500_000, b'{"data": []}', b'{"data": [{"id": 5}]}', b"x" * 2_000_000]
+    "nonsense",
+    [
+        b"[",
+        b"[" * 500_000,
+        b'{"data": []}',
+        b'{"data": [{"id": 5}]}',
+        b'{"data": [{"id": "m", "x": 1e999}]}',
+        b'{"data": [{"id": "m", "x": "\xff"}]}',
+        b"x" * 2_000_000,
+    ],
 )
 async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: bytes) -> None:
     """A proxy's error page with status 200 must not take a model out of service."""

@@ -12,6 +12,7 @@ from async_timeout import timeout
 from router.config import KubernetesDiscovery, ReplicaOptions
 from router.fleet.discovery.kubernetes import KubernetesProvider
 from tests.router.fleet.discovery.found import Found, following
+from tests.router.raw_http import answer, answering, raw_server
 from tests.support.kubernetes_api import PODS, POOLS, SLICES, api_server, pod
 from tests.support.waiting import DEADLINE_S, eventually
 
@@ -280,6 +281,15 @@ async def test_an_object_that_cannot_be_read_leaves_out_only_itself() -> None:
         async with following(provider(url)) as found:
             await eventually(lambda: list(found.urls) == ["vllm-0"], "the other")
             assert found.broken[0].startswith("odd: ")
+
+
+@pytest.mark.parametrize("status", ["200 OK", "503 Service Unavailable"])
+async def test_an_answer_that_is_no_text_is_a_failure_like_any_other(status: str) -> None:
+    """What stands between the router and the API server may say anything; the provider ended."""
+    body = b'{"message": "\xff", "metadata": {"resourceVersion": "\xff"}}'
+    nonsense = answering(answer(body, status))
+    async with raw_server(nonsense) as server, following(provider(server.url)) as found:
+        await eventually(lambda: len(found.failures) > 1, "it asks again")
 
 
 async def test_the_endpoints_of_a_service_are_replicas() -> None:
