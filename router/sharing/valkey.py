@@ -21,6 +21,7 @@ seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -28,7 +29,7 @@ import math
 import secrets
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import redis.asyncio as redis
@@ -62,9 +63,14 @@ _SEAL_BYTES = 16
 _NAME_BYTES = 16
 _STAMP = struct.Struct(">Qd")
 _HEAD_BYTES = _NAME_BYTES + _STAMP.size
-_AWAY = (RedisError, OSError, asyncio.TimeoutError, RuntimeError)
-"""The errors of a connection that is cut. uvloop's is a RuntimeError, where something is written to
-a transport that has just been closed; the client passes it on."""
+_AWAY = (
+    *(RedisError, OSError, asyncio.TimeoutError),
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+)
+"""The errors of the client. uvloop raises RuntimeError where something is written to a transport
+that has just been closed; the rest is what Python says of an answer that is not of a server of this
+kind. Only the client's calls stand where they are caught."""
+_MAX_REASON_CHARS = 200
 
 
 class Credentials(NamedTuple):
@@ -251,8 +257,9 @@ class ValkeyBoard(Board):
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while not self._is_over:
             self._is_new.clear()
+            message = self._sealed(self._slot)
             try:
-                await self._publish()
+                await self._publish(message)
             except _AWAY as error:
                 self._note_away(self._is_publishing, error)
                 self._is_publishing = False
@@ -265,8 +272,7 @@ class ValkeyBoard(Board):
             await self._is_new.wait()
             beat.cancel()
 
-    async def _publish(self) -> None:
-        message = self._sealed(self._slot)
+    async def _publish(self, message: bytes) -> None:
         key = self._prefix + self._name.hex()
         async with self._server.pipeline(transaction=False) as pipeline:
             pipeline.set(key, message, px=int(EXPIRY_S * 1000))
@@ -285,39 +291,43 @@ class ValkeyBoard(Board):
     # --- receiving --------------------------------------------------------------------------------
 
     async def _subscribe(self, on_news: Callable[[], None]) -> None:
+        async with contextlib.aclosing(self._messages()) as messages:
+            async for message in messages:
+                self._take(message)
+                on_news()
+
+    async def _messages(self) -> AsyncGenerator[object, None]:
+        """Yield what the others publish, as long as the board runs."""
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while not self._is_over:
             try:
                 async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._channel)
-                    await self._read_existing()
+                    for message in await self._existing():
+                        yield message
                     self._is_subscribed = True
                     retry.reset()
                     logger.info("board: connected")
-                    await self._listen(channel, on_news)
+                    while not self._is_over:
+                        yield await self._next(channel)
             except _AWAY as error:
                 self._note_away(self._is_subscribed, error)
                 self._is_subscribed = False
             await asyncio.sleep(retry.next_delay())
 
-    async def _read_existing(self) -> None:
+    async def _existing(self) -> list[object]:
         keys = [key async for key in self._server.scan_iter(match=self._prefix + "*", count=1000)]
-        for message in await self._server.mget(keys[:MAX_WRITERS]) if keys else ():
-            self._take(message)
+        return list(await self._server.mget(keys[:MAX_WRITERS])) if keys else []
 
-    async def _listen(self, channel: Any, on_news: Callable[[], None]) -> None:
+    async def _next(self, channel: Any) -> object:
+        """Wait for the next message. Our own come back as well: without any, the connection is cut,
+        or overloaded."""
         quiet_since = self._clock()
-        while not self._is_over:
-            message = await channel.get_message(timeout=1.0)
-            if message is not None:
-                self._take(message["data"])
-                on_news()
+        while (message := await channel.get_message(timeout=1.0)) is None and not self._is_over:
+            if self._clock() - quiet_since > EXPIRY_S:
+                await channel.ping()
                 quiet_since = self._clock()
-            elif self._clock() - quiet_since > EXPIRY_S:
-                await (
-                    channel.ping()
-                )  # our own messages come back as well: the connection is cut, or overloaded
-                quiet_since = self._clock()
+        return None if message is None else message["data"]
 
     def _take(self, message: object) -> None:
         """Keep a message that is whole, new, and from a router with the secret."""
@@ -351,4 +361,5 @@ class ValkeyBoard(Board):
     def _note_away(self, was_up: bool, error: BaseException) -> None:
         self._failures += 1
         if was_up:
-            logger.warning("board: the server is away, nothing arrives from others: %s", error)
+            why = str(error)[:_MAX_REASON_CHARS]
+            logger.warning("board: the server is away, nothing arrives from others: %s", why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ from router.sharing.valkey import (
     ValkeyBoard,
     connect,
 )
+from tests.router.raw_http import RawConnection, raw_server
 from tests.support.relay import CuttingRelay
 from tests.support.valkey_server import ValkeyServer
 from tests.support.waiting import DEADLINE_S, eventually
@@ -95,15 +97,54 @@ def test_a_connection_may_be_cut_at_any_moment(monkeypatch: pytest.MonkeyPatch) 
             uvloop.run(_finds_back_after_cuts(relay))
 
 
-async def _finds_back_after_cuts(relay: CuttingRelay) -> None:
+def board_at(relay: CuttingRelay) -> ValkeyBoard:
     url = relay.endpoint.replace("tcp", "redis")
-    one, two = (connect(url, Credentials(None, None), "kvroute", b"secret") for _ in range(2))
+    return connect(url, Credentials(None, None), "kvroute", b"secret")
+
+
+async def _finds_back_after_cuts(relay: CuttingRelay) -> None:
+    one, two = board_at(relay), board_at(relay)
     async with running(one, two):
         await eventually(lambda: relay.cuts >= 400, "it is cut")
         relay.cut = 0
         one.publish(b"one")
         two.publish(b"two")
         await eventually(lambda: (heard(one), heard(two)) == ([b"two"], [b"one"]), "they hear")
+
+
+NONSENSE = (
+    b"x" * 100_000,
+    b":x\r\n",
+    b":1\r\n" * 20,
+    b"*1\r\n:1\r\n" * 20,
+    b"+OK\r\n" * 4 + b",x\r\n",
+)
+
+
+async def test_what_is_no_server_of_this_kind_may_answer_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another service had the address for a moment: the client raised what Python says of its
+    answers, and the routers heard nothing of each other ever after."""
+    monkeypatch.setattr("router.sharing.valkey.MAX_DELAY_S", 0.01)
+    turns = itertools.cycle(NONSENSE)
+
+    async def answer(connection: RawConnection) -> None:
+        await connection.reader.read(1)
+        await connection.send(next(turns))
+
+    with contextlib.closing(ValkeyServer()) as server:
+        async with raw_server(answer) as other:
+            relay = CuttingRelay(other.url, seed=1, cut=0)
+            with contextlib.closing(relay):
+                one, two = board_at(relay), board_at(relay)
+                async with running(one, two):
+                    await eventually(lambda: other.accepted >= 20 * len(NONSENSE), "it is asked")
+                    relay.lead_to(server.url)
+                    one.publish(b"one")
+                    two.publish(b"two")
+                    await eventually(lambda: heard(one) == [b"two"], "one hears")
+                    await eventually(lambda: heard(two) == [b"one"], "two hears")
 
 
 async def test_what_is_not_sealed_with_the_secret_is_dropped() -> None:
