@@ -42,7 +42,11 @@ class Reloader:
         while True:
             await self._asked.wait()
             self._asked.clear()
-            await self._reload()
+            try:
+                await self._reload()
+            except Exception as error:
+                self.metrics.reloads.labels(REFUSED).inc()
+                logger.critical("a changed configuration was not taken over whole", exc_info=error)
 
     async def watch(self, path: Path, interval_s: float = 1.0) -> None:
         """Ask whenever a file changes, until cancelled.

@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from router.config.document import Location
+from kvevents.lookups import is_numeric
+from router.config.document import Location, broken_rule
 from router.config.replica import ReplicaOptions
 from router.config.section import Section
 from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
+
+def _check_name_server(text: str) -> str:
+    address, _, port = text.partition("#")
+    if not is_numeric(address) or int(port or 53) > 65_535:
+        raise broken_rule(f"{text!r}; expected an address, or address#port")
+    return text
+
+
 DnsName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), PLAIN]
-NameServer = Annotated[str, Field(pattern=r"^[0-9A-Fa-f.:]{2,45}(#\d{1,5})?$"), PLAIN]
+NameServer = Annotated[
+    str,
+    Field(pattern=r"^[0-9A-Fa-f.:]{2,45}(#\d{1,5})?$"),
+    PLAIN,
+    AfterValidator(_check_name_server),
+]
 KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"), PLAIN]
 LabelSelector = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./=!,() -]{1,1024}$"), PLAIN]
 IdPrefix = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{0,64}$"), PLAIN]

@@ -72,8 +72,9 @@ def parse_document(text: str) -> object:
         raise ConfigError(
             [ConfigProblem(_position(error.problem_mark), error.problem or "is not YAML")]
         ) from None
-    # Invalid dates raise ValueError; deep nesting raises RecursionError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    # Invalid dates raise ValueError, deep nesting RecursionError, values that are not of their tag
+    # the others.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
         raise ConfigError([ConfigProblem("", f"is not YAML: {type(error).__name__}")]) from None
 
 

@@ -32,12 +32,7 @@ class DnsProvider:
         """Ask nothing yet."""
         self.name = config.title
         self._config = config
-        self._resolver = dns.asyncresolver.Resolver(configure=config.nameserver is None)
-        self._resolver.lifetime = _LOOKUP_S
-        if config.nameserver is not None:
-            address, _, port = config.nameserver.partition("#")
-            self._resolver.nameservers = [address]
-            self._resolver.port = int(port or 53)
+        self._resolver: dns.asyncresolver.Resolver | None = None
 
     async def follow(self, listener: ProviderListener) -> None:
         """See `ReplicaProvider`."""
@@ -85,6 +80,8 @@ class DnsProvider:
 
     async def _ask(self, kind: dns.rdatatype.RdataType) -> Any:
         """The answer; None where the name has no such record."""
+        if self._resolver is None:
+            self._resolver = _resolver(self._config.nameserver)
         try:
             return await self._resolver.resolve(self._config.name, kind, search=True)
         except _ABSENT:
@@ -95,6 +92,17 @@ class DnsProvider:
         options = self._config.replica
         given = {name: getattr(options, name) for name in options.model_fields_set}
         return ReplicaConfig(url=f"{self._config.scheme}://{shown}:{port}", **given)
+
+
+def _resolver(nameserver: str | None) -> dns.asyncresolver.Resolver:
+    """Raises `dns.resolver.NoResolverConfiguration` where the system names none."""
+    found = dns.asyncresolver.Resolver(configure=nameserver is None)
+    found.lifetime = _LOOKUP_S
+    if nameserver is not None:
+        address, _, port = nameserver.partition("#")
+        found.nameservers = [address]
+        found.port = int(port or 53)
+    return found
 
 
 def _ttl_s(answers: Sequence[Any]) -> float:

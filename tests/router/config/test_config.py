@@ -146,6 +146,13 @@ def test_where_the_router_orders_requests_clients_do_not(text: str, owns: bool) 
     assert RouterConfig.from_yaml(text, {}).owns_priority is owns
 
 
+@pytest.mark.parametrize("text", ["10.0.0.999", "::1::", "10.0.0.1#65536"])
+def test_a_name_server_is_an_address(text: str) -> None:
+    """Another one was found out only when it was to be used: no configuration was read after it."""
+    (found,) = problems(f"discovery: {{dns: [{{name: a, port: 1, nameserver: '{text}'}}]}}")
+    assert found == (f"discovery.dns[0].nameserver: {text!r}; expected an address, or address#port")
+
+
 def test_a_layout_becomes_hints_for_the_index() -> None:
     """The index knows nothing of files."""
     config = RouterConfig.from_yaml(FULL, ENVIRON)
@@ -496,6 +503,8 @@ def test_problems_between_sections_are_reported_beside_those_inside() -> None:
         ("a\x00b", "is not YAML: ReaderError"),
         ("server: 2024-99-99", "is not YAML: ValueError"),
         ("[" * 5000, "is not YAML: RecursionError"),
+        ('server: !!int ""', "is not YAML: IndexError"),
+        ("server: !!timestamp now", "is not YAML: AttributeError"),
     ],
 )
 def test_invalid_yaml_is_refused_with_its_line(text: str, expected: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import dns.rcode
+import dns.resolver
 import pytest
 from pydantic import ValidationError
 
@@ -112,3 +115,19 @@ def test_options_that_contradict_each_other_are_refused(
     """With their place."""
     with pytest.raises(ValidationError, match=message):
         DnsDiscovery.model_validate({"name": NAME, "port": 8000, **options})
+
+
+async def test_a_system_without_a_resolver_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its configuration may come later, as may the network: the router did not start."""
+    path = tmp_path / "resolv.conf"
+    monkeypatch.setattr(dns.resolver.BaseResolver.__init__, "__defaults__", (str(path), True))
+    config = {"name": NAME, "port": 8000, "max_interval_s": 0.1, "min_interval_s": 0.02}
+    async with following(DnsProvider(DnsDiscovery.model_validate(config))) as found:
+        await eventually(lambda: len(found.failures) > 1, "it asks again")
+        assert found.failures[-1].startswith("NoResolverConfiguration")
+        path.write_text("nameserver 127.0.0.1\n")
+        await eventually(
+            lambda: not found.failures[-1].startswith("NoResolverConfiguration"), "it asks there"
+        )
