@@ -337,8 +337,8 @@ class Booking:
     def ended(self, was_served: bool) -> bool:
         """Whether no other request that the core decided was there meanwhile, or shortly before."""
     def reported(self, cached_tokens: int | None) -> None:
-        """What the engine said was cached of the prompt, behind the end; None: it did not say. An
-        estimate learns from it, where the hit was one."""
+        """Note the cached tokens that the engine reported, after the end; None: it reported none.
+        An estimated hit learns from it."""
 
 class Place:
     """One of the reservations that there may be; it goes back with its last reference."""
@@ -346,21 +346,21 @@ class Place:
     def give_back(self) -> None: ...
 
 class Reservations:
-    """What gateways have reserved, by name: how much there may be, and what the core has booked."""
+    """Gateways' reservations, by name: bounds their number, and keeps what the core has booked."""
 
     def __init__(self, most: int) -> None: ...
     def take(self, reservation_id: str) -> Place | None: ...
     def has(self, reservation_id: str) -> bool: ...
     def held(self) -> int: ...
     def completed(self) -> int:
-        """Those that were served whole and are not told of."""
-    def tell(self, reservation_id: str) -> list[tuple[Any, ...]]:
-        """One that the core keeps to itself, each as an event of `Plane`; none where it does not.
-        What is reported of it is told of from now on."""
-    def tell_at(self, replica: str) -> list[tuple[Any, ...]]:
+        """Return how many were served whole and never handed over."""
+    def hand_over(self, reservation_id: str) -> list[tuple[Any, ...]]:
+        """Return one that the core keeps, as an event of `Plane`; none where it does not. Reports
+        on it come as events from now on."""
+    def hand_over_at(self, replica: str) -> list[tuple[Any, ...]]:
         """Likewise all that are booked at a replica."""
-    def tell_silent(self, since: float, most: int) -> list[tuple[Any, ...]]:
-        """Likewise those of which nothing was said since, where that is longest ago first."""
+    def hand_over_silent(self, since: float, most: int) -> list[tuple[Any, ...]]:
+        """Likewise those without a report since then, the longest silent first."""
 
 class Networks:
     """Networks that addresses belong to."""
@@ -454,7 +454,7 @@ class TlsContext:
 class Plane:
     """The data plane's threads.
 
-    Events, each a tuple of its kind, the number of its exchange, and what there is to say:
+    Events, each a tuple of its kind, the number of its exchange, and its fields:
 
         opened      method, target, minor version, whether the connection stays, whether it is of
                     the reserve, fields, client's host and port, what came of the body, whether
@@ -475,13 +475,14 @@ class Plane:
                     the failure or None, status, seconds to wait or None; `opened` follows
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
-        reserved    a gateway that sends a request itself was told where: the id of its
+        reserved    a gateway got the replica for a request that it sends itself: the id of its
                     reservation, its booking, its place, the reason, tokens by lower tier, the
-                    record of `settled`, and when something was said of it last. Where `sum_up` was
-                    called, most are not told of: see `Reservations`
+                    record of `settled`, and the time of the last report on it. Where `sum_up` was
+                    called, most are no events: see `Reservations`
         reported    what that gateway reports of it: its id, `first_token`, `output` or `end`, the
                     body, and when
-        told        where such a request would go: model, seconds of the decision; of no exchange
+        looked_up   a gateway was answered where a request would go: model, seconds of the
+                    decision; of no exchange
         long_prompt such a request has much to compute, and was sent; of no exchange
         running     such a request takes a while, or has its first byte since: the record of
                     `settled`
@@ -522,7 +523,7 @@ class Plane:
         seconds: Sequence[float],
         error_tokens: Sequence[float],
     ) -> None:
-        """Tell of the usual requests in sums, once 32 have ended since the last `take`.
+        """Report usual requests in sums, once 32 have ended since the last `take`.
 
         Args:
             routing_s: The bounds of a histogram's buckets, all but the last.
@@ -576,7 +577,7 @@ class Plane:
         self, id: int, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes
     ) -> None: ...
     def end_for_memory(self, id: int) -> None:
-        """The client is told that the router is out of memory, or cut off where it is too late for
+        """Respond that the router is out of memory, or cut the client off where it is too late for
         that; needs no memory itself."""
     def read_body(self, id: int) -> None: ...
     def pass_on(self, id: int) -> None: ...
@@ -588,7 +589,7 @@ class Plane:
     def counts(self) -> dict[str, int]: ...
     def clients(self) -> int: ...
     def held_bytes(self) -> int:
-        """Of the bodies of requests that no event has told of."""
+        """Return the bytes of bodies of requests that no event has reported."""
 
 class Books:
     """What all decisions of a process read, and all requests write; with the mirror that is made on

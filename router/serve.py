@@ -67,7 +67,7 @@ from router.process import (
 from router.prompt import Endpoint
 from router.reload import Reloader
 from router.routing.admission import Elsewhere
-from router.seams.fleet import native_decisions, prepared_with, told_with
+from router.seams.fleet import native_decisions, opened_with, prepared_with
 from router.seams.prepare import PREPARED, Preparation
 from router.seams.records import Settling
 from router.service import RouterService
@@ -395,7 +395,7 @@ def _plane(
             sum_bounds=settling.sum_bounds,
             on_left=settling.left,
             on_handed_over=settling.handed_over,
-            on_told=lambda model, seconds: service.metrics.decided(model, None, seconds),
+            on_looked_up=lambda model, seconds: service.metrics.decided(model, None, seconds),
             on_reserved=reserved.made,
             on_reported=functools.partial(take_report, service.reservations),
             on_second_attempt=lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),
@@ -441,7 +441,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         select_path=SELECT_PATH.encode() if tells_gateways else b"",
         reserve_path=RESERVE_PATH.encode() if tells_gateways else b"",
         prepared_with=prepared_with(service.config),
-        told_with=told_with(service.config),
+        opened_with=opened_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
         checks_hosts=not needs_key,
         trusted_proxies=app.gateway.forwarding.trusted_proxies.prefixes(),

@@ -368,7 +368,7 @@ class Reservations:
             UnknownReservation: The id is unknown, or *holder* did not make it.
         """
         if reservation_id not in self._held and self._adopt is not None:
-            self._adopt(self.core.tell(reservation_id))
+            self._adopt(self.core.hand_over(reservation_id))
         found = self._held.get(reservation_id)
         if found is None or found.claim.holder != holder:
             raise UnknownReservation
@@ -379,7 +379,7 @@ class Reservations:
         """Have the log of requests show some of those that the core has not reported: the ones that
         were silent for longest."""
         if self._adopt is not None and len(self._held) < _AT_ONCE:
-            self._adopt(self.core.tell_silent(self.clock(), _AT_ONCE - len(self._held)))
+            self._adopt(self.core.hand_over_silent(self.clock(), _AT_ONCE - len(self._held)))
 
     def touch(self, reservation: Reservation) -> None:
         """Note a report on one that has not ended."""
@@ -389,7 +389,7 @@ class Reservations:
         """A replica was removed."""
         if self._adopt is not None:
             self._gone.add(replica_id)
-            self._adopt(self.core.tell_at(replica_id))
+            self._adopt(self.core.hand_over_at(replica_id))
         for reservation in list(self._held.values()):
             if reservation.attempt.replica_id == replica_id:
                 reservation.end(Outcome.REPLICA_GONE)
@@ -401,7 +401,7 @@ class Reservations:
     def end_all(self) -> None:
         """The router stops."""
         if self._adopt is not None:
-            self._adopt(self.core.tell_silent(math.inf, self._limit))
+            self._adopt(self.core.hand_over_silent(math.inf, self._limit))
             self._adopt = None
         for reservation in list(self._held.values()):
             reservation.end(Outcome.ABANDONED)
@@ -436,7 +436,7 @@ class Reservations:
     ) -> bool:
         """Have the core report those that end by themselves; return whether there may be more."""
         while self._gone:
-            adopt(self.core.tell_at(self._gone.pop()))
-        silent = self.core.tell_silent(last, _AT_ONCE)
+            adopt(self.core.hand_over_at(self._gone.pop()))
+        silent = self.core.hand_over_silent(last, _AT_ONCE)
         adopt(silent)
         return len(silent) == _AT_ONCE

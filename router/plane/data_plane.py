@@ -49,7 +49,7 @@ class PlaneOptions:
     prepared: tuple[tuple[bytes, int], ...] = ()
     prepares_all: bool = False
     prepared_with: frozenset[bytes] = frozenset()
-    told_with: frozenset[bytes] = frozenset()
+    opened_with: frozenset[bytes] = frozenset()
     long_prompt_tokens: int = 0
     route_path: bytes = b""
     select_path: bytes = b""
@@ -102,7 +102,7 @@ class PlaneListener(NamedTuple):
     """Called for a request that ends without a record, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
     """Called when a replica did not serve such a request, which goes elsewhere or is opened."""
-    on_told: Callable[[str, float], object]
+    on_looked_up: Callable[[str, float], object]
     """Called when a gateway's question where a request would go was answered: model, seconds."""
     on_reserved: Callable[..., None]
     """Called when a gateway's request was placed and booked: the number of its question, and the
@@ -161,7 +161,7 @@ class DataPlane:
             "handed_over": self._handed_over,
             "overtaken": self._overtaken,
             "second_attempt": _without_number(listener.on_second_attempt),
-            "told": _without_number(listener.on_told),
+            "looked_up": _without_number(listener.on_looked_up),
             "reserved": listener.on_reserved,
             "reported": listener.on_reported,
             "summed": listener.on_summed,

@@ -411,7 +411,7 @@ def prepared_with(config: RouterConfig) -> frozenset[bytes]:
     return frozenset((TRACEPARENT, *(name.encode() for name in names)))
 
 
-def told_with(config: RouterConfig) -> frozenset[bytes]:
+def opened_with(config: RouterConfig) -> frozenset[bytes]:
     """The client's headers for which its request is decided in Python; names in lower case. All
     others go to the replica as they are, or the core drops or writes them as `Gateway` does."""
     return frozenset(

@@ -61,7 +61,7 @@ void take_prepared(nb::dict from, Options& options) {
     options.select_path = text_of(from["select_path"]);
     options.reserve_path = text_of(from["reserve_path"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.add(text_of(each));
-    for (nb::handle each : from["told_with"]) options.told_with.add(text_of(each));
+    for (nb::handle each : from["opened_with"]) options.opened_with.add(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {
         const bool is_one =
             options.trusted_proxies.add(nb::cast<std::string>(each[0]), nb::cast<int>(each[1]));

@@ -166,8 +166,8 @@ struct AsTuple {
             name_of(ended.failure), ended.events, ended.is_json, bytes_of(ended.usage),
             bytes_of(ended.first_usage));
     }
-    nb::object operator()(const Told& told) const {
-        return nb::make_tuple("told", id, told.model, told.routing_s);
+    nb::object operator()(const LookedUp& question) const {
+        return nb::make_tuple("looked_up", id, question.model, question.routing_s);
     }
     nb::object operator()(const Reserved& reserved) const {
         nb::list by_tier;
@@ -193,7 +193,7 @@ struct AsTuple {
     }
 };
 
-nb::list list_of(const Reservations::Untold& reserved) {
+nb::list list_of(const Reservations::Records& reserved) {
     nb::list made;
     for (const auto& each : reserved) made.append(AsTuple{each->number}(*each));
     return made;
@@ -257,13 +257,13 @@ void kvroute::binding::bind_bookings(nb::module_& module) {
         .def("has", &Reservations::has)
         .def("held", &Reservations::held)
         .def("completed", &Reservations::completed)
-        .def("tell",
-             [](Reservations& self, const std::string& id) { return list_of(self.tell(id)); })
-        .def("tell_at",
+        .def("hand_over",
+             [](Reservations& self, const std::string& id) { return list_of(self.hand_over(id)); })
+        .def("hand_over_at",
              [](Reservations& self, const std::string& replica) {
-                 return list_of(self.tell_at(replica));
+                 return list_of(self.hand_over_at(replica));
              })
-        .def("tell_silent", [](Reservations& self, double since, std::size_t most) {
-            return list_of(self.tell_silent(since, most));
+        .def("hand_over_silent", [](Reservations& self, double since, std::size_t most) {
+            return list_of(self.hand_over_silent(since, most));
         });
 }

@@ -19,7 +19,7 @@ void append_number(std::string& out, double value, int places) {
     out.append(digits.data(), end);
 }
 
-// With a comma before every three digits.
+// Writes a number with a comma before every three digits.
 std::string for_people(u64 number) {
     std::string text = std::to_string(number);
     for (std::size_t at = text.size(); at > 3; at -= 3) text.insert(at - 3, 1, ',');
@@ -109,7 +109,7 @@ void append_hit(std::string& out, const Answer& answer) {
     out += answer.prediction.is_estimate() ? "true},": "false},";
 }
 
-// Of the only prompt. Groups that cache nothing are left out.
+// Appends the hits of the only prompt. Groups that cache nothing are left out.
 void append_groups(std::string& out, const std::vector<GroupHit>& groups) {
     // As `GroupKind` of kvevents/layout.py.
     static constexpr std::array kKinds = {sv("full_attention"), sv("sliding_window"),

@@ -1,9 +1,8 @@
-// What a gateway that asks where a request would go is told. No I/O.
+// The answers to gateways that ask where a request would go. No I/O.
 //
-// The words are those of router/policies/reasons.py, and the fields
-// those of router/doors/http/route_views.py, which
-// Python answers with: told here, a question takes 0.02 ms where it took 0.2 (`--rows route` of
-// benchmarks/peers), and an end-to-end test holds both to each other.
+// Reasons are worded as in router/policies/reasons.py, and fields are those of
+// router/doors/http/route_views.py, with which Python answers: here, a question takes 0.02 ms in place
+// of 0.2 (`--rows route` of benchmarks/peers). An end-to-end test compares both.
 #pragma once
 
 #include <memory>
@@ -35,7 +34,7 @@ struct GroupHit {
     u64 tokens = 0;
 };
 
-// What a gateway calls a replica: see router/doors/names.py.
+// A gateway's names for a replica: see router/doors/names.py.
 struct AtGateway {
     std::string worker_id, endpoint, address;
     std::vector<std::pair<int, u64>> block_tokens;  // by rank, where that is not the usual
@@ -49,7 +48,7 @@ struct Selection {
     AtGateway replica;
     std::string id;  // of its reservation; empty: there is none
     Fields headers;  // for the engine, where it is booked
-    // Told where nothing is booked; nothing: the index does not know that cache.
+    // Given where nothing is booked; nothing: the index does not know that cache.
     std::optional<std::vector<GroupHit>> groups;
 };
 
@@ -61,11 +60,11 @@ struct Reservable : Selection {
     bool is_probe = false;  // of a replica that failed too many requests: others wait for how it ends
 };
 
-// As router/policies/reasons.py says it of a delay.
+// Returns the reason as router/policies/reasons.py words it for a delay.
 std::string reason_of(const Answer& answer);
-// As `RouteView` of router/doors/http/route_views.py.
+// Returns a `RouteView` of router/doors/http/route_views.py, as JSON.
 std::string answer_body(const Answer& answer, double routing_s);
-// As its `SelectionView`. `reason`: of the answer.
+// Returns its `SelectionView`, likewise. `reason`: of the answer.
 std::string selection_body(const Selection& selection, const std::string& reason);
 
 }  // namespace kvroute::plane

@@ -8,7 +8,7 @@ namespace {
 
 using sv = std::string_view;
 
-// Fields that say something of the prompt, of where it goes or of what is cached: see
+// Fields on which the prompt, where it goes or what is cached depends: see
 // router/prompt/body/requests.py. All others are the engine's.
 constexpr std::array kLookedAt = {
     sv("cache_salt"), sv("lora_name"), sv("endpoint"), sv("token_ids"), sv("messages"),
@@ -23,7 +23,7 @@ constexpr std::array kLookedAt = {
     sv("extra_key"), sv("lora_path"),
 };
 
-// A gateway's own fields, which say where it may go.
+// A gateway's own fields, which restrict where it may go.
 constexpr std::array kOfGateways = {
     sv("replicas"), sv("avoid"), sv("allowed_worker_ids"), sv("dp_rank"),
     sv("replica"), sv("worker_id"),

@@ -1,4 +1,4 @@
-// What a client wants, as far as it can be read without words: a completion of token ids. No I/O.
+// Reads requests whose prompt needs no tokenizer: completions of token ids. No I/O.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace kvroute::plane {
 
-// What reservations may be called; as `ReservationId` of router/doors/http/request_bodies.py.
+// True for a reservation's name; as `ReservationId` of router/doors/http/request_bodies.py.
 bool is_reservation_id(std::string_view text);
 
 enum class Form : u8 {
@@ -17,9 +17,9 @@ enum class Form : u8 {
     reservation,  // likewise, and where it may go can be restricted
 };
 
-// Reads the body of `/v1/completions`. Nothing where anything in it needs a closer look: text, several
-// prompts, a salt, a session, whatever changes what is cached, and JSON that is not plain ASCII or not
-// well-formed. Whoever reads closely then says what is wrong, if anything is.
+// Reads the body of `/v1/completions`. Nothing where Python has to read it: text, several prompts, a
+// salt, a session, any field that changes what is cached, and JSON that is not plain ASCII or not
+// well-formed. Python then reports what is wrong, if anything is.
 std::optional<Ask> read_ask(std::string_view body, Form form = Form::completion);
 
 }  // namespace kvroute::plane

@@ -1,4 +1,4 @@
-// How many bytes of bodies may be held, all together. From any thread.
+// Bounds the bytes of bodies that are held, all together. From any thread.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace kvroute::plane {
 
 class Budget {
 public:
-    // What one holder has of it, for as long as this lives.
+    // One holder's share, for as long as this lives.
     class Share {
     public:
         Share() = default;

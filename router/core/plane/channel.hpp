@@ -14,9 +14,9 @@ class Channel {
 public:
     enum class State : u8 {
         open,
-        ended,   // it has said that nothing more comes
-        cut,     // nothing more comes, by TLS it should have said so: something may be missing
-        refused,  // what came is not TLS as it must be: `problem`
+        ended,   // the peer has ended its side
+        cut,     // closed without TLS's close_notify: something may be missing
+        refused,  // what came is no valid TLS: `problem`
         broken,
     };
     struct Read {
@@ -24,19 +24,19 @@ public:
         State state = State::open;  // after them
     };
 
-    // From now on by TLS: as the server, or as a client of `server`. Throws what `tls::Session` does.
+    // Uses TLS from now on: as the server, or as a client of `server`. Throws what `tls::Session` does.
     void secure(int descriptor, std::shared_ptr<const tls::Context> context,
                 const std::string& server = {});
-    // One read of what has come, none of which is left behind.
+    // Reads once from the socket, and decrypts all of it.
     Read receive(int descriptor, std::string& buffer);
-    // The number of bytes taken, or -1 where the connection is broken. By TLS, what was taken may be
-    // unsent: `flush`.
+    // Returns the number of bytes taken, or -1 where the connection is broken. By TLS, what was taken
+    // may be unsent: `flush`.
     ssize_t send(int descriptor, std::string_view first, std::string_view second = {});
     // False: the connection is broken.
     bool flush(int descriptor);
     std::size_t unsent() const { return wire_.size() - sent_; }
     bool has_unsent() const { return unsent() > 0; }
-    // Says that nothing more comes, as far as that can be said at once.
+    // Sends TLS's close_notify, as far as it can be sent at once.
     void end(int descriptor);
 
     bool is_secure() const { return session_ != nullptr; }
@@ -44,7 +44,7 @@ public:
     bool is_established() const { return session_ == nullptr || session_->is_established(); }
     bool is_foreign() const { return session_ != nullptr && session_->is_foreign(); }
     const std::string& problem() const { return session_->problem(); }
-    // So much is unsent that whoever makes us say it is read no more.
+    // So much is unsent that no more is read from the peer, as that may add to it.
     bool is_clogged() const { return unsent() > kMostUnsent; }
 
 private:

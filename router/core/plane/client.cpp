@@ -23,7 +23,7 @@ constexpr std::size_t kMostWaiting = 64 * 1024;  // behind the request being ser
 constexpr double kSlack_s = 5.0;
 constexpr double kAwaited_s = 1.0;
 constexpr double kReserved_s = 2.0;
-// After a client's FIN: the reset that one probe brings about must have come by the next.
+// Times after a client's FIN: the reset that one probe causes must have come by the next.
 constexpr std::array<double, 3> kProbeAfter_s = {0.0, 0.05, 0.25};
 
 }  // namespace
@@ -57,7 +57,7 @@ void Client::on_ready(u32 events) {
 void Client::on_no_memory() {
     if (stage_ == Stage::refused) return;
     const Unfailing unfailing;
-    stop_sending();  // of the body
+    stop_sending();  // it reads `body_`
     body_ = std::string();
     const bool was_deciding = stage_ == Stage::deciding;
     const bool may_respond =
@@ -68,7 +68,7 @@ void Client::on_no_memory() {
         cut(End::abandoned);
         return;
     }
-    // Whoever was told of the request learns that it is over.
+    // Where Python has the request, it gets an event that ends it.
     if (was_forwarded_) {
         report(End::abandoned);
     } else if (was_deciding) {  // or it was prepared
@@ -104,14 +104,14 @@ void Client::drop() {
     thread_.closed(place_);
 }
 
-// The client is gone, whatever was under way.
+// The client is gone: ends what is under way.
 void Client::leave() {
     if (!is_open()) return;
     if (was_forwarded_) {
         report(End::client_left);
     } else if (stage_ == Stage::deciding) {
-        if (is_awaited_) tell_opened();  // it is counted, and its line is written, as any other
-        if (is_told_) thread_.post(exchange_, Left{});
+        if (is_awaited_) post_opened();  // Python counts and logs it, as any other
+        if (is_opened_) thread_.post(exchange_, Left{});
     }
     close();
 }
@@ -143,7 +143,7 @@ void Client::look_after(double now) {
     const double stall_s =
         is_of_reserve_ ? std::min(options.client_stall_s, kReserved_s) : options.client_stall_s;
     if (stage_ == Stage::refused) {
-        const double until = std::min(heard_at_ + kSlack_s, refused_at_ + request_s);
+        const double until = std::min(received_at_ + kSlack_s, refused_at_ + request_s);
         if (now > until) close();
         return;
     }
@@ -157,11 +157,11 @@ void Client::look_after(double now) {
     }
     if (late_at_ > 0 && now >= late_at_ && stage_ == Stage::trying) on_late();
     if (is_awaited_ && now - receiving_since_ > kAwaited_s) {
-        tell_opened();  // it comes slowly: Python watches over it
+        post_opened();  // its body is slow: Python ends it in time
         update_interest();
     }
-    // Whoever decides ends a body that comes too slowly; one that nobody watches is ended here.
-    const bool is_slow = stage_ == Stage::deciding && is_told_ && !is_body_whole_ &&
+    // Python ends a body that comes too slowly; where it has not done so by then, it is ended here.
+    const bool is_slow = stage_ == Stage::deciding && is_opened_ && !is_body_whole_ &&
                          now - receiving_since_ > request_s + kSlack_s;
     if (is_slow) {
         thread_.post(0, Refused{"slow_request"});
@@ -181,10 +181,9 @@ void Client::look_after(double now) {
         }
     }
 }
-// The client sends no more. One that only stops sending cannot be told at once from one that has
-// closed its socket: both send FIN. But the kernel of the latter resets the connection when something
-// comes, and the next write meets that reset. While the response is silent, probes take the place of
-// what it would write:
+// The client sends no more. One that only stops sending looks like one that has closed its socket: both
+// send FIN. But the kernel of the latter resets the connection when something comes, and the next write
+// meets that reset. While the response is silent, probes are written in its place:
 //
 //     not begun         an interim response, which every client must skip (RFC 9110 15.2)
 //     between chunks    a leading zero of the next chunk's length (RFC 9112 7.1)
@@ -199,8 +198,8 @@ void Client::on_end_of_input() {
     update_interest();
 }
 
-// Nothing more comes: what waits for the rest of a request has lost its client. Whole requests behind
-// the one being served have their turn, and an error is sent to its end.
+// No more input comes: a request that is not whole has lost its client. Whole requests behind the one
+// being served get their turn, and an error response is sent to its end.
 void Client::leave_if_unfinished() {
     if (!is_open() || (stage_ == Stage::refused && is_unsent())) return;
     if (!is_serving() || !is_body_whole_) leave();
@@ -228,7 +227,7 @@ void Client::refuse(const http::Problem& problem) {
 // the response.
 void Client::turn_away(sv response) {
     stage_ = Stage::refused;
-    refused_at_ = heard_at_ = thread_.now();
+    refused_at_ = received_at_ = thread_.now();
     in_.clear();
     send(response);
     if (!is_open()) return;

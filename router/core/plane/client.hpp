@@ -4,11 +4,11 @@
 //     idle       the head of a request                              deciding
 //     deciding   a command; more of the body, where it is wanted    trying, answered
 //     trying     the first byte of a replica's response             relaying; not_now; deciding again
-//     not_now    what becomes of a response that says "not now"     relaying, trying, answered
+//     not_now    a command, holding a 429, 502, 503 or 504          relaying, trying, answered
 //     relaying   the rest of it, and that the client reads          answered
 //     answered   that the response has been sent                    idle, or closed; first draining
-//     draining   the rest of a body that nobody wants               idle
-//     refused    that the client reads why, and leaves              closed
+//     draining   the rest of a body that is discarded               idle
+//     refused    that the client reads the error and leaves         closed
 #pragma once
 
 #include <string>
@@ -35,13 +35,13 @@ public:
     void open(int descriptor, std::string host, int port, bool is_of_reserve, double now);
     void on_ready(u32 events) override;
     void on_no_memory() override;
-    // Ends it where it is over its time.
+    // Closes it where a time limit has passed.
     void look_after(double now);
     void close();
 
     ExchangeId exchange() const { return exchange_; }
     bool has_asked() const { return has_asked_; }
-    // By the clock; where nothing was asked, since the connection is there.
+    // Monotonic: when the current request began to come, or the connection where none has.
     double receiving_since() const { return receiving_since_; }
     bool is_serving() const {
         return stage_ != Stage::idle && stage_ != Stage::draining && stage_ != Stage::refused;
@@ -54,7 +54,7 @@ public:
     void respond(const Respond& respond);
     void read_body();
     void pass_on();
-    // The end of an exchange that is to be cut: abandoned, and the connection closed.
+    // Ends the exchange as `end`, and resets the connection.
     void cut(End end);
 
     void on_response(const http::ResponseHead& head, std::string_view piece, bool is_last) override;
@@ -78,7 +78,7 @@ private:
     enum class Shown : u8 { not_yet, waiting, responding };
     enum class Asks : u8 { to_be_sent, where, for_selection, for_reservation, to_be_noted };
 
-    // Another attempt of a request that was decided here, beside one that is late.
+    // A second attempt of a request that was decided here, beside one that is late.
     class Second final : public Recipient {
     public:
         Second(Client& client, Placed placed) : client(client), placed(std::move(placed)) {}
@@ -87,7 +87,7 @@ private:
         ~Second() override {
             if (upstream != nullptr) upstream->abandon();
         }
-        // Each ends it.
+        // Each call ends the attempt.
         void on_response(const http::ResponseHead& head, std::string_view piece,
                          bool is_last) override {
             client.on_second(head, piece, is_last);
@@ -113,7 +113,7 @@ private:
     void proceed();
     bool take_head();
     void open_exchange(std::size_t used);
-    void tell_opened();
+    void post_opened();
     Fields fields() const;
     void take_body();
     void drain_body();
@@ -122,11 +122,11 @@ private:
     bool has_room();
     bool decide();
     Asks asked();
-    bool is_told_where();
+    bool is_looked_up();
     bool is_selected();
     bool is_reserved();
     bool is_noted();
-    enum class Care : u8 { none, prepared, told };  // that its fields ask for
+    enum class Care : u8 { none, prepared, opened };  // who reads it, by its fields
     Care care() const;
     bool is_placed(Ask ask, std::shared_ptr<const Model> model = nullptr);
     Question question(const Ask& ask, std::string_view request_id) const;
@@ -134,7 +134,7 @@ private:
     std::string_view forwarded_proto() const;
     void prepare(bool by_fields);
     void hand_over(HandedOver why);
-    void tell_body();
+    void post_body();
     void on_end_of_input();
     void leave_if_unfinished();
     void probe();
@@ -161,7 +161,7 @@ private:
     void be_overtaken(HandedOver first);
     // The response
     void begin_response(const http::ResponseHead& head, std::string& out);
-    void append_framing(std::string& out, bool has_length, u64 length, bool says_close);
+    void append_framing(std::string& out, bool has_length, u64 length, bool has_close);
     void relay(std::string_view piece, bool is_last, std::string& out);
     void append_body(std::string_view piece, bool is_last, std::string& out);
     void break_off(Failure failure);
@@ -190,18 +190,18 @@ private:
     std::string host_;
     int port_ = 0;
     bool is_of_reserve_ = false;
-    bool is_trusted_ = false;     // it is a proxy, and says who asks
+    bool is_trusted_ = false;     // it is a proxy whose x-forwarded fields count
     bool has_asked_ = false;      // a head came whole
     bool has_left_half_ = false;  // it sends no more, and may still read
     u8 probes_ = 0;
     double probe_at_ = 0;
 
-    std::string in_;  // what has come and is not taken
-    std::size_t parsed_ = 0;  // of it, when the head was looked at last
+    std::string in_;  // received and not taken
+    std::size_t parsed_ = 0;  // its size when the head was last parsed
     std::string out_;
     std::size_t sent_ = 0;  // of `out_`
     double receiving_since_ = 0, idle_since_ = 0, stalled_since_ = 0;
-    double refused_at_ = 0, heard_at_ = 0;  // since then, what comes is discarded; the last of it
+    double refused_at_ = 0, received_at_ = 0;  // input is discarded since; its last bytes
 
     // The exchange
     Stage stage_ = Stage::idle;
@@ -210,29 +210,29 @@ private:
     http::RequestHead head_;
     http::BodyReader body_reader_;
     std::string body_;       // as far as it has come
-    std::size_t told_ = 0;   // of it
+    std::size_t posted_ = 0;   // bytes of it
     bool is_body_whole_ = false, is_piece_wanted_ = false, is_head_request_ = false;
-    bool is_told_ = false;   // that it has come
-    bool was_prepared_ = false;  // by Python, which wants to know how it ends
+    bool is_opened_ = false;   // `Opened` was posted
+    bool was_prepared_ = false;  // by Python, to which its end is posted
     bool keeps_alive_ = true;
     bool was_forwarded_ = false;
     double started_at_ = 0;
     Forward forward_;
     std::string request_;    // the head as it is sent on
     Upstream* upstream_ = nullptr;
-    // Where it was decided without Python
-    bool is_awaited_ = false;  // its body, before anybody is told
-    bool is_proceeding_ = false;  // with what has come
+    // Where it is decided without Python
+    bool is_awaited_ = false;  // its body, before any event is posted
+    bool is_proceeding_ = false;  // `proceed` is running
     Asks asks_ = Asks::to_be_sent;
-    Report report_;            // that it is, where it is to be noted
-    u8 path_ = 0;              // of `Options::prepared`
-    Budget::Share share_;      // of the memory for such
+    Report report_;            // where it is a gateway's report
+    u8 path_ = 0;              // index into `Options::prepared`
+    Budget::Share share_;      // for the body that is awaited
     std::unique_ptr<Booking> booking_;
     Asked asked_;
     Prediction prediction_;
     std::string request_id_;
     double routing_s_ = 0, first_byte_s_ = 0;
-    std::shared_ptr<UsualAt> usual_;  // where its first byte is waited for
+    std::shared_ptr<UsualAt> usual_;  // of the replica whose first byte it waits for
     double attempted_at_ = 0, late_at_ = 0;  // 0: never
     Late late_;
     std::optional<Ask> ask_;  // for a second attempt
@@ -244,15 +244,15 @@ private:
     http::Framing framing_ = http::Framing::none;
     u64 left_ = 0;            // of a known length
     u64 body_bytes_ = 0;
-    u64 events_ = 0;          // of a stream, that were told
+    u64 events_ = 0;          // of a stream, that `booking_` has
     bool is_held_ = false;    // the replica is not read: the client is slow
     bool is_event_stream_ = false;
     EventLines lines_;
     UsageCapture usage_;
     std::optional<Failure> broke_;
-    std::size_t told_beginning_ = 0;
+    std::size_t posted_beginning_ = 0;
     double progress_at_ = 0;
-    // A response that says "not now", while it is decided what becomes of it.
+    // A 429, 502, 503 or 504 that waits for a command.
     http::ResponseHead held_head_;
     std::string held_text_, held_piece_;
     bool is_held_last_ = false;

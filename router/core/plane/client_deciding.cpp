@@ -11,7 +11,7 @@ namespace {
 
 using sv = std::string_view;
 
-constexpr u64 kMostAwaited = 4 << 20;  // of a body, before anybody is told of it
+constexpr u64 kMostAwaited = 4 << 20;  // of a body, before any event is posted
 
 Respond json_response(std::string body) {
     Respond made{200, {{"content-type", "application/json"}}, std::move(body)};
@@ -30,7 +30,7 @@ std::shared_ptr<const Model> decided_here(Decider& decider, const std::optional<
 
 // --- without Python -------------------------------------------------------------------------------
 
-// What it is by its head, before its body has come.
+// Classifies the request by its head, before its body has come.
 Client::Asks Client::asked() {
     const Options& options = thread_.options();
     const sv target = head_.origin_form;
@@ -47,7 +47,7 @@ Client::Asks Client::asked() {
     return target == options.reserve_path ? Asks::for_reservation : Asks::to_be_sent;
 }
 
-// Whether it could be a request that is decided here, once its body has come.
+// True where the request may be decided here once its body has come.
 bool Client::may_decide() {
     const Options& options = thread_.options();
     const u64 most = std::min(kMostAwaited, options.max_body_bytes);
@@ -63,7 +63,7 @@ bool Client::may_decide() {
     return false;
 }
 
-// Whether its body can be held, by what its head says of its length.
+// Takes room for the body, by the length in its head; false: there is none.
 bool Client::has_room() {
     std::optional<Budget::Share> share = thread_.bodies().take(head_.length);
     if (!share) return false;
@@ -71,15 +71,15 @@ bool Client::has_room() {
     return true;
 }
 
-// The body has come. False: all has to be told.
+// The body has come. False: Python has to serve the request.
 bool Client::decide() {
     is_awaited_ = false;
     const Care care = this->care();
-    if (care == Care::told) return false;
+    if (care == Care::opened) return false;
     if (asks_ != Asks::to_be_sent) {
         if (care != Care::none) return false;
         switch (asks_) {
-            case Asks::where: return is_told_where();
+            case Asks::where: return is_looked_up();
             case Asks::for_selection: return is_selected();
             case Asks::for_reservation: return is_reserved();
             default: return is_noted();
@@ -97,17 +97,17 @@ bool Client::decide() {
 
 Client::Care Client::care() const {
     const Options& options = thread_.options();
-    if (!thread_.hosts().accepts(head_.find("host"))) return Care::told;
+    if (!thread_.hosts().accepts(head_.find("host"))) return Care::opened;
     Care found = options.prepares_all ? Care::prepared : Care::none;
     for (const http::Field& field : head_.fields) {
-        if (options.told_with.contain(field.name)) return Care::told;
+        if (options.opened_with.contain(field.name)) return Care::opened;
         if (options.prepared_with.contain(field.name)) found = Care::prepared;
     }
     return found;
 }
 
-// Whether a gateway got its answer. Those that speak another language than JSON get it in Python.
-bool Client::is_told_where() {
+// Answers a gateway where a request would go. False: Python does, as for those that speak msgpack.
+bool Client::is_looked_up() {
     Decider* const decider = thread_.decider();
     const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
                            head_.find("content-type").find("msgpack") != sv::npos;
@@ -121,12 +121,12 @@ bool Client::is_told_where() {
     if (!answer) return false;
     const double routing_s = clock_now() - began;
     const Respond respond = json_response(answer_body(*answer, routing_s));
-    thread_.post(0, Told{answer->prediction.model, routing_s});
+    thread_.post(0, LookedUp{answer->prediction.model, routing_s});
     this->respond(respond);
     return true;
 }
 
-// The same for one that sends the request itself. Python keeps what is to be booked later.
+// The same for one that sends the request itself. Those with an id, to be booked later, are Python's.
 bool Client::is_selected() {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
@@ -139,12 +139,12 @@ bool Client::is_selected() {
     if (!selection) return false;
     const double routing_s = clock_now() - began;
     const Respond respond = json_response(selection_body(*selection, reason_of(selection->answer)));
-    thread_.post(0, Told{selection->answer.prediction.model, routing_s});
+    thread_.post(0, LookedUp{selection->answer.prediction.model, routing_s});
     this->respond(respond);
     return true;
 }
 
-// The same, and it is booked there.
+// The same, and books the request there.
 bool Client::is_reserved() {
     Decider* const decider = thread_.decider();
     if (decider == nullptr) return false;
@@ -158,40 +158,40 @@ bool Client::is_reserved() {
                                                        .now = began});
     if (!made) return false;
     auto reserved = std::make_unique<Reserved>();
-    Reserved& told = *reserved;
-    told.number = exchange_;
-    told.reason = reason_of(made->answer);
-    const Respond respond = json_response(selection_body(*made, told.reason));
+    Reserved& record = *reserved;
+    record.number = exchange_;
+    record.reason = reason_of(made->answer);
+    const Respond respond = json_response(selection_body(*made, record.reason));
     const Prediction& prediction = made->answer.prediction;
-    told.so_far = record_of(prediction,
-                            {0, ask->is_stream, true, false, prediction.has_adapter, std::nullopt});
-    told.so_far.request_id = std::move(made->request_id);
-    told.so_far.began_at = began;
-    told.so_far.routing_s = clock_now() - began;
-    told.id = std::move(made->id);
-    told.by_tier = std::move(made->answer.by_tier);
+    record.so_far = record_of(prediction,
+                              {0, ask->is_stream, true, false, prediction.has_adapter, std::nullopt});
+    record.so_far.request_id = std::move(made->request_id);
+    record.so_far.began_at = began;
+    record.so_far.routing_s = clock_now() - began;
+    record.id = std::move(made->id);
+    record.by_tier = std::move(made->answer.by_tier);
     const Unfailing unfailing;
-    told.booking = std::move(made->booking);
-    told.place = std::move(made->place);
+    record.booking = std::move(made->booking);
+    record.place = std::move(made->place);
     const u64 long_tokens = thread_.options().long_prompt_tokens;
     if (long_tokens && prediction.uncached_tokens >= long_tokens) {
         thread_.post(0, LongPromptSent{});
     }
-    told.touched_at = clock_now();
+    record.touched_at = clock_now();
     Reservations& reservations = decider->reservations();
     if (thread_.sums_up() && !made->is_probe) {
         reservations.keep(std::move(reserved));
     } else {
-        const std::string id = told.id;
-        const std::shared_ptr<Booking> booking = told.booking;
-        if (!thread_.post(exchange_, std::move(told))) throw std::bad_alloc();
-        reservations.put(id, booking);  // no report of it is told of before it
+        const std::string id = record.id;
+        const std::shared_ptr<Booking> booking = record.booking;
+        if (!thread_.post(exchange_, std::move(record))) throw std::bad_alloc();
+        reservations.put(id, booking);  // behind it, so that no report on it is posted before it
     }
     this->respond(respond);
     return true;
 }
 
-// Whether a gateway's report was noted: the books know it at once, and Python a moment later, if at all.
+// Notes a gateway's report in the books at once; Python gets it a moment later, if at all.
 bool Client::is_noted() {
     Decider* const decider = thread_.decider();
     const std::optional<ReportBody> report = read_report(report_.kind, body_);
@@ -204,22 +204,22 @@ bool Client::is_noted() {
     if (noted.booking == nullptr) return false;
     if (report->has_begun) noted.booking->first_byte(now);
     const bool was_alone = is_over && noted.booking->ended(true, now);
-    if (noted.untold != nullptr && is_summed(*noted.untold, *report, was_alone, now)) {
+    if (noted.record != nullptr && is_summed(*noted.record, *report, was_alone, now)) {
         reservations.count_completed();
-    } else if (noted.untold != nullptr) {
-        thread_.post(noted.untold->number, std::move(*noted.untold));
-        noted.is_told = true;
-    } else if (!noted.is_told) {
+    } else if (noted.record != nullptr) {
+        thread_.post(noted.record->number, std::move(*noted.record));
+        noted.is_handed_over = true;
+    } else if (!noted.is_handed_over) {
         noted.booking->generated(report->tokens, now);
     }
-    if (noted.is_told) {
+    if (noted.is_handed_over) {
         thread_.post(exchange_, Reported{std::string(report_.id), report_.kind, body_, now});
     }
     respond(json_response("{\"status\":\"ok\"}"));
     return true;
 }
 
-// True where it is enough to count a reservation that is over: see the other one.
+// Counts a reservation that is over; false where its record has to be posted: see the other one.
 bool Client::is_summed(const Reserved& reserved, const ReportBody& last, bool was_alone, double now) {
     const Settled& of = reserved.so_far;
     Ended ended;
@@ -254,7 +254,7 @@ Question Client::question(const Ask& ask, sv request_id) const {
     return {ask, nullptr, forwarded_for(), forwarded_proto(), request_id, clock_now()};
 }
 
-// Who asks. Lines of one name are the same as commas in one (RFC 9110, 5.3).
+// The client, behind those that a proxy names. Repeated lines equal commas in one (RFC 9110 5.3).
 std::string Client::forwarded_for() const {
     std::string chain;
     for (const http::Field& field : head_.fields) {
@@ -275,12 +275,12 @@ sv Client::forwarded_proto() const {
 }
 
 void Client::place(Ask ask) {
-    if (stage_ != Stage::deciding || is_told_) return;
-    if (!is_placed(std::move(ask))) tell_opened();
+    if (stage_ != Stage::deciding || is_opened_) return;
+    if (!is_placed(std::move(ask))) post_opened();
 }
 
 void Client::open_to_others() {
-    if (stage_ == Stage::deciding && !is_told_) tell_opened();
+    if (stage_ == Stage::deciding && !is_opened_) post_opened();
 }
 
 bool Client::is_placed(Ask ask, std::shared_ptr<const Model> model) {
@@ -310,7 +310,7 @@ bool Client::is_placed(Ask ask, std::shared_ptr<const Model> model) {
     return true;
 }
 
-// What this request is sent with, wherever that is. False: its body cannot be changed as it should be.
+// Adds what the request is sent with to any replica. False: its body cannot be changed as it must be.
 bool Client::complete(Placed& placed, const Ask& ask) const {
     std::optional<std::string> body = ask.body;
     if (!placed.name.empty()) {
@@ -318,7 +318,7 @@ bool Client::complete(Placed& placed, const Ask& ask) const {
         if (!body) return false;
     }
     placed.forward.dialect = thread_.options().prepared[path_].second;
-    // Engines read it where requests are OpenAI's, and at no other of these paths.
+    // Engines read a priority in OpenAI's requests, and at no other of these paths.
     const OrderedBy by = placed.forward.dialect == 0 ? placed.forward.ordered_by : OrderedBy::nothing;
     if (by == OrderedBy::header) {
         placed.forward.replaced.emplace_back("x-vllm-priority", std::to_string(placed.order));
@@ -345,12 +345,12 @@ void Client::hand_over(HandedOver why) {
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
     thread_.post(exchange_, std::move(why));
-    tell_opened();
+    post_opened();
 }
 // --- a second attempt -----------------------------------------------------------------------------
 
-// Only a stream's: of any other response the first byte is there when all has been generated, and
-// nobody knows how much that is.
+// Times only streams: any other response has its first byte once all has been generated, and how much
+// that will be is unknown.
 void Client::expect_first_byte(Ask ask) {
     if (!thread_.usual().is_on() || !asked_.is_stream) return;
     usual_ = thread_.usual().at(forward_.origin);
@@ -367,7 +367,7 @@ void Client::on_late() {
     if (booking_ && ask_ && !second_) try_second(*std::exchange(ask_, std::nullopt));
 }
 
-// Beside the first attempt, at another replica. Where first bytes are late there too, the whole fleet
+// Sends the request to another replica as well. Where first bytes are late there too, the whole fleet
 // is slow, and more work would make it slower.
 void Client::try_second(const Ask& ask) {
     Decider* const decider = thread_.decider();
@@ -412,7 +412,7 @@ void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
         return;
     }
     thread_.post(0, SecondAttempt{"won"});
-    // The late one may have been about to respond: it took at least as long.
+    // The late attempt would have taken at least this long.
     usual_->learn(forward_.work_tokens, clock_now() - attempted_at_);
     be_overtaken({{}, Failure::late, 0, std::nullopt});
     on_response(head, piece, is_last);
@@ -434,7 +434,7 @@ void Client::be_overtaken(HandedOver first) {
     prediction_ = std::move(second->placed.prediction);
     asked_.has_adapter = prediction_.has_adapter;
     forward_ = std::move(second->placed.forward);
-    request_.swap(second->request);  // which is being sent, perhaps
+    request_.swap(second->request);  // of which a part may still be unsent
     usual_ = thread_.usual().at(forward_.origin);
     attempted_at_ = second->started_at;
 }

@@ -1,4 +1,4 @@
-// A client's requests, as they come: heads, bodies, and who is told of them.
+// A client's requests as they come: heads, bodies, and the events posted for them.
 #include <utility>
 
 #include "http/write.hpp"
@@ -10,7 +10,7 @@ namespace {
 
 using sv = std::string_view;
 
-constexpr std::size_t kPiece = 64 * 1024;  // of a body, from which on it is told
+constexpr std::size_t kPiece = 64 * 1024;  // of a body, from which on it is posted
 
 // Does something whichever way a block is left.
 template <typename Call>
@@ -41,9 +41,9 @@ void rebase(http::RequestHead& head, std::string& text, sv from) {
 void Client::read() {
     const bool was_unsent = is_unsent();
     const Channel::Read came = channel_.receive(descriptor_, thread_.buffer());
-    if (!was_unsent) stalled_since_ = thread_.now();  // TLS may have had something to say
+    if (!was_unsent) stalled_since_ = thread_.now();  // TLS may have sent records of its own
     if (stage_ == Stage::refused) {  // it is discarded
-        if (!came.bytes.empty()) heard_at_ = thread_.now();
+        if (!came.bytes.empty()) received_at_ = thread_.now();
     } else {
         if (!came.bytes.empty() && in_.empty() && stage_ == Stage::idle) {
             receiving_since_ = thread_.now();
@@ -61,7 +61,7 @@ void Client::read() {
     }
 }
 
-// What it says is not TLS as it must be. It is told so by an alert, which has been sent.
+// What came is no valid TLS. The client gets an alert, which has been sent.
 void Client::refuse_handshake() {
     if (stage_ == Stage::refused) return;
     if (channel_.is_established()) {
@@ -70,7 +70,7 @@ void Client::refuse_handshake() {
     }
     thread_.post(0, Refused{channel_.is_foreign() ? "not_tls" : "tls_handshake_failed"});
     stage_ = Stage::refused;
-    refused_at_ = heard_at_ = thread_.now();
+    refused_at_ = received_at_ = thread_.now();
     ::shutdown(descriptor_, SHUT_WR);
     update_interest();
 }
@@ -142,12 +142,12 @@ void Client::open_exchange(std::size_t used) {
     body_bytes_ = events_ = 0;
     broke_.reset();
     body_.clear();
-    told_ = told_beginning_ = 0;
+    posted_ = posted_beginning_ = 0;
     http::Bounds bounds;
     bounds.head_bytes = thread_.options().head_bytes;
     body_reader_.begin(head_.framing, head_.length, bounds);
     is_body_whole_ = body_reader_.has_ended();
-    is_piece_wanted_ = is_told_ = was_prepared_ = false;
+    is_piece_wanted_ = is_opened_ = was_prepared_ = false;
     show(Shown::not_yet);
     if (!is_body_whole_ && !in_.empty()) {
         take_body();
@@ -155,12 +155,12 @@ void Client::open_exchange(std::size_t used) {
     }
     is_awaited_ = may_decide() && has_room();
     if (is_awaited_ && (!is_body_whole_ || decide())) return;
-    tell_opened();
+    post_opened();
 }
 
-void Client::tell_opened() {
+void Client::post_opened() {
     is_awaited_ = false;
-    share_ = {};  // it is counted by whoever is told
+    share_ = {};  // Python counts it from here on
     Opened opened{.method = std::string(head_.method),
                   .target = std::string(head_.origin_form),
                   .minor = head_.minor,
@@ -172,8 +172,8 @@ void Client::tell_opened() {
                   .body = body_,
                   .is_whole = is_body_whole_};
     opened.fields = fields();
-    told_ = body_.size();
-    is_told_ = true;
+    posted_ = body_.size();
+    is_opened_ = true;
     thread_.post(exchange_, std::move(opened));
 }
 
@@ -187,13 +187,13 @@ Fields Client::fields() const {
     return made;
 }
 
-// Moves what has come of the body to `body_`, and tells of it once it is much or whole.
+// Moves what has come of the body to `body_`, and posts it once it is much or whole.
 void Client::take_body() {
     sv bytes = in_;
     while (!bytes.empty() && !is_body_whole_) {
         const http::BodyReader::Piece piece = body_reader_.next(bytes);
         if (piece.is_bad) {
-            if (is_told_) thread_.post(exchange_, Left{});
+            if (is_opened_) thread_.post(exchange_, Left{});
             refuse(body_reader_.problem());
             return;
         }
@@ -203,8 +203,8 @@ void Client::take_body() {
         if (piece.used == 0 && !piece.is_last) break;
     }
     in_.erase(0, in_.size() - bytes.size());
-    if (is_told_ && (is_body_whole_ || body_.size() - told_ >= kPiece)) tell_body();
-    if (is_awaited_ && is_body_whole_ && !decide()) tell_opened();
+    if (is_opened_ && (is_body_whole_ || body_.size() - posted_ >= kPiece)) post_body();
+    if (is_awaited_ && is_body_whole_ && !decide()) post_opened();
 }
 void Client::drain_body() {
     sv bytes = in_;
@@ -221,15 +221,15 @@ void Client::drain_body() {
     if (is_body_whole_) stage_ = Stage::idle;
 }
 
-void Client::tell_body() {
-    thread_.post(exchange_, BodyRead{body_.substr(told_), is_body_whole_});
-    told_ = body_.size();
+void Client::post_body() {
+    thread_.post(exchange_, BodyRead{body_.substr(posted_), is_body_whole_});
+    posted_ = body_.size();
     is_piece_wanted_ = false;
 }
 void Client::read_body() {
     if (stage_ != Stage::deciding || is_body_whole_) return;
     if (head_.expects_continue && head_.minor == 1 && !has_begun_) {
-        head_.expects_continue = false;  // told once
+        head_.expects_continue = false;  // sent once
         send(http::kContinue);
         if (!is_open()) return;
     }

@@ -13,7 +13,7 @@ namespace {
 using sv = std::string_view;
 
 constexpr std::size_t kMostBeginning = 16 * 1024;
-constexpr std::size_t kPiece = 64 * 1024;  // of a body, which is not kept from then on
+constexpr std::size_t kPiece = 64 * 1024;  // of a body, from which on its memory is freed
 constexpr double kProgressEvery_s = 0.25;
 constexpr double kShownAfter_s = 0.2;  // a request that was decided here, while it runs
 constexpr sv kOurPrefix = "x-kv-";
@@ -31,7 +31,7 @@ std::optional<u32> retry_after_of(const http::ResponseHead& head) {
     return seconds;
 }
 
-// Whether an event may be appended to this body: an event stream, not encoded and of open length.
+// True where an event may be appended to this body: an event stream, not encoded, of open length.
 bool takes_events(const http::ResponseHead& head) {
     const sv coding = head.find("content-encoding");
     return http::begins_with(head.find("content-type"), "text/event-stream") &&
@@ -66,28 +66,28 @@ void Client::respond(const Respond& respond) {
     std::string& out = thread_.scratch();
     out.clear();
     http::append_status(out, respond.status);
-    bool says_close = false, has_length = false;
+    bool has_close = false, has_length = false;
     for (const auto& [name, value] : respond.fields) {
         http::append_field(out, name, value);
-        says_close |= name == "connection" && http::lists(value, "close");
+        has_close |= name == "connection" && http::lists(value, "close");
         if (name != "content-length") continue;
         has_length = true;
         if (value != std::to_string(respond.body.size())) {
-            cut(End::abandoned);  // the client could not tell where the next response begins
+            cut(End::abandoned);  // the client could not find where the next response begins
             return;
         }
     }
     // A client that waits for 100 Continue may send its body, or not (RFC 9110 10.1.1).
-    if (says_close || (!is_body_whole_ && head_.expects_continue)) keeps_alive_ = false;
+    if (has_close || (!is_body_whole_ && head_.expects_continue)) keeps_alive_ = false;
     status_ = respond.status;
-    append_framing(out, has_length || is_without_body(respond.status), respond.body.size(), says_close);
+    append_framing(out, has_length || is_without_body(respond.status), respond.body.size(), has_close);
     if (framing_ == http::Framing::chunked) {
         append_body(respond.body, true, out);
     } else if (!is_head_request_ && !is_without_body(respond.status)) {
         out += respond.body;
     }
     body_bytes_ = respond.body.size();
-    // Whoever responds knows that it is over.
+    // Who responds knows that it is over: no `Ended` is posted.
     was_forwarded_ = is_awaited_ = false;
     stage_ = Stage::answered;
     has_begun_ = true;
@@ -152,7 +152,7 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
 void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) upstream_ = nullptr;
     const std::optional<u32> retry_after_s = retry_after_of(head);
-    const bool is_final = head.status == 429 && !retry_after_s;  // nobody else is asked
+    const bool is_final = head.status == 429 && !retry_after_s;  // no other replica is tried
     if (booking_ && is_not_now(head.status) && !is_final) {
         if (second_) {
             be_overtaken({{}, std::nullopt, head.status, retry_after_s});
@@ -231,8 +231,8 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
     progress_at_ = thread_.now();
 }
 
-// What ends the head, and how the body will be framed.
-void Client::append_framing(std::string& out, bool has_length, u64 length, bool says_close) {
+// Ends the head, and chooses how the body is framed.
+void Client::append_framing(std::string& out, bool has_length, u64 length, bool has_close) {
     left_ = length;
     if (has_length || is_head_request_) {
         framing_ = is_head_request_ ? http::Framing::none : http::Framing::length;
@@ -244,7 +244,7 @@ void Client::append_framing(std::string& out, bool has_length, u64 length, bool 
         framing_ = http::Framing::until_close;
         keeps_alive_ = false;
     }
-    if (!keeps_alive_ && !says_close) out += "connection: close\r\n";
+    if (!keeps_alive_ && !has_close) out += "connection: close\r\n";
     out += "\r\n";
 }
 
@@ -259,9 +259,9 @@ void Client::on_piece(sv piece, bool is_last) {
 void Client::relay(sv piece, bool is_last, std::string& out) {
     if (!forward_.is_control) {
         usage_.feed(piece);
-        if (forward_.wants_id && told_beginning_ < kMostBeginning && !piece.empty()) {
-            const sv beginning = piece.substr(0, kMostBeginning - told_beginning_);
-            told_beginning_ += beginning.size();
+        if (forward_.wants_id && posted_beginning_ < kMostBeginning && !piece.empty()) {
+            const sv beginning = piece.substr(0, kMostBeginning - posted_beginning_);
+            posted_beginning_ += beginning.size();
             thread_.post(exchange_, Beginning{std::string(beginning)});
         }
         if (thread_.now() - progress_at_ >= kProgressEvery_s) {
@@ -315,7 +315,7 @@ void Client::on_failure(Failure failure, bool was_begun, sv why) {
         break_off(failure);
         return;
     }
-    if (forward_.is_control) {  // nobody else has what was asked for
+    if (forward_.is_control) {  // there is no other server to try
         cut(End::abandoned);
         return;
     }
@@ -356,7 +356,7 @@ void Client::break_off(Failure failure) {
     send(out);
     finish(End::replica_died);
 }
-// Tells how an exchange that was forwarded has ended.
+// Posts how an exchange that was forwarded has ended.
 void Client::report(End end) {
     const Unfailing unfailing;
     was_forwarded_ = false;
@@ -383,7 +383,7 @@ void Client::report(End end) {
     show(Shown::not_yet);
 }
 
-// What is known of a request of this client's when it is decided.
+// Returns what is known of a request when it is decided.
 Settled Client::record_of(const Prediction& prediction, const Asked& asked) const {
     Settled made;
     made.model = prediction.model;
@@ -416,7 +416,7 @@ void Client::show(Shown shown) {
     shown_ = shown;
 }
 
-// Operators look for the request that hangs: it is among the first that run for long.
+// Posts requests that run for long, up to a bound: one that hangs is among the first of them.
 void Client::show_running(double now) {
     const Shown shown = first_byte_s_ > 0 ? Shown::responding : Shown::waiting;
     if (!booking_ || !was_forwarded_ || shown_ == shown || now - started_at_ < kShownAfter_s) return;
@@ -427,7 +427,7 @@ void Client::show_running(double now) {
     thread_.post(exchange_, std::move(running));
 }
 
-// True where it is enough to count it: nobody follows it, and its prediction judges no cache.
+// Counts it; false where its record has to be posted: it is shown, or its prediction judges a cache.
 bool Client::is_summed(const Ended& ended, bool was_alone) {
     const bool is_plain = ended.end == End::completed && ended.status == 200 && !ended.failure &&
                           first_byte_s_ > 0 && !was_prepared_ && shown_ == Shown::not_yet &&
@@ -449,7 +449,7 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 void Client::settle(Ended ended) {
     const bool was_alone = booking_->ended(has_begun_, clock_now());
     std::shared_ptr<Booking> booking = std::move(booking_);
-    if (!prediction_.is_estimate()) booking.reset();  // else it waits for what the engine said
+    if (!prediction_.is_estimate()) booking.reset();  // else it waits for the engine's usage
     if (booking == nullptr && is_summed(ended, was_alone)) return;
     Settled settled = so_far();
     settled.booking = std::move(booking);

@@ -1,5 +1,4 @@
-// Who decides without Python, where that can be: one request at a time, from any of the plane's
-// threads.
+// The interface of deciding without Python: one request at a time, from any of the plane's threads.
 #pragma once
 
 #include <memory>
@@ -11,10 +10,10 @@
 
 namespace kvroute::plane {
 
-// A request that was decided here, from its sending to its end: it is booked where it was sent. From any
-// thread. Every call but the last may be left out, and the first and the last be made again without
-// effect; without the last, the request counts as not served. That returns whether no other request that
-// was decided here was at the replica meanwhile, or shortly before.
+// A request in the books of its replica, from its sending to its end. From any thread. Every call but
+// `ended` may be left out, and `first_byte` and `ended` repeated without effect; without `ended`, the
+// request counts as not served. `ended` returns true if no other request that was decided here was at
+// the replica meanwhile, or shortly before.
 class Booking {
 public:
     virtual ~Booking() = default;
@@ -22,12 +21,12 @@ public:
     // So many more events of a stream have passed.
     virtual void generated(u64 events, double now) = 0;
     virtual bool ended(bool was_served, double now) = 0;
-    // What its engine said was cached of its prompt, behind the end; nothing: it did not say. Where
-    // the hit was an estimate, it learns from that.
+    // Called after `ended`, with the cached tokens that the engine reported; nothing: it reported none.
+    // An estimated hit learns from it.
     virtual void reported(std::optional<std::int64_t> cached_tokens, double now) = 0;
 };
 
-// What was predicted of a request that was decided here.
+// The prediction for a request that was decided here.
 struct Prediction {
     std::string model, replica;
     int dp_rank = -1;  // none was asked for
@@ -43,15 +42,15 @@ struct Placed {
     std::unique_ptr<Booking> booking;
     Prediction prediction;
     Forward forward;
-    u64 order = 0;     // when it is to be computed there, among others: the lowest goes first
+    u64 order = 0;     // its place in the engine's queue: the lowest goes first
     std::string name;  // of the model there; empty: as the client names it
     std::string request_id;
 };
 
-// What requests name. Never changes: another one takes its place.
+// A name that requests give. Never changes: another one takes its place.
 struct Model {
     virtual ~Model() = default;
-    bool is_read_first = false;  // something is to be said to engines that only Python knows
+    bool is_read_first = false;  // engines are sent something that only Python knows
 };
 
 // A request that could be decided here.
@@ -72,17 +71,17 @@ struct Reservable;
 class Decider {
 public:
     virtual ~Decider() = default;
-    // What is known by a name; null: nothing.
+    // Returns what a name stands for; null: it is unknown.
     virtual std::shared_ptr<const Model> model(const std::string& name) = 0;
     // Nothing: it is left to Python.
     virtual std::optional<Placed> place(const Question& question) = 0;
-    // Where a request would go. Nothing: as before.
+    // Returns where a request would go. Nothing: as before.
     virtual std::optional<Answer> look(const Question& question) = 0;
     // The same for a gateway that sends it itself.
     virtual std::optional<Selection> select(const Question& question) = 0;
     // Books a request that a gateway sends. Nothing: as before.
     virtual std::optional<Reservable> reserve(const Question& question) = 0;
-    // Knows what was reserved by its name.
+    // Holds what was reserved, by name.
     virtual Reservations& reservations() = 0;
 };
 

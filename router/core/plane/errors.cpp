@@ -30,12 +30,12 @@ Respond error_response(int status, std::string_view code, std::string_view messa
 }
 
 std::string whole_error_response(int status, std::string_view code, std::string_view message,
-                                 bool says_close) {
+                                 bool closes) {
     const Respond error = error_response(status, code, message);
     std::string text;
     http::append_status(text, status);
     for (const auto& [name, value] : error.fields) http::append_field(text, name, value);
-    if (says_close) http::append_field(text, "connection", "close");
+    if (closes) http::append_field(text, "connection", "close");
     text += http::kLineEnd;
     text += error.body;
     return text;

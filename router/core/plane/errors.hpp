@@ -1,4 +1,4 @@
-// Responses of the plane's own that say what is wrong. No I/O.
+// Error responses of the plane's own. No I/O.
 #pragma once
 
 #include <string>
@@ -14,12 +14,12 @@ inline constexpr std::string_view kOutOfMemory = "the router is out of memory; t
 // shown as `?`.
 Respond error_response(int status, std::string_view code, std::string_view message);
 
-// The same as it is sent. `says_close`: the connection closes with it.
+// Returns the same as the bytes that are sent. `closes`: the connection closes with it.
 std::string whole_error_response(int status, std::string_view code, std::string_view message,
-                                 bool says_close = true);
+                                 bool closes = true);
 
-// Where there is no memory for a request: made at the start, for there may be none to make it. The second
-// leaves the connection open.
+// Sent where there is no memory for a request: made at the start, as there may be none to make them.
+// The second leaves the connection open.
 extern const std::string kOutOfMemoryResponse, kOutOfMemoryAnswer;
 
 }  // namespace kvroute::plane

@@ -1,5 +1,5 @@
-// The names by which clients may call the router, as far as somebody has checked them: a page of another
-// origin that has its name resolve to this machine calls it by that name.
+// Host names that clients may use, once Python has checked them. This stops DNS rebinding: a page of
+// another origin whose name resolves to this machine calls the router by that name.
 #pragma once
 
 #include <mutex>
@@ -14,7 +14,7 @@ public:
     // `checks`: otherwise any name will do.
     explicit Hosts(bool checks) : checks_(checks) {}
 
-    // From any thread, like the other.
+    // From any thread, as `accepts`.
     void accept(std::string host) {
         std::lock_guard locked(mutex_);
         if (known_.size() < kMostKnown) known_.insert(std::move(host));

@@ -48,7 +48,7 @@ public:
         ++at_;
         return true;
     }
-    // What stands between the quotation marks, as it is written.
+    // Takes a string; `found` is the text between the quotation marks, as it is written.
     bool text(std::string_view& found) {
         skip_space();
         if (at_ == end_ || *at_ != '"') return false;
@@ -132,7 +132,7 @@ private:
     // At a backslash; moves to the last character of the escape.
     bool escape() {
         if (++at_ == end_) return false;
-        // Half of a surrogate pair is no character: left to who looks closer.
+        // `\u` is left to Python: half of a surrogate pair is no character.
         return std::string_view("\"\\/bfnrt").find(*at_) != std::string_view::npos;
     }
     bool word(std::string_view expected) {

@@ -49,7 +49,7 @@ void Loop::change(Watched& watched, u32 events) {
 void Loop::close(Watched& watched) {
     if (!watched.is_open()) return;
     // Closing it would take it out of the set as well, but not while a child process that is about to
-    // begin has a copy: its events would go to who has been freed.
+    // begin has a copy: its events would go to freed memory.
     epoll_ctl(epoll_, EPOLL_CTL_DEL, watched.descriptor_, nullptr);
     ::close(watched.descriptor_);
     watched.descriptor_ = -1;

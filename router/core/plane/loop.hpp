@@ -23,7 +23,7 @@ inline double clock_now() {
 class Watched {
 public:
     virtual ~Watched() = default;
-    // `events`: of epoll. Whoever is closed by this is freed after the round.
+    // `events`: of epoll. What is closed by this is freed after the round.
     virtual void on_ready(u32 events) = 0;
     // There was no memory for what had to be done: ends it, with as little as possible.
     virtual void on_no_memory() {}
@@ -37,8 +37,8 @@ protected:
     u32 interest_ = 0;
 };
 
-// Who was closed in this round and is freed after it. Takes no memory, of which there may be none: each
-// holds the one before it (`buried_before`).
+// Holds what was closed in this round, and is freed after it. Takes no memory, as there may be none:
+// each holds the one before it (`buried_before`).
 template <typename Dead>
 class Burial {
 public:
@@ -65,9 +65,9 @@ public:
     void change(Watched& watched, u32 events);
     // Closes the descriptor.
     void close(Watched& watched);
-    // Waits for at most so long for those who are ready.
+    // Waits at most so long for sockets to be ready.
     void wait(int most_ms);
-    // Calls each of them.
+    // Calls `on_ready` of each that is.
     void serve();
 
 private:
@@ -78,9 +78,9 @@ private:
     int ready_ = 0;
 };
 
-// Sends what fits; the number of bytes, or -1 where the connection is broken.
+// Sends what fits. Returns the number of bytes, or -1 where the connection is broken.
 ssize_t send_some(int descriptor, std::string_view bytes);
-// What fits of two pieces, in one call.
+// Sends what fits of two pieces, in one call.
 ssize_t send_some(int descriptor, std::string_view first, std::string_view second);
 
 }  // namespace kvroute::plane

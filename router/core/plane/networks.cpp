@@ -22,7 +22,7 @@ Networks::Bytes Networks::parsed(const std::string& host) {
     return found;
 }
 
-// IPv4, where that is in it.
+// Returns the IPv4 address of an IPv4-mapped IPv6 one, and others as they are.
 Networks::Bytes Networks::unmapped(Bytes address) {
     auto& bytes = address.bytes;
     if (address.size == 16 && std::equal(kMapped.begin(), kMapped.end(), bytes.begin())) {

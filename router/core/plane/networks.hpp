@@ -10,10 +10,9 @@ namespace kvroute::plane {
 
 class Networks {
 public:
-    // An IPv4 or IPv6 address, and how many of its first bits all addresses there have. False: it is
-    // none.
+    // Adds an IPv4 or IPv6 network of this address and prefix length. False: it is none.
     bool add(const std::string& address, int bits);
-    // An address: IPv4 in IPv6 counts as IPv4.
+    // `host`: an address; an IPv4-mapped IPv6 one counts as IPv4.
     bool contains(const std::string& host) const;
 
 private:

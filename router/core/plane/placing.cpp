@@ -76,7 +76,7 @@ private:
     std::shared_ptr<QuietMoments> quiet_;
     decide::InFlight flight_;
     std::shared_ptr<mirror::Visit> visit_;
-    std::shared_ptr<mirror::ApproximateVisit> estimated_;  // where the hit was one; until the report
+    std::shared_ptr<mirror::ApproximateVisit> estimated_;  // of an estimated hit, until the report
     Moment moment_;
     bool was_alone_ = false;
     std::atomic<bool> is_over_ = false;
@@ -88,7 +88,7 @@ constexpr std::size_t kMostRequestId = 128;
 
 using Bits = std::array<u64, 2>;
 
-// From the system, without a descriptor, of which there may be none left. Nothing: it has none.
+// Asks the kernel, which takes no descriptor, as there may be none left. Nothing: it failed.
 std::optional<Bits> random_bits() {
     Bits bits;
     if (::getrandom(bits.data(), sizeof bits, 0) != sizeof bits) return std::nullopt;
@@ -115,8 +115,8 @@ std::string given_or_new(std::string_view id) {
     return id.empty() || id.size() > kMostRequestId ? new_request_id() : std::string(id);
 }
 
-// The fields that this request's engine and its client are told.
-void tell(Forward& forward, const Question& question, const std::string& request_id,
+// Adds the header fields that the engine and the client get with this request.
+void add_fields(Forward& forward, const Question& question, const std::string& request_id,
           std::optional<int> dp_rank, const Prediction& prediction) {
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
     forward.added.emplace_back("x-forwarded-for", question.forwarded_for);
@@ -129,7 +129,7 @@ void tell(Forward& forward, const Question& question, const std::string& request
     forward.reported.emplace_back("x-request-id", request_id);
 }
 
-// The place of a request in its engine's line, by its tokens to compute; as `EngineOrder.numbers`.
+// Returns a request's place in its engine's queue, by its tokens to compute; as `EngineOrder.numbers`.
 u64 order_of(const Ordering& ordering, std::optional<u64> priority_class, u64 tokens) {
     const std::chrono::duration<double> since_1970 =
         std::chrono::system_clock::now().time_since_epoch();
@@ -141,7 +141,7 @@ u64 order_of(const Ordering& ordering, std::optional<u64> priority_class, u64 to
     return (priority_class.value_or(ordering.usual_class) << ordering.class_bits) + within;
 }
 
-// What each KV cache group of a cache would allow by itself; nothing where the index does not know it.
+// Returns the hit each KV cache group would allow by itself; nothing if the index has no such cache.
 std::optional<std::vector<GroupHit>> groups_at(SharedIndex& index, SourceNumber source,
                                                Prompt& prompt) {
     const auto guard = locked(index.mutex);
@@ -156,7 +156,7 @@ std::optional<std::vector<GroupHit>> groups_at(SharedIndex& index, SourceNumber 
     return found;
 }
 
-// The whole prompt's keys at every step that is asked for, with no mutex held.
+// Computes the whole prompt's keys at every step that lookups use, with no mutex held.
 void hash(Prompt& prompt, SharedIndex& index) {
     std::vector<Prompt::Step> steps;
     {
@@ -227,7 +227,7 @@ std::optional<Placed> Placing::place(const Question& question) {
     if (question.ask.is_stream) placed.forward.timeouts.first_byte_s = served.stream_first_byte_s;
     placed.forward.work_tokens = placed.prediction.uncached_tokens + static_cast<u64>(ahead);
     placed.request_id = given_or_new(question.request_id);
-    tell(placed.forward, question, placed.request_id, choice->dp_rank, placed.prediction);
+    add_fields(placed.forward, question, placed.request_id, choice->dp_rank, placed.prediction);
     return placed;
 }
 
@@ -257,7 +257,7 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     const Unfailing unfailing;
     std::string id = question.ask.reservation;
     if (id.empty()) {
-        // Nobody may guess it: who knows it may end the reservation.
+        // It must be hard to guess: who knows it may end the reservation.
         const std::optional<Bits> bits = random_bits();
         if (!bits) return std::nullopt;
         id = hex_of(*bits);
@@ -272,7 +272,7 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     const OrderedBy by =
         question.ask.is_completion ? served.ways[replica].ordered_by : OrderedBy::nothing;
     const bool is_changed = by == OrderedBy::field || by == OrderedBy::negated_field;
-    if (!served.names[replica].empty() || is_changed) return std::nullopt;  // in its body
+    if (!served.names[replica].empty() || is_changed) return std::nullopt;  // its body would change
     Reservable made;
     made.is_probe = choice->replica->conditions->gate.open_until.has_value();
     Prediction prediction = predicted(*choice, *read);
@@ -328,7 +328,7 @@ u64 Placing::order_number(const Question& question, const Prediction& of) const 
 
 std::optional<Placing::Read> Placing::read(const Question& question) const {
     require_memory();
-    // Whatever it was handed is its own.
+    // A question's model is one that `model` returned, so it is a `Served`.
     auto served = std::static_pointer_cast<const Served>(question.model);
     if (served == nullptr) served = this->served(question.ask.model);
     if (served == nullptr || question.ask.tokens.size() > served->most_tokens) return std::nullopt;
@@ -372,7 +372,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     choice.ranking = &ranking;
     const decide::State& state = choice.state();
     const bool is_pulled = ranking.able.lower[ranking.first].pull_from != decide::kNobody;
-    if (is_pulled) return std::nullopt;  // what a peer promises is Python's to follow
+    if (is_pulled) return std::nullopt;  // Python follows pulls from peers
     choice.replica = &(*served.fleet)[state.replica];
     choice.cache = &choice.replica->caches.front();
     if (choice.replica->has_ranks()) {
@@ -419,7 +419,7 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
                                             *choice.replica, uncached, prompt_tokens,
                                             choice.dp_rank, sent, std::move(estimated),
                                             question.now);
-    // Whatever fails from here on ends the booking, which takes the mutex.
+    // A failure from here on ends the booking, which takes the mutex.
     choice.books.unlock();
     return booking;
 }

@@ -1,5 +1,5 @@
-// Decides requests whose token ids are known without Python: what each cache has of the prompt, what
-// it is doing, and where the request goes; then books it there.
+// Decides without Python where a request goes whose token ids are known: looks up what each cache has
+// of the prompt and is doing, ranks the replicas, and books the request.
 #pragma once
 
 #include <atomic>
@@ -16,26 +16,26 @@
 
 namespace kvroute::plane {
 
-// What is served by one name.
+// A model, or an adapter of one, as served by one name.
 struct Served final : Model {
     std::string model;           // the base model's name
     mirror::ModelId in_mirror = 0;
     std::shared_ptr<const decide::Fleet> fleet;
     std::shared_ptr<SharedIndex> index;
     std::optional<std::string> adapter;  // that the name stands for
-    std::vector<Forward> ways;   // to each replica, by its number; without what is of one request
+    std::vector<Forward> ways;   // to each replica, by its number; without a request's own fields
     std::vector<std::string> names;  // what each calls the model; empty: as the client does
     std::vector<AtGateway> at_gateways;  // what gateways call each
-    double stream_first_byte_s = 300.0;  // where a response is streamed, in place of a way's
-    u64 most_tokens = 0;         // of a prompt; longer ones are looked at closely
+    double stream_first_byte_s = 300.0;  // of streamed responses, in place of a way's
+    u64 most_tokens = 0;         // of a prompt; longer ones are left to Python
 };
 
-// Where requests stand among those that wait in an engine: see router/fleet/engine_order.py.
+// How an engine's queue is ordered: see router/fleet/engine_order.py.
 struct Ordering {
     double ageing_tokens_per_s = 0;
     u64 usual_class = 0;
     int class_bits = 0;      // of a number, below those of its class
-    u64 longest_tokens = 0;  // for which one waits more than for fewer
+    u64 longest_tokens = 0;  // longer prompts wait no longer than one of these
 };
 
 class Booked;
@@ -49,7 +49,7 @@ public:
           quiet_(std::make_shared<QuietMoments>(quiet_s)), ordering_(ordering),
           reservations_(std::move(reservations)) {}
 
-    // Names and what they stand for, in place of what there was.
+    // Replaces all names that are served.
     using Models = std::unordered_map<std::string, std::shared_ptr<const Served>>;
     void serve(Models models);
 
@@ -62,12 +62,12 @@ public:
 
     // Requests that were placed and have not ended.
     u64 under_way() const { return *under_way_; }
-    // From now on no more than so many may be under way; whoever asks beyond is left to Python.
+    // From now on no more than so many may be under way; requests beyond that are left to Python.
     void allow(u64 most) { most_ = most; }
     QuietMoments& quiet() { return *quiet_; }
 
 private:
-    // What a request names, and its prompt, hashed.
+    // The model that a request names, and its prompt, hashed.
     struct Read {
         std::shared_ptr<const Served> served;
         std::shared_ptr<Prompt> prompt;
@@ -96,7 +96,7 @@ private:
     // Without the mutex. `prediction`: of the choice.
     Answer answer_of(const Choice& choice, Prediction prediction) const;
     using Count = std::shared_ptr<std::atomic<u64>>;
-    // Ends the choice: the mutex is released. `under_way`: counts it; null: nobody.
+    // Ends the choice: the mutex is released. `under_way`: its counter, or null.
     std::unique_ptr<Booked> book(const Question& question, const Read& read, Choice& choice,
                                  const Prediction& prediction, Count under_way) const;
     u64 order_number(const Question& question, const Prediction& prediction) const;

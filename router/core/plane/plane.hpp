@@ -10,7 +10,7 @@ namespace kvroute::plane {
 
 class Plane {
 public:
-    // By TLS; see `tls::Contexts::use`.
+    // Null: without TLS; see `tls::Contexts::use`.
     struct Secured {
         std::shared_ptr<const tls::Context> towards_clients, towards_replicas;
     };
@@ -40,7 +40,7 @@ public:
     PoolCounts counts() const;
     u64 clients() const;
     u64 held_bytes() const { return common_.bodies.held(); }
-    // For new connections.
+    // Changes the TLS of new connections.
     void secure(Secured secured);
     // From now on. Null: Python decides everything.
     void decide_by(std::shared_ptr<Decider> decider);

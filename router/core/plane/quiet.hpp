@@ -1,6 +1,6 @@
-// Which of the requests that were decided here had a replica to themselves: only these are evidence on
-// whether the router's picture of it is right. Python keeps the same for those that it decides, and
-// holds the two together (router/fleet/quiet_moments.py).
+// Finds the requests decided here that had a replica to themselves: only these show whether the
+// router's picture of it is right. Python keeps the same for those that it decides, and combines the
+// two (router/fleet/quiet_moments.py).
 #pragma once
 
 #include <limits>

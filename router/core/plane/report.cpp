@@ -28,7 +28,7 @@ void append_details(std::string& out, sv name, std::optional<u64> cached_tokens)
     out += '}';
 }
 
-// An engine's: counts, and what some of them are made of. `out`: those of `EngineUsage` of
+// Reads an engine's usage: counts and their details. `out`: those of `EngineUsage` of
 // router/doors/http/request_bodies.py that are read; of two with one name the last one counts.
 bool usage(Walk& walk, std::string& out) {
     constexpr std::array kCounts = {sv("prompt_tokens"), sv("input_tokens"),
@@ -96,7 +96,7 @@ std::string ReportBody::usage_body(u64 prompt_tokens) const {
 std::optional<ReportBody> read_report(ReportKind kind, sv body) {
     if (body.size() > kMostBytes) return std::nullopt;
     ReportBody found;
-    if (kind == ReportKind::first_token) return found;  // whatever else it says
+    if (kind == ReportKind::first_token) return found;  // its body does not matter
     u64 status = 200;
     bool is_completed = true, has_failed = false;
     Walk walk(body);

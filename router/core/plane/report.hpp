@@ -1,4 +1,4 @@
-// What gateways report of their reservations, as far as it is plain. No I/O.
+// Reads gateways' reports on their reservations, as far as they are plain. No I/O.
 #pragma once
 
 #include <optional>
@@ -13,10 +13,10 @@ struct Report {
     std::string_view id;  // of the reservation
 };
 
-// What a request reports by its method and target. Nothing: it is no report.
+// Returns a report's kind and reservation, by method and target. Nothing: the request is no report.
 std::optional<Report> report_of(std::string_view method, std::string_view target);
 
-// What its body says.
+// The body of a report.
 struct ReportBody {
     bool has_begun = true;  // whether the first token must have been there by then
     bool is_whole = true;   // it was served whole, with status 200; of an end
@@ -24,14 +24,14 @@ struct ReportBody {
     std::optional<u64> cached_tokens;
     std::string usage;      // what Python reads of the engine's report, as JSON; empty: there is none
 
-    // That report as a response has it, or else one made of the cached tokens; empty: there is neither.
+    // Returns `usage` as a response has it, or else one made of the cached tokens; empty: neither.
     std::string usage_body(u64 prompt_tokens) const;
 };
 
-// Nothing where it needs a closer look: it may be wrong.
+// Nothing where Python has to read it: it may be wrong.
 std::optional<ReportBody> read_report(ReportKind kind, std::string_view body);
 
-// Has what is known of a reservation include what a report says, which is not its last one.
+// Adds a report, which is not the last one, to the record of a reservation.
 void note(Reserved& reserved, const ReportBody& report, double now);
 
 }  // namespace kvroute::plane

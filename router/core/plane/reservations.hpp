@@ -1,5 +1,5 @@
-// What gateways have reserved, by name: how much there may be, and what was booked for it without Python,
-// which is told of one where it needs to know it.
+// Gateways' reservations, by name: bounds their number, and keeps those that were booked without
+// Python until Python needs one, which is then handed over.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct ReportBody;
 // From any thread.
 class Reservations : public std::enable_shared_from_this<Reservations> {
 public:
-    // Of one reservation, for as long as this lives.
+    // Holds one reservation's name, for as long as this lives.
     class Place {
     public:
         Place(std::shared_ptr<Reservations> of, std::string id)
@@ -38,7 +38,7 @@ public:
         std::string id_;
     };
 
-    // `most`: those that Python makes among them.
+    // `most`: of all, with those that Python makes.
     explicit Reservations(std::uint64_t most) : most_(most) {}
     ~Reservations();
 
@@ -47,28 +47,28 @@ public:
     bool has(const std::string& id) const;
     std::uint64_t held() const;
 
-    // What one has that Python is told of; nothing if its place was given back meanwhile.
+    // Sets the booking of one that Python has; without effect if its place was given back meanwhile.
     void put(const std::string& id, std::shared_ptr<Booking> booking);
-    // The same of one that Python is not told of. Its place is its own until it is.
-    void keep(std::unique_ptr<Reserved> untold);
+    // Keeps one that Python does not have, with its place, until it is handed over.
+    void keep(std::unique_ptr<Reserved> record);
 
-    // What a report is about.
+    // The reservation that a report is on.
     struct Noted {
         std::shared_ptr<Booking> booking;  // null: there is none that was booked here and goes on
-        std::unique_ptr<Reserved> untold;  // that is over with this report, and what was noted before it
-        bool is_told = false;              // Python knows it
+        std::unique_ptr<Reserved> record;  // where this report ends one that was kept
+        bool is_handed_over = false;       // Python has it
     };
-    // `is_over`: from now on; else what it says is noted where Python does not know it.
+    // `is_over`: with this report; else it is added to the record where that is kept here.
     Noted note(std::string_view id, const ReportBody& report, bool is_over, double now);
 
-    // Those of which Python has to know from now on, and does not.
-    using Untold = std::vector<std::unique_ptr<Reserved>>;
-    Untold tell(const std::string& id);
-    Untold tell_at(std::string_view replica);
-    // That nothing was said of since, and at most so many; those of which it is longest ago.
-    Untold tell_silent(double since, std::size_t most);
+    // Each returns records that were kept, and that Python has from now on.
+    using Records = std::vector<std::unique_ptr<Reserved>>;
+    Records hand_over(const std::string& id);
+    Records hand_over_at(std::string_view replica);
+    // Those without a report since then, at most so many; the longest silent first.
+    Records hand_over_silent(double since, std::size_t most);
 
-    // One that Python is not told of was served whole.
+    // One that was never handed over was served whole.
     void count_completed() {
         std::lock_guard locked(mutex_);
         ++completed_;
@@ -79,21 +79,21 @@ public:
     }
 
 private:
-    using Silent = std::list<std::unique_ptr<Reserved>>;  // that of which most was said last stands last
+    using Kept = std::list<std::unique_ptr<Reserved>>;  // by the time of the last report
     struct Entry {
         std::shared_ptr<Booking> booking;  // null: Python's
-        Silent::iterator untold;
-        bool is_told = true;
+        Kept::iterator kept;
+        bool is_handed_over = true;
     };
 
     void forget(const std::string& id);
-    std::unique_ptr<Reserved> told(Entry& entry);
+    std::unique_ptr<Reserved> release(Entry& entry);
 
     std::uint64_t most_;
     std::uint64_t completed_ = 0;
     mutable std::mutex mutex_;
     std::unordered_map<std::string, Entry> by_id_;
-    Silent untold_;
+    Kept kept_;
 };
 
 }  // namespace kvroute::plane

@@ -15,7 +15,7 @@ std::size_t skip_space(sv text, std::size_t at) {
     return std::min(text.find_first_not_of(kSpace, at), text.size());
 }
 
-// Behind the string that begins at `at`.
+// Returns the place behind the string that begins at `at`.
 std::size_t string_end(sv text, std::size_t at) {
     for (++at; at < text.size() && text[at] != '"'; ++at) {
         if (text[at] == '\\') ++at;
@@ -23,7 +23,7 @@ std::size_t string_end(sv text, std::size_t at) {
     return std::min(at + 1, text.size());
 }
 
-// Behind the value that begins at `at`.
+// Returns the place behind the value that begins at `at`.
 std::size_t value_end(sv text, std::size_t at) {
     std::size_t depth = 0;
     while (at < text.size()) {
@@ -44,7 +44,7 @@ std::size_t value_end(sv text, std::size_t at) {
 
 std::string quoted(sv name) { return std::string("\"").append(json_escaped(name)).append("\""); }
 
-// `replaced`: how often.
+// `replaced`: counts the values replaced.
 std::optional<std::string> with_value(sv body, sv name, sv value, std::size_t& replaced) {
     std::string made;
     std::size_t copied = 0, at = body.find('{');

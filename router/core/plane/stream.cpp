@@ -105,7 +105,7 @@ void UsageCapture::feed(sv piece) {
     events_ += count(piece, "\ndata:");
     if (is_at_line_start_ && piece.substr(0, kData.size()) == kData) ++events_;
     is_at_line_start_ = piece.back() == '\n';
-    // The usual piece: whole events, none with a usage.
+    // The usual piece has whole events, none with a usage.
     if (rest_.empty() && is_at_line_start_ && piece.find(kUsage) == sv::npos) return;
     feed_lines(piece);
 }

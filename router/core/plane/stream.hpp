@@ -1,5 +1,5 @@
-// What is looked at in a response as it passes: whole lines of an event stream, so that it can end
-// with an error, and what it says of its usage. No I/O.
+// Looks at a response as it passes: at whole lines of an event stream, so that it can end with an
+// error, and at its usage. No I/O.
 #pragma once
 
 #include <string>
@@ -24,9 +24,9 @@ public:
     void begin();
     // Appends to `out` what may be sent now.
     void release(std::string_view piece, bool is_last, std::string& out);
-    // Whether the last event that was let through is one that ends a stream.
+    // True where the last event that was let through ends a stream.
     bool has_finished() const;
-    // The line ends that are missing before another event may begin.
+    // Returns the line ends that are missing before another event may begin.
     std::string_view separator() const;
 
 private:
@@ -34,8 +34,8 @@ private:
     std::string tail_;
 };
 
-// Keeps what the usage of a response is read from, whatever its form: the tail of a JSON body, or of
-// a stream the first and the last event that have one.
+// Keeps what the usage of a response is read from: the tail of a JSON body, or the first and last event
+// of a stream that have one.
 class UsageCapture {
 public:
     void begin();

@@ -38,7 +38,7 @@ bool read_usage(Walk& walk, Usage& usage) {
         if (name == "prompt_tokens_details") return read_details(walk, usage);
         std::optional<u64> ignored;
         if (name == "completion_tokens") return read_count(walk, ignored);
-        // Of other forms, in which it means something else.
+        // These are other forms' fields, and mean something else.
         const bool is_others = name.starts_with("input_tokens") || name.starts_with("cache_") ||
                                name == "output_tokens";
         return !is_others && walk.value();

@@ -1,5 +1,5 @@
-// What is counted of requests that were decided here and are over, summed up: beyond some in each batch,
-// who counts is not told of them one by one. No I/O.
+// Sums up requests that were decided here and are over: beyond the first in each batch, Python gets
+// these sums in place of a record of each. No I/O.
 #pragma once
 
 #include <map>
@@ -42,22 +42,22 @@ struct Comparisons {
     Distribution error_tokens;
 };
 
-// Of one replica's requests for one model, all of which were served whole, with status 200.
+// The sum of one replica's requests for one model, all of them served whole, with status 200.
 struct Sum {
     u64 requests = 0, prompt_tokens = 0, promised_tokens = 0;
     Distribution routing_s, first_byte_s, seconds;
     Comparisons reported;
-    // The engine reported no cached tokens, only those of the prompt: none, where it ever reports any.
+    // The engine reported prompt tokens but no cached ones: they were 0 if it ever reports any.
     Comparisons silent;
 };
 
-// What an engine reported of a response.
+// The usage that an engine reported in a response.
 struct Usage {
     std::optional<u64> prompt_tokens, cached_tokens;
 };
 
-// In OpenAI's form of completions, as `UsageReader` of router/plane/usage.py reads it; nothing where it
-// is another form or not quite plain.
+// Reads usage in OpenAI's form of completions, as `UsageReader` of router/plane/usage.py; nothing where
+// it is another form or not quite plain.
 std::optional<Usage> plain_usage(const Ended& ended);
 
 class Sums {

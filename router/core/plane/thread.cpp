@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kAcceptsAtOnce = 64;
 constexpr double kLookEvery_s = 0.05;
-constexpr std::size_t kMostRecords = 512;  // before they are told of
+constexpr std::size_t kMostRecords = 512;  // before the reader is woken
 constexpr std::size_t kNewest = 8;     // connections whose request may be on its way: not closed
 constexpr std::size_t kMadeRoom = 64;  // connections that are closed at once where descriptors are short
 
@@ -54,7 +54,7 @@ void extend_memory() {
     for (auto& block : blocks) block.reset(new (std::nothrow) char[kBlock]);
 }
 
-// What there is no memory for ends one client's request, and nothing else.
+// Ends one client's request, and nothing else, where there is no memory for it.
 template <typename Call>
 void guarded(Client* client, Call call) {
     try {
@@ -76,7 +76,7 @@ Outbox::~Outbox() { ::close(signal_); }
 
 bool Outbox::post(Event event, bool is_awaited) {
     const bool can_wait = std::holds_alternative<Settled>(event.what) ||
-                          std::holds_alternative<Told>(event.what) ||
+                          std::holds_alternative<LookedUp>(event.what) ||
                           std::holds_alternative<Reserved>(event.what) ||
                           std::holds_alternative<Reported>(event.what);
     is_awaited |= !can_wait;
@@ -126,7 +126,7 @@ bool Outbox::sums_up() {
 
 bool Outbox::sum(const Sums::Finished& finished) {
     std::lock_guard locked(mutex_);
-    if (sums_ == nullptr || settled_ < kToldOneByOne) return false;
+    if (sums_ == nullptr || settled_ < kPostedOneByOne) return false;
     sums_->add(finished);
     return true;
 }
@@ -263,7 +263,7 @@ void Thread::take_client(int descriptor, const sockaddr_storage& from, bool is_o
     clients_[place]->open(descriptor, std::move(host), port, is_of_reserve, now_);
 }
 
-// The last of `free_places_`, which has room for all of them: whoever leaves needs no memory.
+// Returns the last of `free_places_`, which has room for all: a client that leaves needs no memory.
 u32 Thread::free_place() {
     if (free_places_.empty()) {
         const std::size_t count = clients_.size() + 1;
@@ -274,8 +274,8 @@ u32 Thread::free_place() {
     return free_places_.back();
 }
 
-// Closes connections that have brought no request, the oldest first: nobody can keep probes out by
-// connecting and saying nothing. The newest may be probes.
+// Closes connections that have brought no request, the oldest first: no client can keep probes out by
+// connections without requests. The newest may be probes.
 void Thread::make_room() {
     std::vector<Client*> silent;
     for (auto& client : clients_) {
@@ -407,7 +407,7 @@ Client* Thread::client_of(ExchangeId id) const {
 
 void Thread::obey(Command& command, Client* client) {
     if (client == nullptr) {
-        // The client left before the command came; whoever forwards or places waits to learn of it.
+        // The client left before the command came; after these commands Python waits for an event.
         if (std::holds_alternative<Forward>(command.order)) {
             Ended ended;
             ended.end = End::client_left;

@@ -1,4 +1,4 @@
-// One thread of the plane: its clients, its connections to replicas, and the mail from whoever decides.
+// One thread of the plane: its clients, its connections to replicas, and the commands it is sent.
 #pragma once
 
 #include <sys/socket.h>
@@ -21,7 +21,7 @@
 
 namespace kvroute::plane {
 
-// Numbers of exchanges, for which there is always memory. More than it has room for are not kept.
+// Numbers of exchanges, in memory taken beforehand for when none is left. Those beyond it are dropped.
 class Numbers {
 public:
     void add(ExchangeId id) {
@@ -38,50 +38,50 @@ private:
     std::size_t count_ = 0;
 };
 
-// Events of all threads, for one reader. The descriptor is readable while there are any that somebody
-// waits for; the records of what is over wait for these, or for the next `nudge`.
+// Events of all threads, for one reader. The descriptor is readable while any of them is awaited; the
+// records of what is over wait for these, or for the next `nudge`.
 class Outbox {
 public:
     Outbox();
     ~Outbox();
-    // `is_awaited`: somebody waits for the ends of requests. False: there was no memory for it, and its
+    // `is_awaited`: so are records of what is over. False: there was no memory for the event, and its
     // exchange is lost.
     bool post(Event event, bool is_awaited);
-    // An event of this exchange cannot be told: whoever serves it learns that (0: of none).
+    // An event of this exchange is lost: `take_lost` returns that to Python (0: of no exchange).
     void lose(ExchangeId id);
     std::optional<ExchangeId> take_lost();
-    // From now on, of requests that are over no more than some are told of one by one; null: all are.
+    // From now on `sum` counts requests that are over, but for the first of a batch; null: it does not.
     void sum_up(std::unique_ptr<Sums> sums);
     bool sums_up();
-    // Counts one; false where it has to be told of.
+    // Counts one; false: it has to be posted.
     bool sum(const Sums::Finished& finished);
     Sums::Found take_sums();
     void nudge();
-    // Takes events back that there was no memory to tell of: they come first at the next `take`.
+    // Takes events back that Python had no memory for: the next `take` returns them first.
     void keep(std::vector<Event> events);
-    // Has whoever takes come again.
+    // Makes the descriptor readable once more.
     void ring();
     std::vector<Event> take();
     int descriptor() const { return signal_; }
-    // Whether the reader is far behind: then it should not be given more than it asks for.
+    // The reader is far behind: nothing is decided here then, as that adds events.
     bool is_long() const { return waiting_.load(std::memory_order_relaxed) > kMostWaiting; }
 
 private:
     static constexpr std::size_t kMostWaiting = 65'536;
-    static constexpr std::size_t kToldOneByOne = 32;  // before the reader comes again
+    static constexpr std::size_t kPostedOneByOne = 32;  // between two `take`
 
     std::mutex mutex_;
     std::vector<Event> events_;
     std::vector<Event> kept_;
     std::unique_ptr<Sums> sums_;
-    std::size_t settled_ = 0;  // of the events
-    std::atomic<std::size_t> waiting_{0};  // of these
+    std::size_t settled_ = 0;  // records among `events_`
+    std::atomic<std::size_t> waiting_{0};  // the number of `events_`
     bool is_signalled_ = false;
     Numbers lost_;
     int signal_ = -1;
 };
 
-// What all threads have in common.
+// Shared by all threads.
 struct Common {
     explicit Common(Options given)
         : options(std::move(given)), bodies(options.max_held_bytes), hosts(options.checks_hosts),
@@ -89,7 +89,7 @@ struct Common {
 
     const Options options;
     Outbox outbox;
-    Budget bodies;  // of requests that Python has not been told of
+    Budget bodies;  // of requests that Python does not have yet
     Hosts hosts;
     tls::Contexts contexts;
     Usual usual;
@@ -109,11 +109,11 @@ public:
     // From any thread.
     void send(Command command, bool wakes = true);
     void wake_for_mail();
-    // Needs no memory: there is none for what this exchange's client should get.
+    // Ends an exchange for whose response there is no memory; needs none itself.
     void end_for_memory(ExchangeId id);
     void give_up(GiveUp what);
     void cut_all();
-    void stop();  // and wait for it
+    void stop();  // and waits for it
     PoolCounts counts() const;
     u64 clients() const { return open_clients_.load(std::memory_order_relaxed); }
 
@@ -128,12 +128,12 @@ public:
     double now() const { return now_; }
     // False: see `Outbox::post`.
     bool post(ExchangeId id, decltype(Event::what) what) {
-        // Where nothing is decided here, requests may wait for the end of another one.
+        // Where Python decides, requests may be waiting for another one to end.
         const bool is_awaited = decider_.load(std::memory_order_relaxed) == nullptr;
         return common_.outbox.post({id, std::move(what)}, is_awaited);
     }
     void lose(ExchangeId id) { common_.outbox.lose(id); }
-    // Requests that are shown while they run: no more than there is room for in what shows them.
+    // Requests that are shown while they run: no more than the log of requests has room for.
     bool may_show() const { return shown_ < kMostShown; }
     void count_shown(bool is_one_more) { is_one_more ? ++shown_ : --shown_; }
     bool sums_up() { return common_.outbox.sums_up(); }

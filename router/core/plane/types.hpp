@@ -1,6 +1,5 @@
-// What passes between the plane's threads and whoever decides: events up, commands down. Every
-// command and every event is about one exchange, a request of a client's connection with its
-// response.
+// The messages between the plane's threads and Python: events up, commands down. Each is about one
+// exchange: a client's request with its response.
 #pragma once
 
 #include <sys/socket.h>
@@ -23,7 +22,7 @@ using u8 = std::uint8_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-// Thread, place of the connection and number of the exchange there: never the same twice.
+// Packs a thread, a connection's place there and a count of exchanges: never the same twice.
 using ExchangeId = u64;
 
 using Fields = std::vector<std::pair<std::string, std::string>>;
@@ -44,7 +43,7 @@ struct Address {
 
 // --- down: what is to be done ---------------------------------------------------------------------
 
-// Where an engine that orders what waits there reads a request's number.
+// Where an engine that schedules by priority reads a request's priority.
 enum class OrderedBy : u8 {
     nothing,
     header,         // vLLM's; the lowest goes first
@@ -54,24 +53,24 @@ enum class OrderedBy : u8 {
 
 // One attempt: where the request goes, and what is changed on its way there and back.
 struct Forward {
-    std::string origin;  // connections are kept by it
+    std::string origin;  // the key of kept connections
     std::vector<Address> addresses;  // one after the other, until one takes the connection
-    std::string secure_host;  // by TLS, to whose certificate has this name; empty: as it is
-    std::string authority;    // of the Host header; empty: the client's own goes on
-    std::string base_path;    // before the target
+    std::string secure_host;  // TLS, to a server whose certificate has this name; empty: none
+    std::string authority;    // the Host header; empty: the client's own
+    std::string base_path;    // prepended to the target
     std::optional<std::string> target;  // in place of the client's
-    std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // or left out
-    Fields added;             // behind the client's
+    std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // nothing: removed
+    Fields added;             // after the client's
     Fields reported;          // in the response, in place of the replica's
     std::optional<std::string> body;  // in place of the client's
     Timeouts timeouts;
-    bool may_reuse = true;       // a connection that was kept
-    bool is_control = false;     // the server behind: sees the client's headers as they came
-    bool wants_id = false;       // the beginning of the body is told
+    bool may_reuse = true;       // may use a kept connection
+    bool is_control = false;     // to the application behind: the client's headers go as they came
+    bool wants_id = false;       // posts the beginning of the body, which has the response's id
     u64 work_tokens = 0;         // to be computed before the first byte, as far as is known
-    bool shows_hit = false;      // where it is decided here: the client is told of the hit
-    OrderedBy ordered_by = OrderedBy::nothing;  // likewise: how its engine is told when to compute it
-    u8 dialect = 0;              // of the event that ends a broken stream: `Options::broken_events`
+    bool shows_hit = false;      // where it is decided here: the response has headers with the hit
+    OrderedBy ordered_by = OrderedBy::nothing;  // likewise: where its engine reads its priority
+    u8 dialect = 0;              // index into `Options::broken_events`, for a broken stream
 };
 // A response of the router's own.
 struct Respond {
@@ -81,34 +80,34 @@ struct Respond {
 };
 // More of the body is wanted.
 struct ReadBody {};
-// The response of a replica that says "not now" is the client's after all.
+// The client gets the replica's 429, 502, 503 or 504 after all.
 struct PassOn {};
-// Close the client's connection, whatever is under way.
+// Closes the client's connection at any stage.
 struct Cut {};
-// Tell all of a request: it will be served by whoever reads it.
+// Python serves the request: `Opened` is posted with all of it.
 struct Open {};
 
-// What a client wants: a prompt of token ids, or one whose ids are known by now.
+// A request whose prompt is known as token ids: the client sent them, or Python tokenised it.
 struct Ask {
     std::string model;  // as the client names it
     std::vector<u32> tokens;  // of its one prompt; not empty
     bool is_stream = false;
-    bool is_completion = true;  // in the form of one; else the ids alone are given
-    // Of a prompt that was read elsewhere:
-    u8 path = 0;                      // of `Options::prepared`
+    bool is_completion = true;  // has `prompt`, as completions do; else only `token_ids`
+    // Only where Python read the prompt:
+    u8 path = 0;                      // index into `Options::prepared`
     std::optional<std::string> salt;  // of the first block
     std::string session, tenant;
-    std::string reservation;          // what a gateway calls it; empty: nothing
+    std::string reservation;          // the name that a gateway gives it; empty: none
     std::optional<std::string> body;  // to be sent in place of the client's
-    Fields added;                     // for the engine, besides what is told of every one
+    Fields added;                     // for the engine, besides those of every request
     Fields reported;                  // in the response, likewise
-    std::vector<u64> keep;            // lengths at which the engine is told to keep windows and states
+    std::vector<u64> keep;            // lengths at which the engine is to keep windows and states
     std::optional<double> tokenization_s;
-    bool is_comparable = true;  // the engine's report counts what was predicted
+    bool is_comparable = true;  // the cached tokens reported can be compared with the prediction
     std::optional<u64> priority_class;  // 0 goes first; none: the usual one
-    bool is_renamed = false;    // `model` is not how the client names it: the engine has to be told
+    bool is_renamed = false;    // the client names it otherwise: `model` is written into its body
 };
-// The same for as long as it is under way.
+// The part of `Ask` that is kept until the request ends.
 struct Asked {
     u8 path = 0;
     bool is_stream = false, is_comparable = true;
@@ -126,7 +125,7 @@ struct Command {
 
 // How an exchange that was forwarded has ended.
 enum class End : u8 { completed, client_left, client_stalled, replica_died, abandoned };
-// How an attempt failed before its first byte; the last three after it.
+// How an attempt failed: before its first byte; `died`, `idle_timeout` and `lost` after it.
 enum class Failure : u8 {
     connect,
     connect_timeout,
@@ -143,7 +142,7 @@ enum class Failure : u8 {
     late,  // another one gave its first byte before
 };
 
-// A request has come; with as much of its body as there is. Nothing more is read before `ReadBody`.
+// A request has come, with what there is of its body. No more is read before `ReadBody`.
 struct Opened {
     std::string method, target;
     int minor = 1;
@@ -158,10 +157,10 @@ struct BodyRead {
     std::string piece;
     bool is_whole = false;
 };
-// A request whose prompt the core cannot read: `Ask` says what it is, `Open` leaves it to be told.
+// Python has to read this request's prompt: it responds with `Ask`, or with `Open` to serve it itself.
 struct Prepare {
-    u8 path = 0;  // of `Options::prepared`
-    Fields fields;  // where they matter
+    u8 path = 0;  // index into `Options::prepared`
+    Fields fields;  // empty where they do not matter
     std::string body;
 };
 // The client left before anything was forwarded, or placed.
@@ -170,7 +169,7 @@ struct Failed {
     Failure failure = Failure::connect;
     std::string why;
 };
-// The replica responds 429, 502, 503 or 504: `PassOn`, `Forward` or `Respond` says what becomes of it.
+// The replica responds 429, 502, 503 or 504: waits for `PassOn`, `Forward` or `Respond`.
 struct NotNow {
     int status = 503;
     std::optional<u32> retry_after_s;
@@ -179,7 +178,7 @@ struct FirstByte {
     int status = 200;
 };
 struct Progress {
-    u64 events = 0;  // of an event stream since the last
+    u64 events = 0;  // of an event stream, since the last `Progress`
 };
 struct Beginning {
     std::string bytes;
@@ -195,7 +194,7 @@ struct Ended {
     std::string usage;        // the tail of a JSON body, or the last event that has a usage
     std::string first_usage;  // the first such event, where it is another one
 };
-// A connection was ended for what came on it, or for what did not.
+// A connection was closed for what came on it, or because nothing came in time.
 struct Refused {
     std::string reason;
 };
@@ -216,9 +215,9 @@ struct Settled {
     u64 prompt_tokens = 0, gpu_cached_tokens = 0, cached_tokens = 0, expected_tokens = 0;
     bool is_suspect = false;
     double estimate_trust = 0;
-    std::shared_ptr<Booking> booking;  // waits for what the engine said, which only Python reads
-    bool was_alone = false;  // among those that were decided here; see quiet.hpp
-    double began_at = 0;     // by the clock
+    std::shared_ptr<Booking> booking;  // of an estimated hit: waits for usage, which Python reads
+    bool was_alone = false;  // at its replica, among requests decided here; see quiet.hpp
+    double began_at = 0;     // monotonic
     double routing_s = 0, first_byte_s = 0;  // 0: there was none
     Ended ended;
 };
@@ -228,19 +227,19 @@ struct Settled {
 struct Overtaken {
     HandedOver first;
 };
-// What became of second attempts: `begun`, `won`, `failed`, or `not_allowed`.
+// The outcome of a second attempt: `begun`, `won`, `failed`, or `not_allowed`.
 struct SecondAttempt {
     const char* outcome = "";
 };
 
-// A gateway that asked where a request would go was told.
-struct Told {
+// A gateway's question where a request would go was answered.
+struct LookedUp {
     std::string model;
     double routing_s = 0;
 };
 
-// A gateway that sends a request itself was told where. It is booked until that gateway reports its
-// end: reports that come to Python are told of behind this event.
+// A gateway got the replica for a request that it sends itself. The request is booked until the gateway
+// reports its end; reports that Python gets are posted behind this event.
 struct Reserved {
     ExchangeId number = 0;  // of the gateway's question
     std::string id;
@@ -248,23 +247,23 @@ struct Reserved {
     std::shared_ptr<Reservations::Place> place;
     std::string reason;
     std::vector<std::pair<std::string, u64>> by_tier;
-    Settled so_far;  // with what its gateway has reported by now
-    double touched_at = 0;  // by the clock: when something was said of it last
+    Settled so_far;  // with the gateway's reports by now
+    double touched_at = 0;  // monotonic; the last report on it
 };
 
-// What a gateway has reported of one: it was told that this is noted.
+// A gateway's report on a reservation; it has been acknowledged.
 enum class ReportKind : u8 { first_token, output, end };
 struct Reported {
     std::string id;
     ReportKind kind = ReportKind::end;
     std::string body;
-    double at = 0;  // by the clock
+    double at = 0;  // monotonic
 };
 
-// Others should hear soon that such a request was sent: see `Options::long_prompt_tokens`.
+// Other routers should learn soon that such a request was sent: see `Options::long_prompt_tokens`.
 struct LongPromptSent {};
 
-// Such a request has not ended for a while, or has had its first byte since that was told.
+// A request that was decided here runs for a while, or has had its first byte since the last `Running`.
 struct Running {
     Settled so_far;
 };
@@ -272,8 +271,8 @@ struct Running {
 struct Event {
     ExchangeId id = 0;
     std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
-                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent, Told, Reserved, Reported>
-        what;
+                 Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent,
+                 LookedUp, Reserved, Reported> what;
 };
 
 // --- what does not change -------------------------------------------------------------------------
@@ -281,30 +280,30 @@ struct Event {
 struct Options {
     u64 head_bytes = 65'536;
     u64 max_body_bytes = 64 << 20;
-    u64 max_held_bytes = 1 << 30;  // of the bodies that Python has not been told of
+    u64 max_held_bytes = 1 << 30;  // of bodies that Python does not have yet
     double request_s = 60.0;       // for a head to arrive
-    double client_stall_s = 60.0;  // for which a client may read nothing of what waits for it
+    double client_stall_s = 60.0;  // for which a client may read nothing while output waits
     double keep_alive_s = 75.0;
     double idle_s = 4.0;           // for which a connection to a replica is kept unused
-    u32 max_idle = 256;            // of each origin, in each thread
-    u64 max_connections = 0;       // to replicas, of a thread; 0: no bound
+    u32 max_idle = 256;            // for each origin, in each thread
+    u64 max_connections = 0;       // to replicas, in a thread; 0: no bound
     int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
-    double second_share = 0;        // of requests, that may be tried beside a late attempt; 0: none
+    double second_share = 0;        // the share of requests that may get a second attempt; 0: none
     http::Names dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream
-    // Targets of requests that may be decided here once somebody has read their prompts, with the
-    // dialect of each. The first is that of completions, which are read here where they are token ids.
+    // Targets whose requests may be decided here once their prompts are read, with the dialect of each.
+    // The first is that of completions, which are read here where they are token ids.
     std::vector<std::pair<std::string, u8>> prepared;
     bool prepares_all = false;  // also those that could be read here; with their fields
-    // A client's fields with which a request is prepared, and those with which it is told at once.
-    http::Names prepared_with, told_with;
-    // Where gateways ask where a completion of token ids would go; empty: that is not answered here.
+    // Fields of a client with which Python prepares its request, and those with which it is opened.
+    http::Names prepared_with, opened_with;
+    // The path where gateways ask where a completion would go; empty: such are not answered here.
     std::string route_path;
-    std::string select_path;     // where they ask where to send one; likewise
-    std::string reserve_path;    // where they have it booked, and report of that; likewise
-    u64 long_prompt_tokens = 0;  // to be computed, from which on it is told at once; 0: never
-    bool checks_hosts = false;  // a client has to call the router by one of `Hosts`
-    Networks trusted_proxies;   // whose word counts for where a request comes from
+    std::string select_path;     // where they ask for a replica to send one to; likewise
+    std::string reserve_path;    // where they have one booked, and report on it; likewise
+    u64 long_prompt_tokens = 0;  // to be computed, from which on `LongPromptSent` is posted; 0: never
+    bool checks_hosts = false;  // the Host header must be one of `Hosts`
+    Networks trusted_proxies;   // their x-forwarded-for and -proto are believed
 };
 
 }  // namespace kvroute::plane

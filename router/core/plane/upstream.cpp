@@ -33,7 +33,7 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     has_received_ = was_begun_ = is_paused_ = is_shut_ = false;
     received_.clear();
     parsed_ = interim_bytes_ = 0;
-    heard_at_ = now;
+    received_at_ = now;
     ++counts_.active;
     const bool is_new = phase_ != Phase::idle;
     if (!is_connecting()) {
@@ -51,8 +51,8 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
 
 // --- the connection -------------------------------------------------------------------------------
 
-// Towards the next address that can be tried. False: none is left; the last failure stands where it
-// was put.
+// Connects to the next address that can be tried. False: none is left, and `failure` and `why` have
+// the last reason, if there is one.
 bool Upstream::connect(double now, Failure& failure, std::string& why) {
     while (!addresses_.empty()) {
         const Address address = addresses_.front();
@@ -75,9 +75,9 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
         }
         const bool is_ready = done == 0 && secure_host_.empty();
         phase_ = is_ready ? Phase::sending : Phase::connecting;
-        descriptor_ = descriptor;  // watched by whoever called, once it is known for what
+        descriptor_ = descriptor;  // the caller watches it, once it knows for what
         connect_error_ = 0;
-        // Those that are left get as much of the time.
+        // Each address that is left gets the same share of the time.
         deadline_ = now + (connect_until_ - now) / static_cast<double>(addresses_.size() + 1);
         return true;
     }
@@ -118,11 +118,11 @@ void Upstream::begin_sending() {
     write();
 }
 
-// To a server on this machine there is a connection by now, whatever `connect` said: that saves a round
-// of the loop and two system calls of a new connection's first request.
+// To a server on this machine the connection is up by now, though `connect` returned EINPROGRESS:
+// sending at once saves a round of the loop and two system calls of a new connection's first request.
 void Upstream::send_early() {
     const ssize_t sent = channel_.send(descriptor_, head_to_send_, body_to_send_);
-    if (sent < 0) connect_error_ = errno;  // which is not told again
+    if (sent < 0) connect_error_ = errno;  // the kernel reports it only once
     if (sent <= 0) return;
     note_sent(static_cast<std::size_t>(sent));
     phase_ = Phase::sending;
@@ -159,7 +159,7 @@ void Upstream::send_rest() {
                                  ? channel_.send(descriptor_, body_to_send_)
                                  : channel_.send(descriptor_, head_to_send_, body_to_send_);
         if (sent < 0) {
-            // What the replica said before it closed may still be read.
+            // What the replica sent before it closed may still be read.
             head_to_send_ = body_to_send_ = {};
             is_shut_ = true;
             break;
@@ -180,7 +180,7 @@ void Upstream::pause() {
 
 void Upstream::resume(double now) {
     is_paused_ = false;
-    heard_at_ = now;
+    received_at_ = now;
     deadline_ = now + (was_begun_ ? timeouts_.idle_s : timeouts_.first_byte_s);
     pool_.loop_.change(*this, interest());
 }
@@ -222,7 +222,7 @@ void Upstream::on_no_memory() {
 
 void Upstream::read() {
     if (recipient_ != nullptr && is_paused_) {
-        // Only an error or a hang-up wakes who is paused; what has come is read when that is over.
+        // Only an error or a hang-up wakes a paused connection; what has come is read after `resume`.
         pool_.loop_.change(*this, 0);
         return;
     }
@@ -236,15 +236,15 @@ void Upstream::read() {
         }
         if (channel_.is_established()) begin_sending();
     }
-    if (came.bytes.empty() && !is_over) {  // or only what TLS says for itself
+    if (came.bytes.empty() && !is_over) {  // or only records of TLS itself
         pool_.loop_.change(*this, interest());
         return;
     }
-    if (recipient_ == nullptr) {  // kept, and closed by the server, or it says what nobody asked
+    if (recipient_ == nullptr) {  // kept, and the server closed it or sent what was not asked for
         pool_.remove(*this);
         return;
     }
-    heard_at_ = clock_now();
+    received_at_ = clock_now();
     if (is_over) is_shut_ = true;
     if (!came.bytes.empty()) {
         has_received_ = true;
@@ -308,7 +308,7 @@ bool Upstream::take_head(sv& bytes) {
                 break;
         }
         if (!is_interim(head_.status)) {
-            // The fields outlast the buffer: they are told with the first byte of the body.
+            // The fields must outlast the buffer: they are passed on with the first byte of the body.
             const sv text = bytes.substr(0, used);
             bytes.remove_prefix(used);
             head_text_.assign(text);
@@ -359,7 +359,7 @@ void Upstream::take_body(sv bytes) {
         return;
     }
     if (!piece.empty() || is_last) {
-        deadline_ = heard_at_ + timeouts_.idle_s;
+        deadline_ = received_at_ + timeouts_.idle_s;
         const bool was_begun = std::exchange(was_begun_, true);
         if (was_begun) {
             recipient_->on_piece(piece, is_last);
@@ -395,7 +395,7 @@ void Upstream::give_up(double now, double silent_s) {
     if (recipient_ == nullptr || is_paused_ || is_connecting()) return;
     if (!was_begun_) {
         fail(Failure::given_up, "its health checks fail");
-    } else if (now - heard_at_ >= silent_s) {
+    } else if (now - received_at_ >= silent_s) {
         fail(Failure::lost, "silent, and its health checks fail");
     }
 }
@@ -432,7 +432,7 @@ void Upstream::end(bool may_keep) {
     if (may_keep && !is_control_) {
         phase_ = Phase::idle;
         was_kept_ = true;
-        pool_.keep(*this, heard_at_);
+        pool_.keep(*this, received_at_);
     } else {
         pool_.remove(*this);
     }
@@ -501,7 +501,7 @@ Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, st
     return upstream;
 }
 
-// Negative: none is left, or only those that are for others.
+// Negative: no descriptor is left, or only those reserved for probes and operators.
 int Pool::new_socket(int family, bool is_control) {
     const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (descriptor >= options_.reserved_from && !is_control) {
@@ -515,7 +515,7 @@ int Pool::new_socket(int family, bool is_control) {
     return descriptor;
 }
 
-// Within the bound on connections, by closing one that is idle if there is one.
+// Keeps to the bound on connections by closing one that is idle; false: none is.
 bool Pool::make_room() {
     if (!options_.max_connections || counts_.connections < options_.max_connections) return true;
     for (auto& [origin, kept] : idle_) {

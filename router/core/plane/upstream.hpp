@@ -23,7 +23,7 @@ struct PoolCounts {
     u64 closed_early = 0, given_up = 0, aborted = 0;
 };
 
-// Who a response is for. Every call may end the exchange.
+// Receives a response. Every call may end the exchange.
 class Recipient {
 public:
     virtual ~Recipient() = default;
@@ -52,13 +52,13 @@ public:
     // Reads nothing until `resume`: the client is slow.
     void pause();
     void resume(double now);
-    // Another one gets the rest.
+    // Gives the rest of the response to another recipient.
     void pass_to(Recipient& recipient) { recipient_ = &recipient; }
     // The recipient wants no more; the connection is closed.
     void abandon();
     void on_ready(u32 events) override;
     void on_no_memory() override;
-    // Fails if it is over its time; true if it did.
+    // Fails if its deadline has passed; true if it did.
     bool look_at(double now);
     // See `Pool::give_up`.
     void give_up(double now, double silent_s);
@@ -87,7 +87,7 @@ private:
     void fail(Failure failure, std::string_view why);
     void end(bool may_keep);
     u32 interest() const;
-    // What there is no memory for ends its exchange.
+    // Ends the exchange where there is no memory for it.
     template <typename Call>
     void guarded(Call call) {
         try {
@@ -104,9 +104,9 @@ private:
     Recipient* recipient_ = nullptr;
     Channel channel_;
     std::string secure_host_;
-    std::vector<Address> addresses_;  // to be tried yet
-    double connect_until_ = 0;        // whichever it is
-    int connect_error_ = 0;           // of the one at hand, where it was told of already
+    std::vector<Address> addresses_;  // not tried yet
+    double connect_until_ = 0;        // to any of them
+    int connect_error_ = 0;           // of the current address, if `send` has returned it
     Phase phase_ = Phase::idle;
     bool was_kept_ = false;    // it had an exchange before this one
     bool has_received_ = false;
@@ -122,7 +122,7 @@ private:
     http::BodyReader body_;
     Timeouts timeouts_;
     double deadline_ = 0;
-    double heard_at_ = 0;
+    double received_at_ = 0;
     double idle_since_ = 0;
 };
 
@@ -132,7 +132,7 @@ public:
     Pool(Loop& loop, const Options& options, const tls::Contexts& contexts)
         : loop_(loop), options_(options), contexts_(contexts) {}
 
-    // Null: the recipient was told of the failure.
+    // Null: it has failed, and `on_failure` was called.
     Upstream* start(Recipient& recipient, const Forward& forward, std::string_view head,
                     std::string_view body, double now);
     void look_after(double now);

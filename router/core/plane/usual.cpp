@@ -20,7 +20,7 @@ std::size_t place_of(u64 work_tokens) {
 
 std::optional<double> UsualAt::late_after(u64 work_tokens) const {
     std::lock_guard locked(mutex_);
-    // With less work it is hardly later than with more.
+    // Measurements with more work will do: with less, a first byte is hardly later.
     for (std::size_t at = place_of(work_tokens); at < taken_.size(); ++at) {
         const Taken& taken = taken_[at];
         if (taken.count < kEnough) continue;

@@ -21,7 +21,7 @@ public:
     // Seconds after which a first byte is late, with so many tokens to be computed before it. Nothing
     // where too few were measured.
     std::optional<double> late_after(u64 work_tokens) const;
-    // One took so long, or was not there by then.
+    // A first byte took so long, or was not there by then.
     void learn(u64 work_tokens, double seconds);
     bool has_late() const { return late_.load(std::memory_order_relaxed) > 0; }
 
@@ -66,7 +66,7 @@ public:
     // By the origin of a replica.
     std::shared_ptr<UsualAt> at(const std::string& origin);
     void add_request();
-    // A second attempt, of the share.
+    // Takes one second attempt of the share; false: none is left.
     bool take();
 
 private:

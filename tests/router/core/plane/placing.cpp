@@ -1,5 +1,5 @@
-// Threads that place, reserve and look where caches publish no events, while another one tells of the
-// fleet anew and reads the estimates: a program for sanitizers. Prints "done" where the books are empty
+// Threads that place, reserve and look where caches publish no events, while another one replaces
+// the fleet and reads the estimates: a program for sanitizers. Prints "done" where the books are empty
 // at the end, and no estimate takes anything for being in use.
 
 #include <atomic>
@@ -84,7 +84,7 @@ Ask ask_of(std::mt19937& random) {
     return ask;
 }
 
-// Whatever becomes of it: some are never told of again.
+// Takes any way through its calls: some bookings are never touched again.
 void live(Booking& booking, std::mt19937& random, double now) {
     if (random() % 4) booking.first_byte(now);
     if (random() % 4) booking.generated(3, now);
@@ -116,7 +116,7 @@ void ask(World& world, unsigned seed, std::atomic<u32>& estimated) {
             if (const auto noted = reservations.note(reserved->id, {}, random() % 2, now); noted.booking) {
                 live(*noted.booking, random, now);
             }
-            reservations.tell_silent(1e9, 1);  // what was kept is dropped here
+            reservations.hand_over_silent(1e9, 1);  // what was kept is dropped here
         }
         const auto selected = world.placing.select(question);
         if (selected && selected->answer.prediction.is_estimate()) {

@@ -1,4 +1,4 @@
-// Threads that reserve, report and end under a few names, and ask for what they are not told: a program
+// Threads that reserve, report and end under a few names, and ask for what is kept back: a program
 // for sanitizers. Prints "done" where every booking has ended once and no name is left.
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kMost = 5;
 constexpr int kNames = 8, kThreads = 4, kRounds = 20'000;
 
-std::atomic<int> booked = 0, ended = 0, gone = 0, kept = 0, told = 0;
+std::atomic<int> booked = 0, ended = 0, gone = 0, kept = 0, handed_over = 0;
 std::atomic<bool> has_failed = false;
 
 class Counted final : public Booking {
@@ -30,31 +30,31 @@ public:
     void reported(std::optional<std::int64_t>, double) override {}
 };
 
-// Everything that was kept is told of once: at its end, or where somebody asks for it.
-void take(Reservations::Untold untold) {
-    for (const auto& each : untold) {
-        ++told;
+// Everything that was kept is handed over once: at its end, or on request.
+void take(Reservations::Records records) {
+    for (const auto& each : records) {
+        ++handed_over;
         if (each->booking == nullptr || each->place == nullptr) has_failed = true;
     }
 }
 
 void keep(Reservations& all, const std::string& id, std::shared_ptr<Reservations::Place> place,
           std::mt19937& random) {
-    auto untold = std::make_unique<Reserved>();
-    untold->id = id;
-    untold->booking = std::make_shared<Counted>();
-    untold->place = std::move(place);
-    untold->so_far.replica = random() % 2 ? "a" : "b";
-    untold->touched_at = random() % 10;
-    all.keep(std::move(untold));
+    auto record = std::make_unique<Reserved>();
+    record->id = id;
+    record->booking = std::make_shared<Counted>();
+    record->place = std::move(place);
+    record->so_far.replica = random() % 2 ? "a" : "b";
+    record->touched_at = random() % 10;
+    all.keep(std::move(record));
     ++kept;
 }
 
 void ask(Reservations& all, const std::string& id, std::mt19937& random) {
     switch (random() % 6) {
-        case 0: return take(all.tell(id));
-        case 1: return take(all.tell_at("a"));
-        case 2: return take(all.tell_silent(random() % 10, 2));
+        case 0: return take(all.hand_over(id));
+        case 1: return take(all.hand_over_at("a"));
+        case 2: return take(all.hand_over_silent(random() % 10, 2));
         default: return;
     }
 }
@@ -80,12 +80,12 @@ void reserve_and_report(const std::shared_ptr<Reservations>& all, unsigned seed)
         report.cached_tokens = 7;
         if (const auto noted = all->note(other, report, false, round); noted.booking) {
             noted.booking->first_byte(0);
-            if (noted.untold) has_failed = true;
+            if (noted.record) has_failed = true;
         }
         if (auto noted = all->note(other, report, true, round); noted.booking) {
             noted.booking->ended(true, 0);
-            if ((noted.untold == nullptr) != noted.is_told) has_failed = true;
-            if (noted.untold) ++told;
+            if ((noted.record == nullptr) != noted.is_handed_over) has_failed = true;
+            if (noted.record) ++handed_over;
         }
         if (places.size() > 1) places.erase(places.begin());
     }
@@ -100,8 +100,8 @@ int main() {
         threads.emplace_back(reserve_and_report, all, seed);
     }
     for (std::thread& each : threads) each.join();
-    take(all->tell_silent(1e9, 1'000));
+    take(all->hand_over_silent(1e9, 1'000));
     const bool is_right = !has_failed && all->held() == 0 && gone == booked && ended <= booked && ended &&
-                          kept && told == kept;
+                          kept && handed_over == kept;
     std::puts(is_right ? "done" : "something is left");
 }
