@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from kvevents.errors import MalformedBatch
+from kvevents.errors import UNREADABLE, MalformedBatch
 from kvevents.events import (
     AllBlocksCleared,
     BlockHash,
@@ -155,7 +155,6 @@ _any_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
 _EVENT_TYPE = b"event_type"
 _Decoded = TypeVar("_Decoded")
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def encode(batch: EventBatch) -> bytes:
@@ -216,7 +215,7 @@ def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) 
     The decoder's error is not passed on: it may quote the data, and an exception raised from it
     would keep it as its context.
     """
-    with suppress(*_UNREADABLE):
+    with suppress(*UNREADABLE):
         return decoder.decode(data)
     return None
 
@@ -300,7 +299,7 @@ def _why_no_batch(payload: bytes) -> str:
         _wire_decoder.decode(payload)
     except msgspec.ValidationError as error:
         return f"not a [ts, events, rank] array ({without_values(error)})"
-    except _UNREADABLE:
+    except UNREADABLE:
         return "not msgpack"
     return ""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from kvevents.codec import decode
-from kvevents.errors import KVEventsError, MalformedBatch
+from kvevents.errors import UNREADABLE, KVEventsError, MalformedBatch
 from kvevents.events import AllBlocksCleared, CacheLayout, TierBlocksCleared
 from kvevents.field_docs import counter
 from kvevents.messages import PUBLISHER_BYTES, Batch
@@ -276,6 +276,6 @@ def _last_element(payload: bytes) -> str | None:
     one."""
     try:
         name = _named_decoder.decode(payload)[3]
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return None
     return name.hex() if len(name) == PUBLISHER_BYTES else None

@@ -17,6 +17,12 @@ Messages name place, value and rule, and never contain token ids: those are prom
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises for bytes that it cannot read: its errors, and Python's for values that are
+nested too deep and for text that is not UTF-8."""
+
 
 class KVEventsError(Exception):
     """Base class of everything that this package raises on purpose."""

@@ -35,7 +35,7 @@ from kvevents.codec import (
     names_a_removal,
     without_values,
 )
-from kvevents.errors import MalformedBatch
+from kvevents.errors import UNREADABLE, MalformedBatch
 from kvevents.events import (
     CPU,
     GPU,
@@ -63,7 +63,6 @@ MAX_APART = 1_048_576
 _MAX_HASH_CHARS = 128
 _TIERS = (GPU, CPU, STORAGE)
 """Tiers by `cache_level`; levels below the last one are storage, too."""
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
 _Hash = (
@@ -190,7 +189,7 @@ def read_response(body: bytes) -> PolledEvents:
     try:
         _count_decoder.decode(body)
         found = _events_decoder.decode(body)
-    except _UNREADABLE:
+    except UNREADABLE:
         rule = "it must be a JSON array of events"
         if _Counted.left < 0:
             rule = f"it may have {MAX_EVENTS} events"
@@ -202,7 +201,7 @@ def read_response(body: bytes) -> PolledEvents:
             continue
         try:
             head = _head_decoder.decode(each)
-        except _UNREADABLE:
+        except UNREADABLE:
             unreadable += 1
             if unreadable > MAX_UNREADABLE:
                 rule = f"more than {MAX_UNREADABLE} events name no event_id"
@@ -253,7 +252,7 @@ class TrtllmTranslator:
         problem = None
         try:
             events = list(self._read(event))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             problem = without_values(error)
         if problem is not None:  # raised here, where no error with quoted text is kept with it
             raise MalformedBatch(f"event {event.seq}: {problem}")

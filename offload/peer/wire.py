@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from offload.errors import TransferError
 
 MOST_ASKED = 1 << 16
@@ -50,7 +51,7 @@ def decode(payload: bytes) -> Request:
     """
     try:
         request = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise TransferError(f"peer tier: a request that cannot be read: {error}") from None
     most = MOST_ASKED if isinstance(request, PeerQuestion) else MOST_FETCHED
     if len(request.keys) > most:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvevents.delivery import Effect
-from kvevents.errors import KVEventsError
+from kvevents.errors import UNREADABLE, KVEventsError
 from kvevents.messages import Batch
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber
@@ -362,7 +362,7 @@ async def capture_lines(
                 continue
             try:
                 seen = _line_decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise RecordingError(f"the router's lines are not a recording: {error}") from None
             if seen.end is not None:
                 progress(f"the recording ends here: {seen.end}")

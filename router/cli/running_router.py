@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from kvevents.errors import UNREADABLE
 from router.config.origin import Header, Origin, OriginError, Timeouts
 from router.errors import RouterError
 from router.fleet.client import UpstreamClient
@@ -82,7 +83,7 @@ class RunningRouter:
             raise QueryFailed(f"{self._url}: status {status}: {_message(response)}")
         try:
             return msgspec.json.decode(response, type=kind)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise QueryFailed(
                 f"{self._url}: not the response of a router of this version: {error}"
             ) from None
@@ -126,7 +127,7 @@ class RunningRouter:
 def _message(response: bytes) -> str:
     try:
         return str(msgspec.json.decode(response)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return f"{len(response)} bytes that are not a router's error"
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
 from router.feed.feed import Feed
@@ -87,7 +88,7 @@ def read(
     try:
         head = msgspec.msgpack.decode(next(records, b""), type=SavedHead)
         found = [msgspec.msgpack.decode(record, type=SnapshotSource) for record in records]
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DumpError(f"snapshot: a record is not of version {VERSION}") from error
     age_s = now - head.saved_at
     if not -ahead_s <= age_s <= max_age_s:

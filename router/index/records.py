@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from kvevents.events import CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
@@ -21,7 +22,7 @@ def decoded_record(record: bytes | memoryview, kind: type[_Record]) -> _Record:
     """Read a record; raises `DumpError`."""
     try:
         return msgspec.msgpack.decode(record, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DumpError(
             f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
         ) from None

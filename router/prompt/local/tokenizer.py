@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-import msgspec
 from tokenizers import Tokenizer
 
+from kvevents.errors import UNREADABLE
 from router.prompt.chat.renderer import ChatRenderer, ChatSettings
 from router.prompt.errors import ModelFilesError, UntokenizableError
 from router.prompt.limits import PromptLimits
@@ -264,7 +264,7 @@ def _give_back_memory() -> None:
 def _rules_of(files: ModelFiles) -> TokenizerRules:
     try:
         return read_rules(files.tokenizer_json)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ModelFilesError(
             f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"
         ) from error

@@ -230,7 +230,7 @@ def test_a_server_outlives_whatever_is_sent_to_it(start: Start) -> None:
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
-        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"x" * 10_000]):
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"x" * 10_000], [b"\x91\xa1\xff"]):
             socket.send_multipart(frames)
             assert socket.poll(10_000)
             assert socket.recv_multipart() == [b""]

@@ -41,6 +41,7 @@ def test_a_request_comes_back_as_it_was() -> None:
     [
         b"",
         b"\xc1",
+        b"\x93\xa3\xff\xfe\xfd\xc4\x01a\x90",
         encode(["ask", b"weights"]),
         encode(["drop", b"weights", []]),
         encode(["ask", b"weights", [1]]),
