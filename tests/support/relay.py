@@ -143,7 +143,8 @@ class CuttingRelay(_Relay):
 
     Args:
         upstream: The endpoint to forward to. seed: Seed of the mistakes. cut: Probability per chunk
-        of up to 16 KiB; 0 ends the mistakes. resets: Connections end as those of a dying host do.
+        of up to 16 KiB; 0 ends the mistakes. resets: Connections end as those of a dying host do,
+        new ones too.
     """
 
     def __init__(self, upstream: str, seed: int, cut: float, resets: bool = False) -> None:
@@ -189,6 +190,10 @@ class CuttingRelay(_Relay):
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()
+        if self._resets and self._rng.random() < self.cut:
+            self.cuts += 1
+            close_by_reset(near)
+            return
         try:
             far = socket.create_connection(("127.0.0.1", self._port))
         except OSError:
