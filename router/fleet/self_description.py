@@ -31,6 +31,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from router.config import EventSourceConfig, PriorityOrder
 from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
 from router.errors import InvalidReplicaResponse
@@ -233,7 +234,7 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
 def _decode(place: str, body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidReplicaResponse(place, f"cannot be read: {str(error)[:200]}") from None
 
 

@@ -25,7 +25,7 @@ from router.fleet.discovery.kubernetes_api import (
     KubernetesError,
     Metadata,
 )
-from router.fleet.discovery.provider import ProviderListener
+from router.fleet.discovery.provider import MAX_RETRY_S, ProviderListener
 
 ANNOTATION = "kvroute.io/replica"
 ROLE_LABEL = "llm-d.ai/role"
@@ -197,13 +197,14 @@ class KubernetesProvider:
 
     async def follow(self, listener: ProviderListener) -> None:
         """See `ReplicaProvider`."""
-        try:
-            api = KubernetesApi(*_connection(self._config, self._environ))
-            namespace = self._config.namespace or _own_namespace()
-        except KubernetesError as error:
-            listener.on_failure(str(error))
-            await asyncio.Event().wait()
-            return
+        while True:
+            try:
+                api = KubernetesApi(*_connection(self._config, self._environ))
+                namespace = self._config.namespace or _own_namespace()
+                break
+            except KubernetesError as error:
+                listener.on_failure(str(error))
+                await asyncio.sleep(MAX_RETRY_S)  # the account's files may come later
         try:
             if self._config.pool:
                 await self._follow_pool(api, namespace, listener)

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from kvevents.pacing import Backoff
 from router.config.origin import Header, Origin, Timeouts
 from router.errors import RouterError
@@ -202,7 +203,7 @@ def _message(body: bytes) -> str:
 def _decode(data: bytes | msgspec.Raw, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise KubernetesError(f"an answer that cannot be read: {error}"[:300]) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import trustme
 from async_timeout import timeout
 
 from router.config import KubernetesDiscovery, ReplicaOptions
@@ -392,6 +393,22 @@ async def test_a_storm_of_two_hundred_pods_ends_in_the_truth() -> None:
                 await server.compact()
         expected = {name: f"http://{place}:8000" for name, (place, ok) in alive.items() if ok}
         await eventually(lambda: found.urls == expected, "the truth")
+
+
+async def test_the_files_of_the_account_may_come_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that was half written when the router started kept it from all pods until a restart."""
+    monkeypatch.setattr("router.fleet.discovery.kubernetes.MAX_RETRY_S", 0.01)
+    path = tmp_path / "ca.crt"
+    path.write_text("-----BEGIN CERT")
+    async with api_server() as (server, url):
+        await server.put(PATH, pod("vllm-0"))
+        async with following(provider(url, ca_file=str(path))) as found:
+            await eventually(lambda: found.failures, "it cannot be used")
+            assert "ca_file" in found.failures[0]
+            path.write_bytes(trustme.CA().cert_pem.bytes())
+            await eventually(lambda: list(found.urls) == ["vllm-0"], "it is read")
 
 
 async def test_outside_a_cluster_it_says_what_is_missing() -> None:
