@@ -42,6 +42,7 @@ The files; each imports only what is listed above it:
     publisher.py          the engine's side: publishers, and which one a configuration asks for
     pacing.py             how subscribers share the event loop; backoff, silences
     threads.py            threads that begin before they are needed
+    tasks.py              tasks whose end does not go unnoticed
     lookups.py            names of hosts to addresses
     sockets.py            one connection of one ZMQ socket on an event loop
     subscription.py       one connection to a publisher

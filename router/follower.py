@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvevents.errors import KVEventsError
+from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
 from router.doors import address_of
@@ -47,7 +48,8 @@ class ReplicaFollower(ReplicaListener):
 
     def start(self) -> None:
         """Begin to follow the streams of the replicas."""
-        self._feed_keeper = asyncio.create_task(self._keep_feed(), name="feed keeper")
+        consequence = "no event stream is followed or left any more"
+        self._feed_keeper = begin_lasting(self._keep_feed(), "feed keeper", consequence)
 
     async def close(self) -> None:
         """Change no stream any more."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uvicorn
 from async_timeout import timeout
 
+from kvevents.tasks import begin_lasting
 from kvevents.threads import begun_pool
 from router.app import RouterApp
 from router.config import RouterConfig
@@ -142,7 +143,8 @@ class _ControlServer(uvicorn.Server):
                     natives.allow,
                 )
             )
-            self._keeping = asyncio.create_task(natives.run(self.plane))
+            consequence = "the core decides by an old picture"
+            self._keeping = begin_lasting(natives.run(self.plane), "core's picture", consequence)
 
     def stop_deciding(self) -> None:
         """From now on all requests are asked here: they are refused."""
@@ -487,7 +489,8 @@ async def _reloading(
         jobs.append(reloader.run())
         if source.watched is not None:
             jobs.append(reloader.watch(source.watched))
-    tasks = [asyncio.create_task(job) for job in jobs]
+    consequence = "files that change are not read again"
+    tasks = [begin_lasting(job, "reloading", consequence) for job in jobs]
     try:
         yield
     finally:

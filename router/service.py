@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvevents.events import GPU
 from kvevents.stream_state import SourceState
+from kvevents.tasks import begin_lasting
 from router.config import RouterConfig
 from router.config.certificates import PEERS, replica_certificate
 from router.doors import Reservations, ReservationStatistics
@@ -369,10 +370,11 @@ class RouterService(RouterParts):
         self._follower.start()
         self.history.start()
         if self.exchange is not None:
-            self._exchanging = asyncio.create_task(self.exchange.run(), name="board")
-            self._exchanging.add_done_callback(_report_end)
+            consequence = "nothing arrives from other routers any more"
+            self._exchanging = begin_lasting(self.exchange.run(), "board", consequence)
         if self.snapshots is not None:
-            self._saving = asyncio.create_task(self.snapshots.run(), name="snapshots")
+            consequence = "the index is not saved any more"
+            self._saving = begin_lasting(self.snapshots.run(), "snapshots", consequence)
         self._forgetting = asyncio.get_running_loop().call_later(
             FORGET_RESTORED_AFTER_S, self._beginning.forget
         )
@@ -436,12 +438,3 @@ class RouterService(RouterParts):
             collect(self), fields_as_metrics(ReservationStatistics, (), reservations)
         )
         return await self.metrics.render(made, has_exemplars)
-
-
-def _report_end(task: asyncio.Task[None]) -> None:
-    """The exchange ends only by cancellation; without it this process is less informed."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        logger.critical(
-            "%s ended; nothing arrives from other routers any more", task.get_name(), exc_info=error
-        )

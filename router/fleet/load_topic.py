@@ -17,6 +17,7 @@ import zmq
 
 from kvevents.errors import KVEventsError
 from kvevents.sockets import SocketConnection, SocketLimits
+from kvevents.tasks import begin_lasting
 from router.fleet.engine_load import MAX_REQUESTS, EngineLoad, EngineRankLoad
 
 STALE_AFTER_S = 3.0
@@ -143,9 +144,12 @@ class LoadFollower:
             return
         self.cancel()
         self._followed = topics
-        loop = asyncio.get_running_loop()
         self._tasks = tuple(
-            loop.create_task(self._follow(topic, take), name=f"load at {topic.endpoint}")
+            begin_lasting(
+                self._follow(topic, take),
+                f"load at {topic.endpoint}",
+                "the load is scraped from now on",
+            )
             for topic in topics
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Protocol
 
+from kvevents.tasks import begin_lasting
 from router.config import HealthConfig, ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
@@ -144,11 +145,9 @@ class ReplicaRegistry:
             *(self._health, self._random, self._clock),
             *(self._load_topics, self.pace),
         )
-        for task in self._watchers[replica.id].tasks:
-            task.add_done_callback(_report_crash)
         if self._pacing is None:
-            self._pacing = asyncio.create_task(self._keep_pace(), name="replicas: pace")
-            self._pacing.add_done_callback(_report_lost_pace)
+            consequence = "healthy replicas are asked less often from now on"
+            self._pacing = begin_lasting(self._keep_pace(), "replicas: pace", consequence)
         logger.info("replica %s added: %s", replica.id, replica.origin)
         self._announce_configured(replica)
         return replica
@@ -476,18 +475,3 @@ class ReplicaRegistry:
             if not task.done():
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
-
-
-def _report_lost_pace(task: asyncio.Task[None]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        logger.critical("healthy replicas are asked less often from now on", exc_info=error)
-
-
-def _report_crash(task: asyncio.Task[None]) -> None:
-    """A watcher ends only by cancellation; anything else is a bug, and must not go unnoticed."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        logger.critical(
-            "%s ended, and the replica is not watched any more", task.get_name(), exc_info=error
-        )

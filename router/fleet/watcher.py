@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol
 
+from kvevents.tasks import begin_lasting
 from router.config import HealthConfig
 from router.config.origin import Header, Origin
 from router.errors import InvalidReplicaResponse
@@ -192,9 +193,8 @@ class Watcher:
         return tasks + self._published.cancel()
 
     def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(
-            work, name=f"replica {self._replica.id}: {what}"
-        )
+        name = f"replica {self._replica.id}: {what}"
+        return begin_lasting(work, name, "the replica is not watched any more")
 
     # --- health -----------------------------------------------------------------------------------
 
