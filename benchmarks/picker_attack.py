@@ -43,6 +43,7 @@ MOST_LARGE = 500
 _PIECE = b"x" * 16_384
 _WATCH_S = 0.05
 _CLOSED = "closed"
+RESET = "reset while it sent"
 
 
 class Bounds(NamedTuple):
@@ -183,7 +184,10 @@ async def _one(attack: Attack, open_stream: OpenStream, target: Target) -> str:
     try:
         return await attack(call, target)
     except grpc.aio.AioRpcError as error:
-        return str(error.code().name)
+        # gRPC's client lost the answer: the stream was ended while a message was on its way. What a
+        # server fails with has other details.
+        was_reset = error.details() == "Internal error from Core"
+        return RESET if was_reset else str(error.code().name)
 
 
 def _be_attacker(name: str, target: Target, streams: int, over: Connection) -> None:
