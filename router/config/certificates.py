@@ -95,29 +95,39 @@ async def keep_fresh(
     certificates: Sequence[Certificate], on_renewed: Callable[[], None] = lambda: None
 ) -> None:
     """Read certificates again when their files change, until cancelled. While a pair does not
-    belong together, as between two writes, the old one stays.
+    belong together, as between two writes, the old one stays; so it does while the router is short
+    of what reading it takes, so one that was refused is tried again.
 
     Args:
         on_renewed: Called when one has been read again; may raise `ConfigError`.
     """
     seen = [await asyncio.to_thread(each.stamp) for each in certificates]
+    refused: dict[int, str] = {}
+    """Why, by index."""
     while True:
         await asyncio.sleep(_WATCH_S)
         for index, each in enumerate(certificates):
             stamp = await asyncio.to_thread(each.stamp)
-            if stamp != seen[index]:
-                seen[index] = stamp
-                _load_again(each, on_renewed)
+            if stamp == seen[index] and index not in refused:
+                continue
+            seen[index], before = stamp, refused.pop(index, None)
+            why = _load_again(each, on_renewed)
+            if why is None:
+                logger.info("%s: the renewed certificate is in use", each.place)
+                continue
+            refused[index] = why
+            if why != before:
+                logger.error("a renewed certificate is refused, the old one stays: %s", why)
 
 
-def _load_again(certificate: Certificate, on_renewed: Callable[[], None]) -> None:
+def _load_again(certificate: Certificate, on_renewed: Callable[[], None]) -> str | None:
+    """Return why it is refused; None if it is in use."""
     try:
         certificate.load()
         on_renewed()
     except ConfigError as error:
-        logger.error("a renewed certificate is refused, the old one stays: %s", error)
-    else:
-        logger.info("%s: the renewed certificate is in use", certificate.place)
+        return str(error)
+    return None
 
 
 def _trust(context: ssl.SSLContext, place: str, path: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
 from tests.support.http_client import Answer, connect
@@ -66,6 +67,36 @@ async def test_a_router_out_of_files_says_so_and_blames_no_replica() -> None:
                     lambda now: now.sum("kvroute_health_checks_total") > checks, "it checks again"
                 )
             assert router.log().count("out of file descriptors") == 1
+
+
+async def test_what_changed_while_there_were_no_files_is_read_afterwards(tmp_path: Path) -> None:
+    """It was read once, at its change: the list stayed an old one, and a certificate would have
+    run out."""
+    authority, listed = trustme.CA(), tmp_path / "replicas.json"
+    shown = {name: tmp_path / f"{name}.pem" for name in ("certificate", "key")}
+
+    def issue() -> None:
+        issued = authority.issue_cert("router.test")
+        issued.private_key_pem.write_to_path(shown["key"])
+        issued.cert_chain_pems[0].write_to_path(shown["certificate"])
+
+    issue()
+    listed.write_text("[]")
+    config = {
+        "discovery": {"files": [{"path": str(listed), "interval_s": 0.05}]},
+        "server": {"replica_tls": {name: str(path) for name, path in shown.items()}},
+    }
+    with router_process(config) as router:
+        of_router = router.process.pid, resource.RLIMIT_NOFILE
+        before = resource.prlimit(*of_router)
+        resource.prlimit(*of_router, (3, before[1]))
+        listed.write_text(json.dumps([{"url": "http://127.0.0.1:1", "id": "listed"}]))
+        issue()
+        for what in ("cannot be read: Too many open files", "certificate is refused"):
+            await eventually(lambda what=what: what in router.log(), what)
+        resource.prlimit(*of_router, before)
+        for what in ("replica listed added", "the renewed certificate is in use"):
+            await eventually(lambda what=what: what in router.log(), what)
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /x HTTP/1.1\r\nx: "])

@@ -34,14 +34,15 @@ class FileProvider:
         while True:
             stamp = await asyncio.to_thread(stamp_of, self._path)
             if stamp != seen:
-                seen = stamp
-                await self._read(listener)
+                seen = stamp if await self._read(listener) else None
             await asyncio.sleep(self._interval_s)
 
-    async def _read(self, listener: ProviderListener) -> None:
+    async def _read(self, listener: ProviderListener) -> bool:
+        """Report what the file holds; return False if the system did not let it be read."""
         try:
             replicas = await asyncio.to_thread(read_replicas, self._path, self._environ)
         except ConfigError as error:
             listener.on_failure(str(error))
-        else:
-            listener.on_replicas(replicas)
+            return not isinstance(error.__cause__, OSError)
+        listener.on_replicas(replicas)
+        return True
