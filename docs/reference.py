@@ -6,6 +6,8 @@ A table stands between two comments, of which the first names it:
     <!-- options of server.tls -->     the fields of a section
     <!-- all metrics -->               what a router without replicas exports, by subject
     <!-- end -->
+
+`examples/kvroute.yaml` gets a line for each option that it lacks.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from router.policies.policies import BUILT_IN
 from router.service import RouterService
 
 DOCS = Path(__file__).parent
+_EXAMPLE = DOCS.parent / "examples/kvroute.yaml"
 _TABLE = re.compile(r"(<!-- (options of|all) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CONDITION = "Change it when "
 
@@ -246,6 +249,56 @@ async def _families() -> list[Metric]:
         return list(service.metrics.families())
 
 
+# --- the example ----------------------------------------------------------------------------------
+
+
+def completed(text: str) -> str:
+    """The example configuration with a line for each option that it lacks, at its default and
+    behind the one that is declared before it. Sections in lists are left as they are."""
+    lines = text.splitlines()
+    for path, section in _sections(RouterConfig, ()):
+        _complete(lines, path, section)
+    return "\n".join([*lines, ""])
+
+
+def _sections(section: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, section
+    for name, kind in get_type_hints(section, include_extras=True).items():
+        if name in _fields(section) and _section_in(kind) is not None and not _is_list(kind):
+            yield from _sections(_section_in(kind), (*path, name))
+
+
+def _complete(lines: list[str], path: tuple[str, ...], section: Any) -> None:
+    start, end = 0, len(lines)
+    for depth, name in enumerate(path):
+        found = _place(lines, name, depth, start, end)
+        if found is None:
+            return
+        start, end = found + 1, _end(lines, found, depth)
+    behind, depth = start, len(path)
+    for name, field in _fields(section).items():
+        found = _place(lines, name, depth, start, end)
+        is_option = _section_in(field.annotation) is None and not field.is_required()
+        if found is None and is_option:
+            lines.insert(behind, f"{'  ' * depth}{name}: {_default(field).strip('`')}")
+            found, end = behind, end + 1
+        behind = behind if found is None else _end(lines, found, depth)
+
+
+def _place(lines: list[str], name: str, depth: int, start: int, end: int) -> int | None:
+    """The line of an option in its section; None where it has none."""
+    beginning = f"{'  ' * depth}{name}:"
+    return next((at for at in range(start, end) if lines[at].startswith(beginning)), None)
+
+
+def _end(lines: list[str], at: int, depth: int) -> int:
+    """The line behind what belongs to the option in line *at*."""
+    deeper = "  " * (depth + 1)
+    while at + 1 < len(lines) and lines[at + 1].startswith(deeper):
+        at += 1
+    return at + 1
+
+
 # --- documents ------------------------------------------------------------------------------------
 
 
@@ -260,15 +313,18 @@ def rewritten(text: str) -> str:
 
 
 def main() -> int:
-    """Write the tables, or with `--check` only say which documents differ."""
+    """Write the tables and the example, or with `--check` only say which documents differ."""
     parser = argparse.ArgumentParser(description="Writes the tables of options and metrics.")
     parser.add_argument("--check", action="store_true", help="change nothing")
     is_checking = parser.parse_args().check
     old = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     new = {path: rewritten(text) for path, text in old.items()}
+    old[_EXAMPLE] = _EXAMPLE.read_text(encoding="utf-8")
+    new[_EXAMPLE] = completed(old[_EXAMPLE])
     changed = [path for path in old if new[path] != old[path]]
     for path in changed:
-        print(f"docs/{path.name}: the tables are not those of the code; make reference")
+        place = path.relative_to(DOCS.parent)
+        print(f"{place}: not as in the code; make reference" if is_checking else f"{place} written")
         if not is_checking:
             path.write_text(new[path], encoding="utf-8")
     return bool(changed and is_checking)

@@ -21,6 +21,7 @@ import yaml
 from async_timeout import timeout
 from pydantic.fields import FieldInfo
 
+from docs import reference
 from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import ReplicaOptions, RouterConfig
@@ -282,7 +283,30 @@ def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
     whole = yaml.safe_load(read("examples/kvroute.yaml"))
     for path, section in sections():
         shown = {key for mapping in mappings_at(whole, path) for key in mapping}
-        assert shown == fields_of(section).keys(), path
+        lacking, unknown = fields_of(section).keys() - shown, shown - fields_of(section).keys()
+        assert not lacking, f"{path} of examples/kvroute.yaml lacks {lacking}: a line for each"
+        assert not unknown, f"{path} of examples/kvroute.yaml has {unknown}, which are no options"
+
+
+@pytest.mark.parametrize(
+    ("line", "next_line"),
+    [
+        ("  host: 0.0.0.0                     # default 127.0.0.1: this machine only\n", "  port"),
+        ("  max_upstream_connections: 16384\n", "  extra_paths"),
+        ("    idle_s: 120\n", "    tokenize_s"),
+        ("    key: null\n", "  timeouts"),
+        ("    key: null\n", "    client_ca: null                 # null: clients"),
+        ("  access_log: false\n", "  allow_capture"),
+    ],
+)
+def test_an_option_that_the_example_lacks_gets_a_line(line: str, next_line: str) -> None:
+    """So that a new one is written once; at its default, where the others of its section are."""
+    whole = read("examples/kvroute.yaml")
+    assert reference.completed(whole) == whole
+    lacking = whole.replace(line + next_line, next_line)
+    assert lacking != whole
+    added = line.replace("0.0.0.0", "127.0.0.1").partition("  #")[0].rstrip() + "\n"
+    assert reference.completed(lacking) == whole.replace(line + next_line, added + next_line)
 
 
 def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:
