@@ -27,6 +27,7 @@ from router.config import (
 from router.errors import BadRequest, ConfigError
 from router.index import LayoutHints, StoreHint
 from router.policies import PolicySettings, make_policy, policy_names
+from router.policies.policies import BUILT_IN
 
 FULL = """
 server:
@@ -384,8 +385,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port, ipc://path, "
         "http://host:port/path or listen",
         "replicas[3].kv_events[1].dp_rank: -1; must be greater than or equal to 0",
-        "policy.name: 'prefx'; expected one of prefix, least_delay, round_robin, random,"
-        " least_loaded, session",
+        f"policy.name: 'prefx'; expected one of {', '.join(BUILT_IN)}",
         "policy.weights.decode_request: nan; must be a finite number",
         "policy.weights.suspect_trust: 2; must be less than or equal to 1",
         "health: a list of 1; expected a mapping",

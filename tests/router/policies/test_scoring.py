@@ -24,6 +24,7 @@ from router.policies import (
     make_policy,
     policy_names,
 )
+from router.policies.policies import BUILT_IN
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.oracle.scoring.ranking import rank
 
@@ -486,11 +487,7 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: str) -> No
         ("absent", "cannot be imported"),
         ("number", "is int; it must be callable"),
         ("nothing", "made NoneType, which lacks rank"),
-        (
-            "nobody",
-            "'nobody' is unknown; known: prefix, least_delay, round_robin, random, least_loaded,"
-            " session",
-        ),
+        ("nobody", f"'nobody' is unknown; known: {', '.join(BUILT_IN)}"),
     ],
 )
 def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(

@@ -18,6 +18,7 @@ from router.policies import (
     Weights,
     make_policy,
 )
+from router.policies.policies import BUILT_IN
 from tests.oracle.scoring.policies import make_reference
 
 core = import_module("router._core")
@@ -99,7 +100,11 @@ requests = st.builds(
 draws = st.lists(st.sampled_from([0.0, 0.25, 0.5]) | st.floats(0, 1), min_size=7, max_size=7)
 
 
-@pytest.mark.parametrize("name", ["least_delay", "prefix", "least_loaded", "session"])
+BY_COST = [name for name in BUILT_IN if name not in ("round_robin", "random")]
+"""All but those that order by turns and draws, which have tests of their own below."""
+
+
+@pytest.mark.parametrize("name", BY_COST)
 @given(candidates=candidates(), request=requests, weights=weights, drawn=draws)
 def test_costs_and_order_are_those_of_the_readable_form(
     name: str,
