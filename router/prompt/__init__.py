@@ -17,6 +17,7 @@ The files; each imports only what is listed above it:
     errors.py         exception tree
     processes.py      work on large bodies in processes of their own
     limits.py         bounds on one request
+    endpoints.py      the request forms: paths, and what engines do there
     prompts.py        the prompts of a request, and their ids
     body/             request bodies -> what to tokenise
     model_files.py    a model's directory
@@ -30,12 +31,13 @@ The files; each imports only what is listed above it:
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER, with_priority
-from router.prompt.body.pulling import PULLING, with_source
+from router.prompt.body.pulling import with_source
 from router.prompt.body.requests import parse_request, read_model, read_request
 from router.prompt.body.retention import HintForm, with_hints
 from router.prompt.body.rewriting import strip_report_mode, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import with_model
 from router.prompt.chat.renderer import ChatSettings
+from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS, Endpoint
 from router.prompt.errors import (
     ModelFilesError,
     ProcessEndedError,
@@ -51,7 +53,6 @@ from router.prompt.prompts import (
     NO_ENDS,
     ChatPrompt,
     Coverage,
-    Endpoint,
     MessageEnds,
     OpaquePrompt,
     PromptSpec,
@@ -65,9 +66,10 @@ from router.prompt.remote import RemoteTokenizer
 from router.prompt.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
+    "FORMS",
     "NO_ENDS",
     "PRIORITY_HEADER",
-    "PULLING",
+    "PROMPT_ENDPOINTS",
     "ChatPrompt",
     "ChatSettings",
     "Coverage",

@@ -10,24 +10,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from router.prompt.endpoints import FORMS, Endpoint
+
 # An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
 # token in memory, and a buffer that can be hashed without a loop over the tokens.
 TokenIds: TypeAlias = "array[int]"
 PackTokenIds: TypeAlias = Callable[["bytes | memoryview"], "array[int] | None"]
 """Makes them of a JSON array; None where that holds anything but integers in [0, 2**32)."""
-
-
-class Endpoint(str, Enum):
-    """The request forms that are understood; the value is the path."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    MESSAGES = "/v1/messages"
-    EMBEDDINGS = "/v1/embeddings"
-    CHAT_BATCH = "/v1/chat/completions/batch"
-    GENERATE = "/inference/v1/generate"
-    ROUTE = "/route"
 
 
 MODEL_LENGTH = -1
@@ -185,8 +174,8 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
             model_length: Tokens of a prompt and its response; None, where it is not known, cuts
                 nothing.
         """
-        is_generating = self.endpoint is not Endpoint.EMBEDDINGS
-        most = None if model_length is None else max(model_length - is_generating, 0)
+        generates = FORMS[self.endpoint].generates
+        most = None if model_length is None else max(model_length - generates, 0)
         prompts = tuple(_cut_to(prompt, most) for prompt in self.prompts)
         return msgspec.structs.replace(self, prompts=prompts)
 

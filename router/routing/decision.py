@@ -17,7 +17,7 @@ from router.index.mirror_types import STEP
 from router.plane.attempts import Attempt
 from router.policies import Candidate, Ranked, empty_reason
 from router.prompt import (
-    Endpoint,
+    FORMS,
     PromptSpec,
     TokenizedPrompt,
     with_hints,
@@ -38,9 +38,6 @@ SOURCE_HEADER = b"x-kv-cache-source-host-port"
 """The peer from whose cache llm-d's sidecar is to pull."""
 PREFILLER_HEADER = b"x-prefiller-host-port"
 """The replica that computes the prompt, for llm-d's sidecar."""
-RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
-"""Endpoints where some engines ignore the rank that they are asked for: vLLM before 0.33 for
-responses, every vLLM for embeddings."""
 _NO_REPLICAS: Mapping[str, Replica] = MappingProxyType({})
 _BYTES_OF_A_TOKEN = 4
 
@@ -193,7 +190,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reads_rank(self) -> bool:
         """Return whether the engine is sure to read the data-parallel rank that it is asked for."""
-        return self.spec is not None and self.spec.endpoint not in RANK_IGNORED
+        return self.spec is not None and FORMS[self.spec.endpoint].reads_rank
 
     def certain_source_of(self, candidate: Candidate) -> SourceId | None:
         """The cache that the request will meet at *candidate*; None if the engine chooses."""

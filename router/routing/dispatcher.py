@@ -18,7 +18,7 @@ from router.fleet.replica import Replica
 from router.index import HashedPrompt, pack_token_ids
 from router.policies import RouteRequest
 from router.prompt import (
-    PULLING,
+    FORMS,
     ChatPrompt,
     Endpoint,
     LargeWork,
@@ -32,7 +32,7 @@ from router.prompt import (
     read_request,
     with_model,
 )
-from router.routing.decision import ANY_MODEL, RANK_IGNORED, Asked, Decision
+from router.routing.decision import ANY_MODEL, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner, prepare
@@ -280,11 +280,12 @@ class Dispatcher:
         times: tuple[float, float],
     ) -> Decision:
         spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
+        form = FORMS[spec.endpoint]
         question = RankQuestion(
             RouteRequest(model=model.name, prompt_tokens=count, session=asked.session),
             model.index,
             prompts,
-            RankChoice(spec.endpoint not in RANK_IGNORED, asked.dp_rank, spec.endpoint in PULLING),
+            RankChoice(form.reads_rank, asked.dp_rank, form.may_pull),
             asked.tenant,
         )
         ranking, excluded = self.planner.rank(question, replicas.values())

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from router.errors import PromptTooLong
 from router.fleet.replica import Replica
-from router.prompt import Endpoint, TokenizedPrompt
+from router.prompt import FORMS, Endpoint, TokenizedPrompt
 
-_MAY_CUT = frozenset({Endpoint.EMBEDDINGS, Endpoint.ROUTE})
-"""Endpoints where engines may take a longer prompt in pieces, or nothing is sent."""
 _CUTS = "sglang"
 """Owner of the models of an engine that has an option to cut instead of refusing."""
 
@@ -48,7 +46,8 @@ def check_length(
         PromptTooLong: One of the prompts is longer than any of *replicas* takes.
     """
     tokens = max((len(prompt.token_ids) for prompt in tokenized if prompt.exact), default=0)
-    if endpoint in _MAY_CUT or not tokens:
+    is_sent = endpoint is not Endpoint.ROUTE
+    if not is_sent or not FORMS[endpoint].generates or not tokens:
         return
     longest = longest_certain(replicas, name)
     if longest is not None and longest < tokens:

@@ -22,22 +22,10 @@ import msgspec
 from router.fleet.replica import Replica
 from router.index import HashedPrompt
 from router.policies import Candidate
-from router.prompt import Endpoint, PromptSpec
+from router.prompt import FORMS, PromptSpec
 from router.routing.planner import RoutePlanner
 from router.routing.question import RankChoice, RankQuestion
 
-_SPLIT = frozenset(
-    {
-        Endpoint.CHAT,
-        Endpoint.COMPLETIONS,
-        Endpoint.RESPONSES,
-        Endpoint.MESSAGES,
-        Endpoint.GENERATE,
-        Endpoint.ROUTE,
-    }
-)
-"""Endpoints where llm-d's sidecar has a prompt computed elsewhere, and the one that only asks where
-to send."""
 _RANK_OF_ITS_OWN = RankChoice(is_read=False, may_pull=False)
 """A prefiller gets neither a rank nor a peer to pull from."""
 
@@ -89,7 +77,7 @@ class PrefillPlanner:
         return (
             self.is_on
             and len(prompts) == len(spec.prompts) == spec.choices == 1
-            and spec.endpoint in _SPLIT
+            and FORMS[spec.endpoint].may_split
             and spec.stored_response is None  # the replica that has it knows the prompt alone
         )
 

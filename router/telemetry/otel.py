@@ -49,7 +49,7 @@ from opentelemetry.util.types import AttributeValue
 from router.config import TracingConfig
 from router.errors import ConfigError, ConfigProblem
 from router.plane.usage import ReportedUsage
-from router.prompt import Endpoint
+from router.prompt import FORMS, PROMPT_ENDPOINTS
 from router.telemetry.metrics import WrittenCounter
 from router.telemetry.spans import RequestTrace, TracedAttempt, Tracer
 from router.telemetry.trace_context import TraceContext
@@ -63,15 +63,7 @@ _STOP_S = 3.0
 """How long the last spans may take when the router stops."""
 _MAX_REASON_CHARS = 300
 _UNNAMED = "unknown_service"
-_OPERATIONS = {
-    Endpoint.CHAT.value: "chat",
-    Endpoint.COMPLETIONS.value: "text_completion",
-    Endpoint.RESPONSES.value: "chat",
-    Endpoint.MESSAGES.value: "chat",
-    Endpoint.EMBEDDINGS.value: "embeddings",
-    Endpoint.CHAT_BATCH.value: "chat",
-    Endpoint.GENERATE.value: "text_completion",
-}
+_OPERATIONS = {endpoint.value: FORMS[endpoint].operation for endpoint in PROMPT_ENDPOINTS}
 _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
 _Attributes = dict[str, AttributeValue]
 

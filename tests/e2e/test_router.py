@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import yaml
 
+from router.prompt import PROMPT_ENDPOINTS
 from tests.support.engine_stub import (
     DONE,
     Behaviour,
@@ -1028,13 +1029,7 @@ async def test_a_client_that_offers_an_upgrade_is_served_like_any_other(
 # --- the description ------------------------------------------------------------------------------
 
 ENDPOINTS = {
-    "/v1/chat/completions": {"post"},
-    "/v1/completions": {"post"},
-    "/v1/responses": {"post"},
-    "/v1/messages": {"post"},
-    "/v1/embeddings": {"post"},
-    "/v1/chat/completions/batch": {"post"},
-    "/inference/v1/generate": {"post"},
+    **{endpoint.value: {"post"} for endpoint in PROMPT_ENDPOINTS},
     "/v1/chat/completions/render": {"post"},
     "/v1/completions/render": {"post"},
     "/v1/responses/render": {"post"},

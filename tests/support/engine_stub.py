@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher_config import PublisherConfig
+from router.prompt import PROMPT_ENDPOINTS
 from tests.support.blocks import FULL, Prefix
 
 BLOCK = FULL.block_size
@@ -31,15 +32,7 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
-PROMPT_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/messages",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/chat/completions/batch",
-    "/inference/v1/generate",
-)
+PROMPT_PATHS = tuple(endpoint.value for endpoint in PROMPT_ENDPOINTS)
 
 _names = itertools.count(1)
 

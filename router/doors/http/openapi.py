@@ -19,19 +19,9 @@ from router.config import ReplicaConfig, RouterConfig
 from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
 from router.doors.http.overview import Overview
+from router.doors.http.proxied_paths import dialect_of
 from router.doors.http.replica_views import ReplicaDetails
-from router.doors.http.request_bodies import (
-    ChatBatchRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    EngineResponse,
-    GenerateRequest,
-    MessagesRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
+from router.doors.http.request_bodies import PROXIED, EngineResponse
 from router.doors.http.views import AnthropicErrorView, ErrorView, View
 from router.errors import (
     BadRequest,
@@ -234,7 +224,7 @@ def document(app: FastAPI, client: Access) -> dict[str, Any]:
             # FastAPI adds its own validation error wherever a path has a parameter; any string is
             # a valid id here.
             operation["responses"].pop("422", None)
-    for path in sorted(_PROXIED):
+    for path in sorted(PROXIED):
         found["paths"][path] = {"post": _proxied(path, client)}
     for method, path, summary in _PASSED_ON:
         methods = found["paths"].setdefault(path, {})
@@ -247,17 +237,6 @@ def document(app: FastAPI, client: Access) -> dict[str, Any]:
     return found
 
 
-_PROXIED: dict[str, tuple[type[Any], str]] = {
-    "/v1/chat/completions": (ChatRequest, "OpenAI's chat completions"),
-    "/v1/completions": (CompletionRequest, "OpenAI's completions"),
-    "/v1/responses": (ResponsesRequest, "OpenAI's responses"),
-    "/v1/messages": (MessagesRequest, "Anthropic's messages"),
-    "/v1/embeddings": (EmbeddingsRequest, "OpenAI's embeddings"),
-    "/v1/chat/completions/batch": (ChatBatchRequest, "vLLM's batch of chat completions"),
-    "/inference/v1/generate": (GenerateRequest, "vLLM's generation from token ids"),
-    "/tokenize": (TokenizeRequest, "vLLM's tokenizer"),
-    "/detokenize": (DetokenizeRequest, "vLLM's detokenizer"),
-}
 _PASSED_ON = (
     ("post", "/v1/messages/count_tokens", "Anthropic's count of tokens"),
     ("post", "/v1/chat/completions/render", "vLLM's token ids of a chat"),
@@ -287,7 +266,7 @@ _PROXY_HEADERS = {
 
 
 def _proxied(path: str, client: Access) -> dict[str, Any]:
-    body, what = _PROXIED[path]
+    body, what = PROXIED[path]
     success: dict[str, Any] = {
         "description": "The replica's response, byte for byte.",
         "headers": {
@@ -303,7 +282,7 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
             *(*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), *client.refusals()),
             *(Overloaded("has its limit of 4096 requests under way"), ShuttingDown()),
         ),
-        Dialect.ANTHROPIC if body is MessagesRequest else Dialect.OPENAI,
+        dialect_of(path),
     )
     return {
         "tags": ["proxy"],
@@ -322,7 +301,6 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
 
 def _passed_on(method: str, path: str, summary: str, client: Access) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    dialect = Dialect.ANTHROPIC if path.startswith("/v1/messages/") else Dialect.OPENAI
     refused = (BodyTooLarge(64 * 1024 * 1024), *NOT_ROUTED) if method == "post" else NOT_ROUTED[1:]
     errors = _error_responses(
         (
@@ -331,7 +309,7 @@ def _passed_on(method: str, path: str, summary: str, client: Access) -> dict[str
             Overloaded("has its limit of 4096 requests under way"),
             ShuttingDown(),
         ),
-        dialect,
+        dialect_of(path),
     )
     media = {JSON: {"schema": _reference(EngineResponse)}}
     return {

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from router.plane.proxy_types import Dialect
-from router.prompt import Endpoint
+from router.prompt import FORMS, PROMPT_ENDPOINTS, Endpoint
 
 
 class RoutedBy(Enum):
@@ -41,21 +41,8 @@ class ProxiedPath(NamedTuple):
         return self.endpoint.value if self.endpoint is not None else f"by {self.routed_by.value}"
 
 
-PROMPT_PATHS: dict[str, Endpoint] = {
-    endpoint.value: endpoint
-    for endpoint in (
-        Endpoint.CHAT,
-        Endpoint.COMPLETIONS,
-        Endpoint.RESPONSES,
-        Endpoint.MESSAGES,
-        Endpoint.EMBEDDINGS,
-        Endpoint.CHAT_BATCH,
-        Endpoint.GENERATE,
-    )
-}
 RENDER_PATHS = tuple(
-    f"{path.value}/render"
-    for path in (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES)
+    f"{endpoint.value}/render" for endpoint, form in FORMS.items() if form.is_rendered
 )
 """vLLM's paths that turn a body into one for `/inference/v1/generate`; nothing is computed."""
 LOAD_PATHS = (
@@ -101,8 +88,8 @@ class ProxiedPaths:
             self._add(path, ProxiedPath(RoutedBy.ANY, ("GET",)))
         for path in LOAD_PATHS:
             self._add(path, ProxiedPath(RoutedBy.LOAD))
-        for path, endpoint in PROMPT_PATHS.items():
-            self._add(path, ProxiedPath(RoutedBy.CACHE, endpoint=endpoint))
+        for endpoint in PROMPT_ENDPOINTS:
+            self._add(endpoint.value, ProxiedPath(RoutedBy.CACHE, endpoint=endpoint))
         # The longest prefix wins.
         self._prefixes.sort(key=lambda entry: len(entry[0]), reverse=True)
 

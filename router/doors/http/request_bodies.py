@@ -218,6 +218,19 @@ class EngineResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: EngineUsage | None = None
 
 
+PROXIED: dict[str, tuple[type[Any], str]] = {
+    "/v1/chat/completions": (ChatRequest, "OpenAI's chat completions"),
+    "/v1/completions": (CompletionRequest, "OpenAI's completions"),
+    "/v1/responses": (ResponsesRequest, "OpenAI's responses"),
+    "/v1/messages": (MessagesRequest, "Anthropic's messages"),
+    "/v1/embeddings": (EmbeddingsRequest, "OpenAI's embeddings"),
+    "/v1/chat/completions/batch": (ChatBatchRequest, "vLLM's batch of chat completions"),
+    "/inference/v1/generate": (GenerateRequest, "vLLM's generation from token ids"),
+    "/tokenize": (TokenizeRequest, "vLLM's tokenizer"),
+    "/detokenize": (DetokenizeRequest, "vLLM's detokenizer"),
+}
+"""The body at each path that goes to a replica, and whose form it is."""
+
 _CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 EXAMPLES: dict[type[Any], dict[str, dict[str, Any]]] = {
     ChatRequest: {"chat": {"model": "gemma-3", "messages": _CHAT, "stream": True}},

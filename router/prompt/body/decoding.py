@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import is_not
 from typing import Any
 
@@ -17,8 +17,9 @@ from router.prompt.body.json_fields import describe
 from router.prompt.body.priority import PRIORITY_FIELD
 from router.prompt.body.pulling import TRANSFER_FIELD
 from router.prompt.body.rewriting import ARGUMENTS_FIELD, SAMPLING_FIELD
+from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError
-from router.prompt.prompts import Endpoint, PackTokenIds
+from router.prompt.prompts import PackTokenIds
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 
@@ -36,12 +37,8 @@ SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_re
 
 
 _WITH_TOKEN_IDS = {
-    Endpoint.COMPLETIONS: frozenset(("prompt",)),
-    Endpoint.EMBEDDINGS: frozenset(("input",)),
-    Endpoint.ROUTE: frozenset(("token_ids", "prompt")),
-    Endpoint.GENERATE: frozenset(("token_ids",)),
+    endpoint: frozenset(form.id_fields) for endpoint, form in FORMS.items() if form.id_fields
 }
-"""The fields that may hold nothing but token ids."""
 
 
 _MAX_REST_BYTES = 65_536
@@ -53,22 +50,22 @@ _SHORT_BODY_BYTES = 4096
 _TAKEN_OUT = b"[\t \t \n\t]"
 
 
-_FIELD_NAMES = (
-    *("model", "model_name", "cache_salt", "lora_name", "endpoint", "token_ids"),
-    *("messages", "prompt", "input"),
-    *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
+FIELD_NAMES = (
+    *("model", "cache_salt", "token_ids", "messages", "prompt", "input"),
+    *("stream", "n", "prompt_logprobs", "logprobs", "echo"),
     *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
     *(ARGUMENTS_FIELD, "metadata", *SESSION_FIELDS),
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
-    *("instructions", "reasoning", "system", "thinking", "output_config"),
-    *(SAMPLING_FIELD, TRANSFER_FIELD, "features", "content_parts", PRIORITY_FIELD, RETENTION_FIELD),
+    *(SAMPLING_FIELD, TRANSFER_FIELD, PRIORITY_FIELD, RETENTION_FIELD),
+    *chain.from_iterable(form.fields for form in FORMS.values()),
 )
+"""The fields that are read; all others are skipped."""
 
 
 def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
     fields: list[tuple[str, Any, Any]] = [
-        (name, msgspec.Raw if name in undecoded else Any, msgspec.UNSET) for name in _FIELD_NAMES
+        (name, msgspec.Raw if name in undecoded else Any, msgspec.UNSET) for name in FIELD_NAMES
     ]
     return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, gc=False))
 
@@ -163,7 +160,7 @@ def _around_ids(body: bytes, endpoint: Endpoint, pack: PackTokenIds) -> dict[str
 def _present(found: Any) -> dict[str, Any]:
     values = astuple(found)
     is_there = map(is_not, values, repeat(msgspec.UNSET))
-    return dict(compress(zip(_FIELD_NAMES, values, strict=True), is_there))
+    return dict(compress(zip(FIELD_NAMES, values, strict=True), is_there))
 
 
 def _fault(body: bytes, error: Exception) -> str:

@@ -7,13 +7,11 @@ At other paths, as `/v1/messages`, neither reads one.
 from __future__ import annotations
 
 from router.prompt.body.splicing import with_field
-from router.prompt.prompts import Endpoint
+from router.prompt.endpoints import FORMS, Endpoint
 
 PRIORITY_HEADER = b"x-vllm-priority"
 """vLLM reads it before it reads `priority` of the body."""
 PRIORITY_FIELD = "priority"
-_HEADER_READ = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES))
-_FIELD_READ = _HEADER_READ | {Endpoint.EMBEDDINGS, Endpoint.GENERATE}
 
 
 def with_priority(
@@ -27,8 +25,9 @@ def with_priority(
         number: In 64 bits.
         reads_header: True if the engine reads vLLM's header.
     """
-    if reads_header and endpoint in _HEADER_READ:
+    place = FORMS[endpoint].priority_in
+    if reads_header and place == "header":
         return ((PRIORITY_HEADER, b"%d" % number),), body
-    if endpoint in _FIELD_READ:
+    if place is not None:
         return (), with_field(body, PRIORITY_FIELD, b"%d" % number)
     return (), body

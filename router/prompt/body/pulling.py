@@ -14,22 +14,17 @@ from uuid import uuid4
 import msgspec
 
 from router.prompt.body.splicing import with_members
-from router.prompt.prompts import Endpoint
 
 TRANSFER_FIELD = "kv_transfer_params"
 SOURCE = "remote_kv_source"
-PULLING = frozenset(
-    (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.ROUTE)
-)
-"""The paths at which engines read the field, and the one that only asks where a request would
-go."""
 
 
 def with_source(body: bytes, host: str, port: int) -> bytes:
     """Return the body with the peer to pull from.
 
     Args:
-        body: A JSON object that was parsed before, without such a field, for one of `PULLING`.
+        body: A JSON object that was parsed before, without such a field, for an endpoint that
+            `may_pull`.
     """
     source = {"kv_request_id": uuid4().hex, "remote_host": host, "remote_port": port}
     return with_members(body, TRANSFER_FIELD, msgspec.json.encode({SOURCE: source}))

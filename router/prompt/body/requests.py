@@ -39,11 +39,11 @@ from router.prompt.body.rewriting import (
     with_tenant_salt,
 )
 from router.prompt.body.splicing import without_field
+from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import (
     MODEL_LENGTH,
-    Endpoint,
     OpaquePrompt,
     PackTokenIds,
     Prompt,
@@ -180,7 +180,7 @@ def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
     if side == "left" or side == "right":
         return Truncation(count, side, counts_special_tokens=True)
     return Truncation(
-        count, "right" if form is Endpoint.EMBEDDINGS else "left", counts_special_tokens=False
+        count, "left" if FORMS[form].generates else "right", counts_special_tokens=False
     )
 
 

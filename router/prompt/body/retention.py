@@ -19,7 +19,7 @@ import msgspec
 from router.prompt.body.pulling import SOURCE, TRANSFER_FIELD
 from router.prompt.body.rewriting import ARGUMENTS_FIELD, EXTRA_FIELD, SAMPLING_FIELD
 from router.prompt.body.splicing import with_changed, with_members, without_members
-from router.prompt.prompts import Endpoint
+from router.prompt.endpoints import FORMS, Endpoint
 
 _PLAIN = b"kvroute", SOURCE.encode()
 _ESCAPE = b"\\u00"
@@ -34,16 +34,10 @@ class HintForm(Enum):
 
     def is_read_at(self, endpoint: Endpoint) -> bool:
         """Return whether engines read the field in bodies of some path."""
-        return endpoint in _ENDPOINTS[self]
+        form = FORMS[endpoint]
+        return form.reads_hints if self is HintForm.KVROUTE else form.reads_arguments
 
 
-_ENDPOINTS = {
-    HintForm.KVROUTE: frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT)),
-    HintForm.VLLM: frozenset(
-        (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES)
-    ),
-}
-"""The paths at which an engine reads the field."""
 _NAMES = {
     HintForm.KVROUTE: ("kvroute",),
     HintForm.VLLM: ("kvroute_keep", "kvroute_keep_end"),

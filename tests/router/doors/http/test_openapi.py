@@ -16,24 +16,18 @@ from router.app import RouterApp
 from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.doors.http import request_bodies
 from router.doors.http.request_bodies import (
-    ChatBatchRequest,
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
-    EmbeddingsRequest,
     EmbeddingsToRoute,
-    GenerateRequest,
-    MessagesRequest,
     MessagesToRoute,
     OutputReport,
     ReservationEnd,
     ReservationRequest,
-    ResponsesRequest,
     SelectionRequest,
     TokenIdsRequest,
     TokenizeRequest,
 )
-from router.prompt import Endpoint, parse_request
+from router.prompt import PROMPT_ENDPOINTS, Endpoint, parse_request
+from router.prompt.body.decoding import FIELD_NAMES
 from router.service import RouterService
 
 REPLICA = {
@@ -71,13 +65,7 @@ OPERATOR_PATHS = {
 """Where clients have keys; without them, anyone may ask where to go."""
 WITH_BODY = {
     "/route",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/chat/completions/batch",
-    "/inference/v1/generate",
+    *(endpoint.value for endpoint in PROMPT_ENDPOINTS),
     "/tokenize",
     "/detokenize",
     "/select",
@@ -259,14 +247,12 @@ async def test_every_example_fits_its_schema(document: dict[str, Any]) -> None:
     assert seen >= {"replica-in-full", "chat", "token-ids", "invalid_value", "no_replica"}
 
 
-FORMS = {
-    ChatRequest: Endpoint.CHAT,
-    CompletionRequest: Endpoint.COMPLETIONS,
-    ResponsesRequest: Endpoint.RESPONSES,
-    MessagesRequest: Endpoint.MESSAGES,
-    EmbeddingsRequest: Endpoint.EMBEDDINGS,
-    ChatBatchRequest: Endpoint.CHAT_BATCH,
-    GenerateRequest: Endpoint.GENERATE,
+PROXIED_BODIES = {
+    body: Endpoint(path)
+    for path, (body, _) in request_bodies.PROXIED.items()
+    if body not in (TokenizeRequest, DetokenizeRequest)
+}
+FORMS = PROXIED_BODIES | {
     TokenIdsRequest: Endpoint.ROUTE,
     MessagesToRoute: Endpoint.ROUTE,
     EmbeddingsToRoute: Endpoint.ROUTE,
@@ -291,6 +277,13 @@ def test_every_example_of_a_body_is_one_that_the_router_reads() -> None:
         OutputReport,
         ReservationEnd,
     }
+
+
+def test_every_field_that_is_described_is_read() -> None:
+    """Fields that no form names are skipped, and a prompt without them is another one."""
+    for body, endpoint in PROXIED_BODIES.items():
+        skipped = {*body.__struct_fields__} - {*FIELD_NAMES, "max_tokens"}
+        assert not skipped, f"{endpoint}: {skipped} must be in its `fields` (prompt/endpoints.py)"
 
 
 @pytest.mark.parametrize(
