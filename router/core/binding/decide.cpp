@@ -1,4 +1,4 @@
-// What Python sees of decisions: what makes them, and rankings that it reads one place at a time.
+// Binds decisions: what makes them, and rankings that Python reads one place at a time.
 
 #include "decide/decide.hpp"
 
@@ -35,7 +35,7 @@ nb::object rank_or_none(int dp_rank) {
     return dp_rank == kAnyRank ? nb::none() : nb::cast(dp_rank);
 }
 
-// `router.policies.Lower`: what each tier has, the price, and from whom a part is pulled.
+// Makes a `router.policies.Lower`: the tokens of each tier, the price, and the source of a pull.
 nb::tuple lower_tuple(const Candidates& of, std::size_t number, const Fleet& fleet) {
     const Lower& lower = of.lower.at(number);
     nb::list by_tier;
@@ -44,10 +44,10 @@ nb::tuple lower_tuple(const Candidates& of, std::size_t number, const Fleet& fle
     }
     return nb::make_tuple(
         nb::tuple(by_tier), or_none(lower.price),
-        lower.pull_from == kNobody ? nb::none() : text(fleet[lower.pull_from].id));
+        lower.pull_from == kNone ? nb::none() : text(fleet[lower.pull_from].id));
 }
 
-// `router.policies.State`.
+// Makes a `router.policies.State`.
 nb::tuple state_tuple(const State& state, const Fleet& fleet) {
     const nb::object doubt =
         state.estimate_trust != 0.0 ? nb::cast(state.estimate_trust) : nb::cast(state.is_suspect);
@@ -56,7 +56,7 @@ nb::tuple state_tuple(const State& state, const Fleet& fleet) {
                           state.context_tokens, state.foreign, state.waiting);
 }
 
-// The columns of `router.policies.Standings`.
+// Makes the columns of `router.policies.Standings`.
 nb::tuple columns_of(const Candidates& of, const Fleet& fleet) {
     nb::list states, gpu, cached, junction, recent, progress, outlooks;
     for (std::size_t number = 0; number < of.size(); ++number) {
@@ -74,8 +74,8 @@ nb::tuple columns_of(const Candidates& of, const Fleet& fleet) {
     return nb::make_tuple(states, gpu, cached, junction, recent, progress, outlooks);
 }
 
-// A plug-in's, in Python. While it is asked nobody holds the books: its objects may write to them
-// when they go. It owns no Python object: it may go where the interpreter has been let go.
+// A plug-in's, in Python. No thread holds the books during its call, as its objects may write to them
+// when they are freed. It owns no Python object: it may be freed without the interpreter lock.
 class AskedRankCosts : public RankCosts {
 public:
     AskedRankCosts(nb::handle ask, std::optional<Guarded>& guarded, std::mutex& mutex)
@@ -83,7 +83,7 @@ public:
 
     void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) override {
         guarded_.reset();
-        ask(ranks, fleet, out);  // of its objects none is left: the interpreter may be let go below
+        ask(ranks, fleet, out);  // frees all of its objects: the interpreter lock may be let go below
         if (out.size() != ranks.size()) throw nb::value_error("a cost for each rank");
         guarded_.emplace(mutex_);
     }
@@ -140,7 +140,7 @@ private:
 
 struct Deciding;
 
-// One decision's ranking. It keeps the memory that it was found in, which is used again afterwards.
+// One decision's ranking. It keeps the memory that it was found in, which is reused afterwards.
 class RankingHandle {
 public:
     RankingHandle(std::shared_ptr<Deciding> deciding, std::unique_ptr<Scratch> scratch)
@@ -193,7 +193,7 @@ private:
 struct Deciding {
     BooksPointer books;
     Decider decider;
-    std::vector<std::unique_ptr<Scratch>> idle;  // with the interpreter lock
+    std::vector<std::unique_ptr<Scratch>> idle;  // guarded by the interpreter lock
 };
 
 RankingHandle::~RankingHandle() {

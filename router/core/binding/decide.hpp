@@ -1,4 +1,4 @@
-// How the other parts of the binding find what decides in what Python hands them.
+// Converts Python's deciders, fleets and weights for the other parts of the binding.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,12 +15,12 @@ struct FleetHandle {
     std::shared_ptr<const decide::Fleet> fleet;
 };
 
-// By its name; of a plug-in: nothing.
+// Returns a policy by its name; not a plug-in.
 decide::Policy::Kind kind_of(const std::string& name);
-// From `router.policies.Weights`.
+// Reads a `router.policies.Weights`.
 decide::Weights weights_of(nanobind::handle from);
 
-// Of a `Decider` of this module.
+// Returns the core's part of a `Decider` of this module.
 std::shared_ptr<decide::Decider> decider_of(nanobind::handle decider);
 std::shared_ptr<const decide::Fleet> fleet_of(nanobind::handle fleet);
 

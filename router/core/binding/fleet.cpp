@@ -1,4 +1,4 @@
-// What Python sees of fleets: the replicas of a model, and the conditions that each is in.
+// Binds fleets: the replicas of a model, and the conditions of each.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -75,7 +75,7 @@ using Adapters = std::vector<std::pair<std::string, std::string>>;
 using ReplicaTuple = std::tuple<std::string, double, Limit, Peer, Names, Adapters,
                                 std::vector<CacheTuple>, nb::object>;
 
-// `index`: that in which the sources of caches have their numbers.
+// `index`: numbers the sources of caches.
 Replica replica_of(Books& books, const std::shared_ptr<SharedIndex>& index, ReplicaTuple fields) {
     auto& [id, speed, limit, peer, models, adapters, caches, conditions] = fields;
     Replica replica;

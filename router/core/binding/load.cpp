@@ -1,4 +1,4 @@
-// What Python sees of the load: the books, and what one request adds to them.
+// Binds the load: the books, and one request's part of them.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>

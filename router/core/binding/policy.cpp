@@ -1,4 +1,4 @@
-// What Python sees of policies: one by itself, with candidates that Python has made.
+// Binds policies: one by itself, with candidates that Python has made.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -26,7 +26,7 @@ Value read(nb::handle object, const char* field) {
     return nb::cast<Value>(object.attr(field));
 }
 
-// From a `router.policies.Candidate`. `number`: its replica's.
+// Reads a `router.policies.Candidate`. `number`: its replica's.
 void append_candidate(nb::handle from, u32 number, Candidates& out) {
     const nb::object load = from.attr("load");
     out.states.push_back({number, read<Rank>(from, "dp_rank").value_or(kAnyRank),
@@ -63,14 +63,14 @@ Fleet fleet_of_candidates(const nb::list& candidates) {
     return Fleet(0, std::move(replicas));
 }
 
-// One candidate from Python.
+// Reads one candidate.
 Candidates alone(nb::handle candidate) {
     Candidates found;
     append_candidate(candidate, 0, found);
     return found;
 }
 
-// The parts of the delay of a prompt there.
+// Returns the parts of the delay of a prompt there.
 std::tuple<double, double, double, double, double> delays_of(const Policy& policy,
                                                              i64 prompt_tokens,
                                                              nb::handle candidate,
@@ -81,7 +81,7 @@ std::tuple<double, double, double, double, double> delays_of(const Policy& polic
     return {found.ahead, found.own, found.work, found.behind, found.evicted};
 }
 
-// A policy alone, with candidates from Python: their costs, their order, the best, the mean
+// Runs a policy on candidates from Python: returns their costs, their order, the best, the mean
 // congestion.
 nb::tuple order_of(Policy& policy, const std::string& model, nb::bytes session, i64 prompt_tokens,
                    double prefill_tokens_per_s, const std::vector<u64>& keys, const nb::list& from,

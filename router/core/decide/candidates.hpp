@@ -11,9 +11,8 @@
 namespace kvroute::decide {
 
 constexpr int kAnyRank = -1;  // the engine chooses
-constexpr u32 kNobody = ~u32{0};
 
-// What does not depend on the prompt.
+// A candidate's part that does not depend on the prompt.
 struct State {
     u32 replica = 0;  // its number in the fleet
     int dp_rank = kAnyRank;
@@ -27,31 +26,31 @@ struct State {
 
     i64 requests() const { return prefilling + decoding + foreign; }
     bool is_doubtful() const { return is_suspect || estimate_trust != 0.0; }
-    // Of a hit that is doubtful.
+    // The share of a doubtful hit that is counted.
     double share_that_counts(double suspect_trust) const {
         return estimate_trust != 0.0 ? estimate_trust : suspect_trust;
     }
 };
 
-// What it has of the prompt, in tokens.
+// A candidate's part of the prompt, in tokens.
 struct CachedTokens {
     i64 gpu = 0;
-    i64 all = 0;  // those and what lower tiers would bring back
-    i64 junction = 0;  // behind the GPU's hit, those of which only full attention is there
-    i64 recent = 0;  // that were sent there so recently that events may not show them yet
+    i64 all = 0;  // with what lower tiers would load
+    i64 junction = 0;  // behind the GPU's hit, those that only full attention has there
+    i64 recent = 0;  // sent there so recently that events may not show them yet
 };
 
-// What a lower tier or shared store would bring back. Nearly all names fit into the string itself.
+// The tokens that a lower tier or shared store would load. Nearly all names fit into the string itself.
 struct TierShare {
     std::string tier;
     i64 tokens = 0;
 };
 
-// What it has below its GPU.
+// A candidate's hit below its GPU.
 struct Lower {
     u32 first_share = 0, shares = 0;  // in `Candidates::shares`
     std::optional<double> price;  // of a token, in tokens to compute, as it was measured there
-    u32 pull_from = kNobody;  // the replica from whose memory a part is pulled
+    u32 pull_from = kNone;  // the replica from whose memory a part is pulled
 };
 
 struct Candidates {
@@ -59,7 +58,7 @@ struct Candidates {
     std::vector<CachedTokens> cached;
     std::vector<Outlook> outlooks;
     std::vector<Lower> lower;
-    std::vector<TierShare> shares;  // of all, one candidate's behind another's
+    std::vector<TierShare> shares;  // of all candidates, one after the other
 
     std::size_t size() const { return states.size(); }
 

@@ -14,7 +14,7 @@ i64 share_of(i64 whole, std::size_t count) {
     return (whole + parts - 1) / parts;
 }
 
-// What a replica's memory holds of the prompt. With the index locked.
+// Returns the hit in a replica's memory. With the index locked.
 i64 tokens_in_memory(const Question& question, const Replica& replica) {
     SharedIndex& index = *question.index;
     const u32 slot = index.slot_of(replica.caches.front().source_in(&index));
@@ -58,7 +58,7 @@ const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
     ++decisions_;
     Ranking& ranking = scratch.ranking;
     ranking.fleet = question.fleet;
-    ranking.first = kNobody;
+    ranking.first = kNone;
     ranking.numbers_.clear();
     find(question, scratch);
     Wanted asked{.model = question.model,
@@ -84,7 +84,7 @@ const Ranking& Decider::rank(const Question& question, Scratch& scratch) {
     return ranking;
 }
 
-// What is known of the prompts besides hits.
+// Finds keys, prompts in prefill and recent ones: all but hits.
 void Decider::find(const Question& question, Scratch& scratch) {
     scratch.keys_.clear();
     scratch.is_remembered_ = false;
@@ -98,14 +98,14 @@ void Decider::find(const Question& question, Scratch& scratch) {
         find_coming(question, *prompt, keys, scratch);
         for (const ComingAt& each : scratch.found_) {
             const u32 cache = question.fleet->cache_number(each.cache);
-            if (cache == kNobody) continue;
+            if (cache == kNone) continue;
             scratch.coming_[cache].tokens += each.coming.tokens;
             scratch.coming_[cache].run += each.coming.run;
         }
     }
 }
 
-// What each cache will have of a prompt, though no event says so yet.
+// Finds what each cache will have of a prompt before events report it.
 void Decider::find_coming(const Question& question, Prompt& prompt, std::span<const u64> keys,
                           Scratch& scratch) const {
     scratch.found_.clear();
@@ -120,7 +120,7 @@ void Decider::find_coming(const Question& question, Prompt& prompt, std::span<co
     }
 }
 
-// Who can take the request now, and who cannot.
+// Parts the replicas that can take the request now from those that cannot.
 void Decider::sort_out(const Question& question, Scratch& scratch) {
     Ranking& ranking = scratch.ranking;
     ranking.able.clear();
@@ -158,7 +158,7 @@ State Decider::state_of(const Replica& replica, u32 number, const Load& load,
     return state;
 }
 
-// One of several ranks. The engine's load is shared out where its metrics do not tell ranks apart.
+// Returns the state of one rank. An engine's load without ranks is shared out equally.
 State Decider::state_of_rank(const Replica& replica, u32 number, int dp_rank, const Load& load,
                              const Question& question) const {
     State state{.replica = number,
@@ -171,12 +171,12 @@ State Decider::state_of_rank(const Replica& replica, u32 number, int dp_rank, co
                 .context_tokens = load.context_tokens};
     if (!knows_load(replica, question)) return state;
     const EngineLoad& engine = *replica.conditions->engine;
-    const auto told =
+    const auto of_rank =
         std::find_if(engine.ranks.begin(), engine.ranks.end(),
                      [&](const EngineLoad::OfRank& each) { return each.dp_rank == dp_rank; });
-    if (told != engine.ranks.end()) {
-        state.foreign = told->foreign;
-        state.waiting = told->waiting;
+    if (of_rank != engine.ranks.end()) {
+        state.foreign = of_rank->foreign;
+        state.waiting = of_rank->waiting;
     } else {
         state.foreign = share_of(engine.foreign, replica.caches.size());
         state.waiting = share_of(engine.waiting, replica.caches.size());
@@ -184,7 +184,7 @@ State Decider::state_of_rank(const Replica& replica, u32 number, int dp_rank, co
     return state;
 }
 
-// Replicas whose memory others may read, the one with the most of the prompt first.
+// Finds the replicas whose memory others may read, the one with the most of the prompt first.
 void Decider::find_holders(const Question& question, Scratch& scratch) {
     std::vector<Scratch::Holder>& holders = scratch.holders_;
     holders.clear();
@@ -203,8 +203,8 @@ void Decider::find_holders(const Question& question, Scratch& scratch) {
     });
 }
 
-// The longest prefix that a replica's memory holds for others, by its events; of equally long ones
-// any.
+// Finds the longest prefix that a replica's memory holds for others, by its events; of equally long
+// ones any.
 void Decider::find_peer_prefix(const Question& question, Scratch& scratch) {
     find_holders(question, scratch);
     if (scratch.holders_.size() < 2) return;

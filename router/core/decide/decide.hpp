@@ -27,49 +27,49 @@
 namespace kvroute::decide {
 
 constexpr u64 kKeyStep = 64;  // tokens between two keys of a prompt; the same for all prompts
-constexpr i64 kLeastPull = 512;  // tokens that a pull must save; fewer are computed in a step
+constexpr i64 kLeastPull = 512;  // tokens that a pull must save; fewer are computed in one step
 
-// What all decisions of a process read and all requests write.
+// The state that all decisions of a process read and all requests write.
 struct Books : std::enable_shared_from_this<Books> {
     std::mutex mutex;  // guards all of it, every `Conditions`, and what a `Decider` keeps
     LoadTracker load;
     CacheIds cache_ids;
-    std::unique_ptr<mirror::Mirror> mirror;  // null: nobody follows the caches
+    std::unique_ptr<mirror::Mirror> mirror;  // null: caches are not simulated
     // Null: caches without events are not estimated.
     std::unique_ptr<mirror::ApproximateCaches> estimates;
 };
 
-// What a request allows in the choice of a data-parallel rank.
+// The ranks and pulls that a request and its engine allow.
 struct RankChoice {
-    bool is_read = true;  // the engine reads the rank that it is asked for
+    bool is_read = true;  // the engine takes the rank from the request
     std::optional<int> asked;  // the rank that the client asks for
-    bool may_pull = true;  // the engine reads from which peer it is to pull
+    bool may_pull = true;  // the engine takes the peer to pull from out of the request
 };
 
 // The longest prefix that some replica's memory holds for others.
 struct PeerPrefix {
     i64 tokens = 0;
-    u32 source = kNobody;  // the replica
+    u32 source = kNone;  // the replica
 };
 
-// Where a plug-in chooses among the data-parallel ranks of a replica.
+// A plug-in that chooses among the data-parallel ranks of a replica.
 class RankCosts {
 public:
     virtual ~RankCosts() = default;
-    // A cost for each of `ranks`. May let go of the mutex of the books meanwhile.
+    // Writes a cost for each of `ranks`. May let go of the mutex of the books meanwhile.
     virtual void find(const Candidates& ranks, const Fleet& fleet, std::vector<double>& out) = 0;
 };
 
 struct Question {
     std::shared_ptr<const Fleet> fleet;
-    std::span<const u32> replicas;  // those that serve the model, whatever their state
+    std::span<const u32> replicas;  // those that serve the model, in any state
     std::string_view model, session, tenant;
-    mirror::ModelId in_mirror = 0;  // the model there
+    mirror::ModelId in_mirror = 0;  // the model's id there
     i64 prompt_tokens = 0;  // of all prompts; 0: unknown
     SharedIndex* index = nullptr;
     std::span<Prompt* const> prompts;  // hashed for the index; none: they are not looked at
     std::span<const std::vector<Computed>> computed;  // of each prompt, where the index needs any
-    RankCosts* rank_costs = nullptr;  // null: the policy chooses, or else the wait
+    RankCosts* rank_costs = nullptr;  // null: the policy chooses, or else the least wait
     RankChoice choice;
     double now = 0.0;  // on the monotonic clock of conditions and of the mirror
 };
@@ -79,13 +79,13 @@ struct Ranking {
     Candidates able;    // those that can take the request, in no order
     Candidates unable;  // those that cannot
     std::vector<Obstacle> obstacles;  // of each of these
-    Order order;        // of those that can; a plug-in's is not known here
-    u32 first = kNobody;  // the best of these
-    double prefill_tokens_per_s = 0.0;  // as it was counted with
+    Order order;        // of `able`; not a plug-in's
+    u32 first = kNone;  // the best of `able`
+    double prefill_tokens_per_s = 0.0;  // at which costs were counted
 
-    // All that can, best first: sorted when somebody asks.
+    // Returns all of `able`, best first: sorted on the first call.
     const std::vector<u32>& numbers();
-    bool has_failed() const { return first != kNobody && !order.is_finite(); }
+    bool has_failed() const { return first != kNone && !order.is_finite(); }
 
 private:
     friend class Decider;
@@ -96,7 +96,7 @@ class Scratch {
 public:
     FleetHits hits;
     Ranking ranking;
-    // Found where there is an index, or given.
+    // Found by `rank` where there is an index; a caller without one sets it.
     std::optional<PeerPrefix> peer_prefix;
 
 private:
@@ -113,7 +113,7 @@ private:
     std::vector<ComingAt> found_;
     mirror::ComingTable in_prefill_;
     bool is_remembered_ = false;  // the next prompt like it will be found where this one goes
-    std::vector<u32> caches_;                 // of the candidates at hand, by number
+    std::vector<u32> caches_;                 // of the current candidates, by number
     Candidates ranks_;                        // of one replica
     Order rank_order_;
     std::vector<int> dp_ranks_;
@@ -132,17 +132,17 @@ public:
         bool plug_in_needs_outlook = false;
     };
 
-    // `books`: have to live as long.
+    // `books` must outlive it.
     Decider(Books& books, Settings settings);
 
     // Between equal replicas, and between equal ranks and holders.
     Lots ties, lots;
     bool shares_lots = false;
-    // In place of what the mirror says is in prefill; null: that counts. Guarded as the rest.
+    // Stand in for the mirror's prompts in prefill; null: those count. Guarded by the books' mutex.
     std::shared_ptr<RecentPrefixes> recent;
 
     bool needs_outlook() const { return policy_.needs_outlook(); }
-    // Made so far.
+    // The number made so far.
     u64 decisions() const { return decisions_; }
     const Weights& weights() const { return policy_.weights(); }
     Books& books() const { return books_; }

@@ -20,7 +20,7 @@ constexpr std::array<u32, 256> crc_table() {
 
 constexpr std::array<u32, 256> kCrc = crc_table();
 
-// RFC 7693.
+// From RFC 7693.
 constexpr std::array<u64, 8> kBlakeStart{
     0x6A09E667F3BCC908, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1,
     0x510E527FADE682D1, 0x9B05688C2B3E6C1F, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179};

@@ -1,5 +1,5 @@
-// What decides between equals: random numbers that can be drawn again, and numbers that every
-// router draws alike for a replica by its name.
+// Breaks ties: by random numbers that can be drawn again, and by numbers that every router draws alike
+// for a replica by its name.
 #pragma once
 
 #include <array>
@@ -34,7 +34,7 @@ private:
     }
 };
 
-// Where draws come from. All who begin it with the same key draw the same from then on.
+// A generator of draws. Routers that begin it with the same key draw the same from then on.
 class Lots {
 public:
     explicit Lots(u64 seed) : state_(seed) {}
@@ -42,7 +42,7 @@ public:
     void begin(u64 key) { state_ = key; }
     void give(std::vector<double> numbers) { given_ = std::move(numbers); }
 
-    // Of one decision. The numbers that a test gave must outlast it.
+    // Returns the draws of one decision. The numbers that a test gave must outlast them.
     Draws next() {
         state_ += 0xD1342543DE82EF95;
         return {Draws::scattered(state_), given_};

@@ -88,7 +88,7 @@ void Fleet::number_caches() {
     }
     for (u32 number = 0; number < caches_.size(); ++number) {
         const CacheId id = caches_[number]->id;
-        if (id >= cache_numbers_.size()) cache_numbers_.resize(id + 1, kNobody);
+        if (id >= cache_numbers_.size()) cache_numbers_.resize(id + 1, kNone);
         cache_numbers_[id] = number;
     }
 }
@@ -109,7 +109,7 @@ std::span<const u32> Fleet::serving(std::string_view name) const {
 
 u32 Fleet::number_of(std::string_view id) const {
     const auto found = by_id_.find(id);
-    return found == by_id_.end() ? kNobody : found->second;
+    return found == by_id_.end() ? kNone : found->second;
 }
 
 CacheId CacheIds::of(const std::string& replica, int dp_rank) {

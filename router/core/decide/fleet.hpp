@@ -24,7 +24,7 @@
 
 namespace kvroute::decide {
 
-// Why a replica cannot take a request; the words for each are Python's.
+// Why a replica cannot take a request; Python words each.
 enum class Obstacle : u8 {
     none,
     not_healthy,
@@ -38,12 +38,12 @@ enum class Obstacle : u8 {
     removed,
 };
 
-// What router/fleet/gate.py watches, as plain values; times are seconds on a monotonic clock.
+// The state that router/fleet/gate.py keeps, as plain values; times are seconds on a monotonic clock.
 struct Gate {
     static constexpr double kSlowest = 0.1;  // at the beginning of a slow start
 
-    std::optional<i64> most_requests;        // under way there
-    std::optional<i64> most_prefill_tokens;  // of these
+    std::optional<i64> most_requests;        // in flight there
+    std::optional<i64> most_prefill_tokens;  // of these requests
     std::optional<double> open_until;        // the breaker's, which is half open from then on
     double probe_until = 0.0;
     double backs_off_until = 0.0;
@@ -51,11 +51,11 @@ struct Gate {
     std::optional<double> started_at;  // since when it starts slowly
     double slow_start_s = 0.0;
 
-    // By how much it has grown since it joined: up to 1.
+    // Returns its speed in a slow start, from `kSlowest` up to 1.
     double speed(double now) const;
-    // Why nothing of a tenant is sent there, whatever has room.
+    // Returns why nothing of a tenant is sent there, even if there is room.
     Obstacle shut(double now, std::string_view tenant) const;
-    // Why it has no room for a request that can wait.
+    // Returns why it has no room for a request that can wait.
     Obstacle full(double now, const Load& load) const;
 };
 
@@ -67,9 +67,9 @@ struct EngineLoad {
     };
 
     double at = 0.0;  // when they were read
-    i64 foreign = 0;  // requests there that were not this router's then
+    i64 foreign = 0;  // requests there that were not this router's
     i64 waiting = 0;
-    std::vector<OfRank> ranks;  // none where they are not told apart
+    std::vector<OfRank> ranks;  // empty where metrics do not have them
     std::optional<i64> cache_blocks, cache_tokens;  // of each rank
 };
 
@@ -80,7 +80,7 @@ struct Conditions {
     Gate gate;
     std::optional<EngineLoad> engine;
     std::vector<int> suspects;  // ranks of which events were lost
-    // Ranks whose events are not whole, and since when, or always: an estimate may stand in for them.
+    // Ranks without whole events, and since when, or always: an estimate may stand in for them.
     std::vector<std::pair<int, double>> lost;
 
     bool is_suspect(int dp_rank) const;
@@ -110,7 +110,7 @@ struct Replica {
     std::string id;
     double speed = 1.0;  // relative to others, when it has grown
     std::optional<i64> max_concurrent_requests;
-    std::optional<std::pair<std::string, int>> peer;  // where others pull from its memory
+    std::optional<std::pair<std::string, int>> peer;  // its address for pulls from its memory
     std::vector<std::string> models;
     std::vector<std::pair<std::string, std::string>> adapters;  // and the model of each
     std::vector<Cache> caches;  // one at least; several are ranks
@@ -126,8 +126,8 @@ struct Replica {
     bool is_suspect(int dp_rank) const { return conditions->is_suspect(dp_rank); }
     double speed_at(double now) const { return speed * conditions->gate.speed(now); }
 
-    // Why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for room;
-    // one that failed elsewhere has.
+    // Returns why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for
+    // room; one that failed elsewhere has waited.
     Obstacle obstacle(double now, std::string_view tenant, const Load& under_way,
                       bool is_new = true) const;
 };
@@ -141,18 +141,18 @@ public:
     u64 version() const { return version_; }
     std::size_t size() const { return replicas_.size(); }
     const Replica& operator[](u32 number) const { return replicas_[number]; }
-    // All.
+    // Returns all replicas.
     std::span<const u32> numbers() const { return numbers_; }
-    // Those that serve a model or an adapter by this name, whatever their state.
+    // Returns those that serve a model or an adapter by this name, in any state.
     std::span<const u32> serving(std::string_view name) const;
-    // `kNobody`: there is none of this id.
+    // Returns `kNone` where there is none of this id.
     u32 number_of(std::string_view id) const;
 
     std::size_t caches() const { return caches_.size(); }
     const Cache& cache(u32 number) const { return *caches_[number]; }
-    // Of a cache by its id; `kNobody`: it is not of this fleet.
+    // Returns a cache's number by its id; `kNone`: it is not of this fleet.
     u32 cache_number(CacheId id) const {
-        return id < cache_numbers_.size() ? cache_numbers_[id] : kNobody;
+        return id < cache_numbers_.size() ? cache_numbers_[id] : kNone;
     }
 
 private:
@@ -174,16 +174,16 @@ private:
     ByName<std::vector<u32>> serving_;
 };
 
-// Ids of caches. What is kept of one, some 100 bytes, is never given up: another that got its id
-// would get what is known of it.
+// Ids of caches. An entry, some 100 bytes, is never freed: a cache that got an old id would inherit
+// what is known of the old one.
 class CacheIds {
 public:
     CacheId of(const std::string& replica, int dp_rank);
-    // Those of all its ranks that have been asked for.
+    // Returns those of all its ranks that have been asked for.
     std::vector<CacheId> of(const std::string& replica) const;
 
     using Name = std::pair<std::string, int>;  // the replica and the rank
-    // That has been given its id.
+    // `id`: one that was returned.
     const Name& name_of(CacheId id) const { return *names_.at(id); }
 
 private:

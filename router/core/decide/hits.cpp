@@ -4,7 +4,7 @@ namespace kvroute::decide {
 
 void FleetHits::begin(const Fleet& fleet) {
     at_.assign(fleet.caches(), CachedTokens());
-    first_.assign(fleet.caches(), kNobody);
+    first_.assign(fleet.caches(), kNone);
     shares_.clear();
 }
 
@@ -14,7 +14,7 @@ void FleetHits::match(const Fleet& fleet, std::span<const u32> replicas, SharedI
     index.matcher.match(prompt, computed, index.hits);
     const std::vector<Hit>& hits = index.hits.by_slot;
     const bool has_shares = !index.hits.shares.empty();
-    if (has_shares) cache_of_slot_.assign(hits.size(), kNobody);
+    if (has_shares) cache_of_slot_.assign(hits.size(), kNone);
     for (const u32 number : replicas) {
         u32 cache = fleet[number].first_cache;
         for (const Cache& each : fleet[number].caches) {
@@ -32,8 +32,8 @@ void FleetHits::match(const Fleet& fleet, std::span<const u32> replicas, SharedI
 
 void FleetHits::add_shares(SharedIndex& index) {
     for (const auto& [slot, shares] : index.hits.shares) {
-        const u32 cache = slot < cache_of_slot_.size() ? cache_of_slot_[slot] : kNobody;
-        if (cache == kNobody) continue;
+        const u32 cache = slot < cache_of_slot_.size() ? cache_of_slot_[slot] : kNone;
+        if (cache == kNone) continue;
         for (const auto& [share, tokens] : shares) {
             const std::string& name = index.matcher.name_of_share(slot, share);
             add_share(cache, name, static_cast<i64>(tokens));
@@ -48,8 +48,8 @@ void FleetHits::add(u32 cache, const CachedTokens& hit) {
 }
 
 void FleetHits::add_share(u32 cache, std::string_view tier, i64 tokens) {
-    u32 last = kNobody;
-    for (u32 at = first_[cache]; at != kNobody; at = shares_[at].next) {
+    u32 last = kNone;
+    for (u32 at = first_[cache]; at != kNone; at = shares_[at].next) {
         if (shares_[at].tier == tier) {
             shares_[at].tokens += tokens;
             return;
@@ -57,8 +57,8 @@ void FleetHits::add_share(u32 cache, std::string_view tier, i64 tokens) {
         last = at;
     }
     const auto added = static_cast<u32>(shares_.size());
-    (last == kNobody ? first_[cache] : shares_[last].next) = added;
-    shares_.push_back({std::string(tier), tokens, kNobody});
+    (last == kNone ? first_[cache] : shares_[last].next) = added;
+    shares_.push_back({std::string(tier), tokens, kNone});
 }
 
 }  // namespace kvroute::decide

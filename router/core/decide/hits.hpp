@@ -1,4 +1,4 @@
-// What each cache of a fleet has of a request's prompts, by the cache's number in the fleet.
+// The hits of a request's prompts at each cache of a fleet, by the cache's number in the fleet.
 #pragma once
 
 #include <span>
@@ -12,7 +12,7 @@ namespace kvroute::decide {
 
 class FleetHits {
 public:
-    // Nothing is known of any.
+    // Forgets all, and has room for each cache.
     void begin(const Fleet& fleet);
     // Adds what the index knows of one prompt, at the caches of some replicas. `computed`: see
     // `Matcher::match`. Junctions are those of the first prompt: several have none together.
@@ -20,14 +20,14 @@ public:
                Prompt& prompt, const std::vector<Computed>& computed, bool is_only_one);
 
     void add(u32 cache, const CachedTokens& hit);
-    // Of a lower tier or store, behind those that the cache has.
+    // Adds the share of a lower tier or store.
     void add_share(u32 cache, std::string_view tier, i64 tokens);
 
     const CachedTokens& at(u32 cache) const { return at_[cache]; }
 
     template <class See>
     void each_share(u32 cache, See&& see) const {
-        for (u32 at = first_[cache]; at != kNobody; at = shares_[at].next) {
+        for (u32 at = first_[cache]; at != kNone; at = shares_[at].next) {
             see(shares_[at].tier, shares_[at].tokens);
         }
     }
@@ -42,7 +42,7 @@ private:
     void add_shares(SharedIndex& index);
 
     std::vector<CachedTokens> at_;
-    std::vector<u32> first_;  // share of each cache
+    std::vector<u32> first_;  // first share of each cache
     std::vector<Share> shares_;
     std::vector<u32> cache_of_slot_;
 };

@@ -7,13 +7,13 @@ namespace kvroute::decide {
 
 namespace {
 
-constexpr double kMostBusy = 0.9;  // queues have no length in the mean when a server always is
+constexpr double kMostBusy = 0.9;  // the mean queue of a server that is always busy has no bound
 constexpr double kWork = 0.2;      // of a token, beside the time that it takes
 // Costs that differ by no more are taken for equal where a prompt has a home.
 constexpr double kEqual = 64.0;
 constexpr i64 kKeyTokens = 64;
 
-// Of a queue without end, as `arrivals_per_s / (2 * speed * (1 - busy))`.
+// Returns the congestion of an unbounded queue: `arrivals_per_s / (2 * speed * (1 - busy))`.
 double congestion(double arrivals_per_s, double uncached_tokens_per_s, double speed) {
     const double busy = uncached_tokens_per_s / speed;
     return arrivals_per_s / (2.0 * speed * (1.0 - (busy < kMostBusy ? busy : kMostBusy)));
@@ -36,7 +36,7 @@ Work work_at(const Candidates& candidates, u32 number, i64 prompt_tokens, const 
         total *= trust;
     }
     gpu = std::max(gpu, static_cast<double>(cached.recent));
-    // An engine computes the last token to have something to go on from.
+    // An engine always computes the last token, whose output is the first response token.
     if (gpu >= tokens) gpu = static_cast<double>(std::max<i64>(prompt_tokens - 1, 0));
     Work work{tokens - gpu, tokens - gpu};
     if (total > gpu) {
@@ -55,7 +55,7 @@ double ahead_at(const State& state, const Outlook& outlook, const Weights& weigh
     return ahead;
 }
 
-// Makes the least cost that of all who cost nearly as little, with no less in the cache.
+// Gives the least cost to all that cost nearly as little and have no less in the cache.
 void equalize(std::vector<double>& costs, const Candidates& candidates) {
     const auto best = std::min_element(costs.begin(), costs.end());
     const double least = *best, most = least + kEqual;
@@ -70,7 +70,7 @@ void equalize(std::vector<double>& costs, const Candidates& candidates) {
     }
 }
 
-// The first key that no candidate has; null where there is none.
+// Returns the first key that no candidate has; null where there is none.
 const u64* home_key(std::span<const u64> keys, const Candidates& candidates) {
     i64 known = 0;
     for (const CachedTokens& cached : candidates.cached) {

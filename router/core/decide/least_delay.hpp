@@ -14,13 +14,13 @@ void order_by_delay(const Wanted& asked, const Candidates& candidates, const Wei
 // gets the mean of what all get.
 double mean_congestion(const Candidates& candidates, double prefill_tokens_per_s);
 
-// What one placement costs, in prefill tokens.
+// The cost of one placement, in prefill tokens.
 struct Delays {
-    double ahead = 0;    // what has to be done before this prompt's prefill
+    double ahead = 0;    // work before this prompt's prefill
     double own = 0;      // its uncached tokens, those of a junction left out
-    double work = 0;     // that the machine is busy with them
-    double behind = 0;   // what later requests wait longer there
-    double evicted = 0;  // what will be computed again since this prompt takes its place
+    double work = 0;     // the machine's time for them
+    double behind = 0;   // by which later requests wait longer there
+    double evicted = 0;  // computed again later, since this prompt evicts them
 
     double sum() const { return ahead + own + work + behind + evicted; }
 };

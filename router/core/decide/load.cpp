@@ -6,7 +6,7 @@ namespace kvroute::decide {
 
 namespace {
 
-// Rounded up, also below zero: what others say need not add up.
+// Rounds up, also below zero: reports of others need not add up.
 i64 divided_up(i64 left, i64 right) {
     const i64 down = left / right;
     return down + (left % right != 0 && (left < 0) == (right < 0));
@@ -97,7 +97,7 @@ void LoadTracker::each(const std::function<void(const ReplicaLoad&)>& see) const
     }
 }
 
-// Now and then, so that replicas which come and go for years leave nothing behind.
+// Drops unused entries now and then, so that replicas that come and go for years take no memory.
 void LoadTracker::forget_unused() {
     if (loads_.size() < forget_at_) return;
     std::erase_if(loads_, [](const auto& entry) { return entry.second.expired(); });

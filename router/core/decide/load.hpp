@@ -1,8 +1,8 @@
-// What this router has in flight at each replica, and at each of its data-parallel ranks: prompt
-// tokens until the first response token, then decoding requests. What other routers and workers
-// have in flight there is kept beside it.
+// The requests that this router has in flight at each replica, and at each of its data-parallel ranks:
+// prompt tokens until the first response token, then decoding requests. Those of other routers and
+// workers are kept beside them.
 //
-// Nothing here locks: whoever calls holds the mutex of the books (`decide.hpp`).
+// Nothing here locks: the caller holds the mutex of the books (`decide.hpp`).
 #pragma once
 
 #include <functional>
@@ -34,7 +34,7 @@ struct Load {
     bool operator==(const Load&) const = default;
 };
 
-// One replica's. It lives as long as a fleet, a request or what others said refers to it.
+// One replica's load. It lives as long as a fleet, a request or a report of others refers to it.
 class ReplicaLoad {
 public:
     struct OfRank {
@@ -49,11 +49,11 @@ public:
     const Load& others() const { return others_; }
     const std::vector<OfRank>& ranks() const { return ranks_; }  // of those with any, in no order
 
-    // What is known to be in flight there.
+    // Returns its own load and that of others.
     Load all() const;
 
-    // The same at each of `dp_ranks`, which are all that the replica has. Requests whose rank the
-    // engine chose are shared out equally, rounded up.
+    // Finds the same at each of `dp_ranks`, all that the replica has. Requests whose rank the engine
+    // chose are shared out equally, rounded up.
     void of_ranks(std::span<const int> dp_ranks, std::vector<Load>& out) const;
 
 private:
@@ -69,7 +69,7 @@ private:
     std::vector<OfRank> ranks_;
 };
 
-// A replica, or one of its ranks, and what somebody else has in flight there.
+// A replica, or one of its ranks, and what another router or worker has in flight there.
 struct OthersLoad {
     std::string replica;
     std::optional<int> dp_rank;
@@ -78,15 +78,15 @@ struct OthersLoad {
 
 class LoadTracker {
 public:
-    // Of a replica by its id; made where nobody has asked for it yet.
+    // Returns a replica's load by its id; made on the first call.
     std::shared_ptr<ReplicaLoad> of(const std::string& id);
-    // Null where nobody has asked for it.
+    // Null where `of` was not called for it.
     std::shared_ptr<ReplicaLoad> find(const std::string& id) const;
 
     // Counts what others have in flight in place of what they had.
     void take_others(const std::vector<OthersLoad>& loads);
 
-    // Of every replica with something of this router.
+    // Visits every replica with requests of this router.
     void each(const std::function<void(const ReplicaLoad&)>& see) const;
 
     i64 in_flight() const { return in_flight_; }
@@ -105,9 +105,8 @@ private:
 };
 
 // One request's share of the sums, from its sending to its end. Steps may come in any order,
-// repeatedly or not at all, and say whether they had an effect; after `ended` none has, and
-// everything that was added is taken back. So the sums return to exactly zero whatever becomes of a
-// request.
+// repeatedly or not at all, and return whether they had an effect; after `ended` none has, and
+// everything that was added is taken back. So the sums return to exactly zero in every case.
 class InFlight {
 public:
     // `uncached_tokens`: of the prompt, those that have to be computed there, as predicted.

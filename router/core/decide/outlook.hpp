@@ -1,4 +1,4 @@
-// What whoever follows the caches tells a decision, as plain values.
+// Predictions of the mirror of the caches for a decision, as plain values.
 #pragma once
 
 #include "decide/load.hpp"
@@ -9,9 +9,9 @@ namespace kvroute::decide {
 using mirror::CacheId;
 using mirror::Coming;
 
-// What a new request would find at a cache, besides its hit. Where nobody follows it, it is idle.
+// The state of a cache that a new request would meet, besides its hit. Without a mirror, it is idle.
 struct Outlook : mirror::Outlook {
-    double progress_tokens = 0.0;  // of the uncached tokens in prefill there, those computed by now
+    double progress_tokens = 0.0;  // uncached tokens in prefill there that are computed by now
 };
 
 struct ComingAt {

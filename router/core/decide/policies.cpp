@@ -11,7 +11,7 @@ namespace kvroute::decide {
 
 namespace {
 
-// The work ahead of any new request, in prefill tokens at speed 1.
+// Returns the work ahead of any new request, in prefill tokens at speed 1.
 double busyness(const State& state, const Weights& weights) {
     double busy = static_cast<double>(state.queued_tokens) * weights.queued_prefill_token +
                   static_cast<double>(state.decoding) * weights.decode_request +
@@ -44,11 +44,11 @@ Uncached uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number
 
 namespace {
 
-// The number that a candidate draws: exponentially distributed, at the rate of its speed.
+// Returns a candidate's draw: exponentially distributed, at the rate of its speed. `text`: scratch.
 double session_draw(std::string_view session, const std::string& name, double speed,
-                    std::string& told) {
-    told.assign(std::to_string(name.size())).append(":").append(name).append(session);
-    const u64 digest = blake2b_number(told);
+                    std::string& text) {
+    text.assign(std::to_string(name.size())).append(":").append(name).append(session);
+    const u64 digest = blake2b_number(text);
     const double uniform = digest == ~u64{0} ? 1.0 : static_cast<double>(digest + 1) * 0x1p-64;
     return -std::log(uniform) / speed;
 }
@@ -182,11 +182,11 @@ void Policy::order(const Wanted& asked, const Candidates& candidates, const Flee
     }
     out.costs.resize(candidates.size());
     const bool by_session = kind_ == Kind::session && !asked.session.empty();
-    std::string told;
+    std::string text;
     for (u32 number = 0; number < candidates.size(); ++number) {
         const State& state = candidates.states[number];
         out.costs[number] =
-            by_session ? session_draw(asked.session, fleet[state.replica].id, state.speed, told)
+            by_session ? session_draw(asked.session, fleet[state.replica].id, state.speed, text)
                        : busyness(state, weights_) / state.speed;
     }
     if (by_session) out.tie.by = Tie::By::name;

@@ -1,6 +1,6 @@
 // The built-in policies: hits and load in, a cost for each candidate out, and who comes first among
-// equals. tests/oracle/scoring has them in Python, and says why; router/policies writes their
-// reasons.
+// equals. tests/oracle/scoring has them in Python, with the reasons; router/policies words the
+// reasons of a choice.
 #pragma once
 
 #include <span>
@@ -17,7 +17,7 @@ namespace kvroute::decide {
 
 class Fleet;
 
-// What things cost, in prefill tokens; router/policies/types.py says why.
+// Costs, in prefill tokens; router/policies/types.py has the reasons.
 struct Weights {
     double lower_tier_token = 0.1;
     std::vector<std::pair<std::string, double>> tier_token;  // by name, in upper case
@@ -30,43 +30,43 @@ struct Weights {
     double recent_trust = 0.9;
 
     double of_tier(std::string_view name) const;
-    // The mean of the tokens below the GPU, as it was measured or else by their tiers.
+    // Returns the mean cost of a token below the GPU, as measured or else by its tier.
     double of_lower(const Candidates& candidates, u32 number) const;
 };
 
-// What a policy may know of a request.
+// A request, as far as a policy may know it.
 struct Wanted {
     std::string_view model;
     std::string_view session;  // empty: the client names none
     i64 prompt_tokens = 0;     // 0: unknown
     double prefill_tokens_per_s = 10'000.0;  // of a replica at speed 1, as it was learned
-    std::span<const u64> keys;  // of its prefixes of 64 tokens, 128, ...; none for a batch
+    std::span<const u64> keys;  // of its prefixes of 64, 128, ... tokens; none for a batch
 };
 
-// What decides between candidates of equal cost: the least value.
+// Decides between candidates of equal cost: the least value wins.
 struct Tie {
     enum class By : u8 { number, requests, home, name };
 
     By by = By::number;
     Draws draws;  // by requests: where these are equal, too
-    u64 key = 0;  // by home: of a prefix that none has; all routers draw alike for it
+    u64 key = 0;  // by home: of a prefix that no candidate has; all routers draw alike for it
 
     bool is_less(const Candidates& candidates, const Fleet& fleet, u32 left, u32 right) const;
 };
 
-// How a policy orders candidates: by cost.
+// A policy's order of candidates: by cost.
 struct Order {
     std::vector<double> costs;  // by candidate
     Tie tie;
-    double mean_congestion = 0.0;  // that `least_delay` found
+    double mean_congestion = 0.0;  // found by `least_delay`
 
     bool is_finite() const;
     u32 first(const Candidates& candidates, const Fleet& fleet) const;
-    // All, best first.
+    // Writes all candidates, best first.
     void numbers(const Candidates& candidates, const Fleet& fleet, std::vector<u32>& out) const;
 };
 
-// Whose turn it is, per model.
+// Counts turns, for each model.
 class Turns {
 public:
     u64 next(std::string_view model);
@@ -82,7 +82,7 @@ private:
 
 class Policy {
 public:
-    // `plug_in`: somebody else orders the candidates.
+    // `plug_in`: Python code orders the candidates.
     enum class Kind : u8 { least_delay, prefix, least_loaded, round_robin, random, session, plug_in };
 
     struct Named {
@@ -101,8 +101,8 @@ public:
     Kind kind() const { return kind_; }
     const Weights& weights() const { return weights_; }
     bool is_plug_in() const { return kind_ == Kind::plug_in; }
-    // Whether it reads what caches are doing. If so, it also chooses among the ranks of a replica,
-    // where it is no plug-in.
+    // True if it reads outlooks. If so, and it is no plug-in, it also chooses among the ranks of a
+    // replica.
     bool needs_outlook() const { return needs_outlook_; }
 
     // Orders candidates; there is one at least. With the books locked, for the sake of turns.
@@ -117,10 +117,10 @@ private:
     bool needs_outlook_;
     Weights weights_;
     Turns turns_;
-    std::vector<u32> numbers_;  // of the order at hand: its memory is used again
+    std::vector<u32> numbers_;  // of the current order; its memory is reused
 };
 
-// What a prompt has to compute at a candidate, and what loading the rest of it costs.
+// The tokens that a prompt has to compute at a candidate, and the cost of loading others.
 struct Uncached {
     double tokens = 0;
     double load = 0;  // in prefill tokens
@@ -129,8 +129,8 @@ struct Uncached {
 Uncached uncached_at(i64 prompt_tokens, const Candidates& candidates, u32 number,
                      const Weights& weights);
 
-// The wait of a prompt at each candidate, in prefill tokens: what `prefix` orders by, and what
-// chooses among ranks where the policy does not.
+// Finds the wait of a prompt at each candidate, in prefill tokens: `prefix` orders by it, and ranks are
+// chosen by it where the policy does not.
 void find_waits(i64 prompt_tokens, const Candidates& candidates, const Weights& weights,
                 std::vector<double>& out);
 

@@ -55,7 +55,7 @@ void RecentPrefixes::forget(CacheId cache) {
     old_.forget(cache);
 }
 
-// How many leading keys are live there.
+// Returns how many leading keys are live there.
 std::size_t RecentPrefixes::live_keys(CacheId cache, std::span<const u64> keys, double now) const {
     const Expiries *young = young_.of(cache), *old = old_.of(cache);
     const auto is_live_in = [&](const Expiries* held, u64 key) {
@@ -90,7 +90,7 @@ void RecentPrefixes::rotate(double now) {
     rotate_at_ = now + ttl_s_;
 }
 
-// The leading keys that there is room for; the old generation is dropped to make some.
+// Returns the leading keys that there is room for; drops the old generation to make some.
 std::span<const u64> RecentPrefixes::fitting(std::span<const u64> keys) {
     const std::size_t held = entries();
     const std::size_t room = held < max_entries_ ? max_entries_ - held : 0;

@@ -1,9 +1,9 @@
-// Which prefixes were just sent to which cache: a prediction that stands in until the engines' events
+// Prefixes that were just sent to each cache: a prediction that stands in until the engines' events
 // report them.
 //
 // A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So
 // if a key is live, all keys before it are, and the end of the live ones is found by bisection.
-// Which caches to look at, the prompt's first key says. Two generations make forgetting cheap:
+// The prompt's first key gives the caches to look at. Two generations make forgetting cheap:
 // entries are written to the young one, and after each time to live the old one is dropped as a
 // whole. Each entry carries its own expiry, so look-ups are exact.
 #pragma once
@@ -25,8 +25,8 @@ public:
     // A prompt was just sent to a cache. `keys`: at every multiple of one step, from its start.
     void remember(CacheId cache, std::span<const u64> keys, double now);
 
-    // How many leading tokens of a prompt were recently sent to each cache; appended, without those
-    // that got none.
+    // Appends, for each cache that got any, how many leading tokens of a prompt were recently sent
+    // there.
     void match(std::span<const u64> keys, i64 step, double now, std::vector<ComingAt>& out);
 
     // Forgets what was sent to a cache: it restarted, failed, or was removed.

@@ -1,4 +1,4 @@
-// What each candidate of a decision has: hits, outlooks, estimates, its best rank, what it would
+// Fills in the candidates of a decision: hits, outlooks, estimates, the best rank, what they would
 // pull.
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace kvroute::decide {
 
 namespace {
 
-constexpr double kLeastTrust = 0.001;  // in an estimate; none at all would read as certainty
+constexpr double kLeastTrust = 0.001;  // in an estimate; 0 stands for none
 constexpr std::string_view kPeer = "PEER";
 
 void copy_candidate(const Candidates& from, u32 number, Candidates& to, u32 place) {
@@ -23,8 +23,7 @@ void copy_candidate(const Candidates& from, u32 number, Candidates& to, u32 plac
     to.lower[place] = lower;
 }
 
-// The engine sends the request to any of the ranks, whichever is asked for: `best` with what each
-// of them would reuse.
+// Where the engine ignores the rank that it is asked for, `place` counts what every rank would reuse.
 void put_worst(const Candidates& ranks, Candidates& out, u32 place) {
     u32 least = 0;
     CachedTokens& cached = out.cached[place];
@@ -51,7 +50,7 @@ void put_worst(const Candidates& ranks, Candidates& out, u32 place) {
 
 }  // namespace
 
-// Everything about the candidates whose states are known.
+// Fills in all else about the candidates whose states are known.
 void Decider::fill(const Wanted& asked, const Question& question, Scratch& scratch, bool is_able) {
     Candidates& out = is_able ? scratch.ranking.able : scratch.ranking.unable;
     scratch.caches_.clear();
@@ -66,7 +65,7 @@ void Decider::fill(const Wanted& asked, const Question& question, Scratch& scrat
     }
 }
 
-// Of candidates whose states are known, and each of which stands for one of `scratch.caches_`.
+// Fills in all but ranks and pulls. Each candidate stands for one of `scratch.caches_`.
 void Decider::add_what_is_known(const Wanted& asked, const Question& question, Scratch& scratch,
                                 Candidates& out) {
     const std::size_t count = out.size();
@@ -78,12 +77,12 @@ void Decider::add_what_is_known(const Wanted& asked, const Question& question, S
         const Coming& coming = scratch.coming_[cache];
         CachedTokens& cached = out.cached[number] = scratch.hits.at(cache);
         cached.recent = coming.tokens;
-        // What full attention is going to have beyond a hit counts as a junction, too.
+        // Tokens that full attention will have beyond a hit are a junction, too.
         if (coming.run > std::max(coming.tokens, cached.gpu + cached.junction)) {
             cached.junction = coming.run - cached.gpu;
         }
-        // Of a rank in any case: it may have to stand for others that have less on the GPU. The
-        // rule looks at the price also where a hit is longer than what is known of the prompt.
+        // Always for a rank: it may have to stand for others that have less on the GPU. The hit rule
+        // needs the price also where a hit is longer than what is known of the prompt.
         const bool is_rank = out.states[number].dp_rank != kAnyRank;
         if (cached.all > cached.gpu || cached.all >= asked.prompt_tokens || is_rank) {
             add_lower(question, scratch, cache, number, out);
@@ -106,7 +105,7 @@ void Decider::put_outlooks(const Question& question, const Scratch& scratch,
     }
 }
 
-// Of a token below the GPU, as it was measured at a cache; nothing where nothing was.
+// Returns the price of a token below the GPU as measured at a cache; nothing where none was measured.
 std::optional<double> Decider::mean_price(CacheId cache, std::span<const TierShare> shares) const {
     const auto prices = books_.mirror == nullptr ? nullptr : books_.mirror->load_prices(cache);
     if (prices == nullptr) return std::nullopt;
@@ -130,7 +129,7 @@ void Decider::add_lower(const Question& question, const Scratch& scratch, u32 ca
     lower.price = mean_price(question.fleet->cache(cache).id, out.shares_of(lower));
 }
 
-// Puts estimates where events do not tell, or have not told for long.
+// Puts estimates where there are no events, or none for long.
 void Decider::put_estimates(const Wanted& asked, const Question& question, const Scratch& scratch,
                             Candidates& out) const {
     // An engine always computes the last token of a prompt.
@@ -197,8 +196,8 @@ void Decider::put_best_rank(const Wanted& asked, const Question& question, Scrat
     }
 }
 
-// The one that the policy prefers if it looks at what each cache is doing; else the one where the
-// request would wait least: turns and sessions are about replicas, and so are objects of a plug-in.
+// Returns the one that the policy prefers if it reads outlooks; else the one with the least wait, as
+// turns, sessions and plug-ins' objects are about replicas.
 u32 Decider::best_rank(const Wanted& asked, const Question& question, Scratch& scratch) {
     const Candidates& ranks = scratch.ranks_;
     Order& order = scratch.rank_order_;
@@ -213,7 +212,7 @@ u32 Decider::best_rank(const Wanted& asked, const Question& question, Scratch& s
     return order.first(ranks, *question.fleet);
 }
 
-// Lets each replica pull the prefix that has less of it, and reads what peers hold.
+// Lets each replica that reads peers' memory pull the longest prefix there, if it has less of it.
 void Decider::put_pulls(const Question& question, Scratch& scratch) {
     const PeerPrefix& prefix = *scratch.peer_prefix;
     Candidates& able = scratch.ranking.able;

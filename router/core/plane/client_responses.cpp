@@ -87,7 +87,7 @@ void Client::respond(const Respond& respond) {
         out += respond.body;
     }
     body_bytes_ = respond.body.size();
-    // Who responds knows that it is over: no `Ended` is posted.
+    // The responder knows that it is over: no `Ended` is posted.
     was_forwarded_ = is_awaited_ = false;
     stage_ = Stage::answered;
     has_begun_ = true;

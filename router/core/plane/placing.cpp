@@ -367,11 +367,11 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     Choice choice;
     choice.books = std::unique_lock(books_.mutex);
     const decide::Ranking& ranking = decider_->rank(asked, scratch);
-    if (ranking.first == decide::kNobody || ranking.has_failed()) return std::nullopt;
+    if (ranking.first == kNone || ranking.has_failed()) return std::nullopt;
 
     choice.ranking = &ranking;
     const decide::State& state = choice.state();
-    const bool is_pulled = ranking.able.lower[ranking.first].pull_from != decide::kNobody;
+    const bool is_pulled = ranking.able.lower[ranking.first].pull_from != kNone;
     if (is_pulled) return std::nullopt;  // Python follows pulls from peers
     choice.replica = &(*served.fleet)[state.replica];
     choice.cache = &choice.replica->caches.front();

@@ -29,7 +29,7 @@ private:
     double total_ = 0;
 };
 
-// How predictions compare with what engines reported as cached.
+// Compares predictions with the cached tokens that engines reported.
 struct Comparisons {
     struct Verdicts {
         u64 predicted_tokens = 0, exact = 0, over = 0, under = 0;

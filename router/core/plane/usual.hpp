@@ -1,5 +1,5 @@
-// How long a first byte usually takes, by replica and by the work before it; and how many requests may
-// be tried a second time where it takes longer.
+// Learns how long a first byte usually takes, by replica and by the work before it; and bounds how many
+// requests may be tried a second time where it takes longer.
 #pragma once
 
 #include <array>

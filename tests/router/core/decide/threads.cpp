@@ -62,7 +62,7 @@ void decide_and_book(World& world, u32 seed) {
         world.decider.match(question, scratch);
         const std::lock_guard locked(world.books.mutex);
         const Ranking& ranking = world.decider.rank(question, scratch);
-        if (ranking.first != kNobody) {
+        if (ranking.first != kNone) {
             const State& state = ranking.able.states[ranking.first];
             const std::optional<int> rank =
                 state.dp_rank == kAnyRank ? std::nullopt : std::optional(state.dp_rank);
