@@ -43,7 +43,7 @@ from router.doors.http.proxied_paths import dialect_of
 from router.doors.http.selection import SELECT_PATH, take_report
 from router.errors import ConfigError, ConfigProblem
 from router.index import PrefixIndex
-from router.index.mirror_types import WORTH_TELLING
+from router.index.mirror_types import WORTH_PUBLISHING
 from router.plane import (
     DIALECTS,
     BehindPlane,
@@ -444,7 +444,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         reserve_path=RESERVE_PATH.encode() if tells_gateways else b"",
         prepared_with=prepared_with(service.config),
         opened_with=opened_with(service.config),
-        long_prompt_tokens=0 if service.exchange is None else WORTH_TELLING,
+        long_prompt_tokens=0 if service.exchange is None else WORTH_PUBLISHING,
         checks_hosts=not needs_key,
         trusted_proxies=app.gateway.forwarding.trusted_proxies.prefixes(),
         prepared=tuple(

@@ -139,10 +139,10 @@ class Mirror:
         for each in dict.fromkeys(others):
             number = before.pop(each, None)
             if number is None:
-                number = self.core.hear(self.number_of(each.source), each.tokens, each.keys)
+                number = self.core.add_other(self.number_of(each.source), each.tokens, each.keys)
             self._received[each] = number
         for number in before.values():
-            self.core.unhear(number)
+            self.core.remove_other(number)
 
     def forget(self, replica: str) -> None:
         """Forget what is cached at a replica, at all its ranks: it restarted, failed, or was

@@ -11,7 +11,7 @@ from router.index.base import SourceId
 
 STEP = 64
 """Tokens between two keys of a prefix; the same for all prompts of a model."""
-WORTH_TELLING = 256
+WORTH_PUBLISHING = 256
 """Uncached tokens from which a prompt is published to others at once."""
 
 ByTier: TypeAlias = Sequence[tuple[str, int]]

@@ -16,7 +16,7 @@ from random import Random
 from router._core import EstimatedVisit, Visit
 from router.fleet.replica import Replica
 from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.index.mirror_types import WORTH_TELLING
+from router.index.mirror_types import WORTH_PUBLISHING
 from router.policies import Candidate, Policy, Ranked, Weights
 from router.prompt import TokenizedPrompt
 from router.routing.question import Placement, RankQuestion
@@ -122,7 +122,7 @@ class RoutePlanner:
         self.remember(question.prompts, source)
         if self._known.mirror is None or question.index is None:
             return None
-        if self._publish is not None and at.uncached_tokens >= WORTH_TELLING:
+        if self._publish is not None and at.uncached_tokens >= WORTH_PUBLISHING:
             self._publish()
         return self._known.mirror.begin(
             question.request.model,

@@ -1,5 +1,5 @@
-// What Python sees of the mirror and of the estimates: caches and models by number, and the time with
-// every call. `router/index/` gives names to the numbers.
+// Binds the mirror and the estimates: caches and models by number, and the time with every call.
+// `router/index/` gives names to the numbers.
 //
 // The mutex of the books guards both; see `Guarded`: nothing of Python is touched under it.
 
@@ -25,7 +25,7 @@ using mirror::ApproximateVisit;
 using mirror::ByTier;
 using mirror::CacheId;
 using mirror::Coming;
-using mirror::HeardNumber;
+using mirror::OtherNumber;
 using mirror::Keys;
 using mirror::ModelId;
 using mirror::Outlook;
@@ -127,10 +127,10 @@ public:
         return {books_, clock_, std::move(visit)};
     }
 
-    // Of each: its number, how many tokens are queued, and if it was not published before, its
-    // model, cache, tokens and keys.
+    // Returns for each: its number, how many tokens are queued, and if it was not published before,
+    // its model, cache, tokens and keys.
     nb::list prefilling() {
-        struct Told {
+        struct Published {
             u64 number;
             Tokens queued_tokens;
             bool is_new;
@@ -140,17 +140,17 @@ public:
             Keys keys;
         };
         const double now = time_of(clock_);
-        std::vector<Told> told;
+        std::vector<Published> published;
         {
             Guarded guarded(books_->mutex);
-            books_->mirror->for_each_told(now, [&](const mirror::Told& each) {
+            books_->mirror->for_each_published(now, [&](const mirror::Published& each) {
                 const mirror::Visit& visit = each.visit;
-                told.push_back({visit.number, each.queued_tokens, each.is_new, visit.model,
+                published.push_back({visit.number, each.queued_tokens, each.is_new, visit.model,
                                 visit.cache, visit.tokens, visit.keys});
             });
         }
         nb::list found;
-        for (const Told& each : told) {
+        for (const Published& each : published) {
             const nb::object news = each.is_new ? nb::make_tuple(each.model, each.cache, each.tokens,
                                                                  list_of(each.keys.span))
                                                 : nb::object(nb::none());
@@ -159,15 +159,15 @@ public:
         return found;
     }
 
-    HeardNumber hear(CacheId cache, Tokens tokens, std::vector<u64> keys) {
+    OtherNumber add_other(CacheId cache, Tokens tokens, std::vector<u64> keys) {
         if (keys.empty()) throw nb::value_error("a prompt that others compute has a key at least");
         Guarded guarded(books_->mutex);
-        return books_->mirror->hear(cache, tokens, std::move(keys));
+        return books_->mirror->add_other(cache, tokens, std::move(keys));
     }
 
-    void unhear(HeardNumber number) {
+    void remove_other(OtherNumber number) {
         Guarded guarded(books_->mutex);
-        books_->mirror->unhear(number);
+        books_->mirror->remove_other(number);
     }
 
     void forget(const std::vector<CacheId>& caches) {
@@ -180,7 +180,7 @@ public:
         books_->mirror->forget_model(model);
     }
 
-    // The keys of each, and the time of its end.
+    // Returns the keys of each, and the time of its end.
     nb::list ended(CacheId cache) {
         std::vector<std::pair<Keys, double>> ended;
         {
@@ -215,7 +215,7 @@ public:
         return LoadPrices(books_, std::move(prices));
     }
 
-    // Of each cache; `capacities`: what their engines say of their sizes.
+    // Returns that of each cache; `capacities`: the sizes that their engines report.
     nb::list outlooks(ModelId model, const std::vector<CacheId>& caches,
                       const std::vector<std::optional<u64>>& capacities, double now) {
         std::vector<std::pair<double, Outlook>> found;
@@ -236,7 +236,7 @@ public:
         return made;
     }
 
-    // Cache, tokens and run.
+    // Returns cache, tokens and run.
     std::vector<std::tuple<CacheId, Tokens, Tokens>> in_prefill(const PromptHandle& prompt,
                                                                 Tokens tokens) {
         std::vector<std::tuple<CacheId, Tokens, Tokens>> found;
@@ -288,7 +288,7 @@ std::vector<Keys> all_keys_of(const nb::list& prompts) {
 
 using AllKeys = std::shared_ptr<const std::vector<Keys>>;
 
-// The keys of the last question: one request is asked about at many caches.
+// Keeps the keys of the last call: one request is looked up at many caches.
 class LastAsked {
 public:
     AllKeys of(const nb::list& prompts) {
@@ -304,7 +304,7 @@ private:
     AllKeys keys_;
 };
 
-// One cache, as Python asks about it.
+// One cache's estimate.
 class Estimate {
 public:
     Estimate(BooksPointer books, std::shared_ptr<ApproximateCache> cache,
@@ -395,7 +395,7 @@ public:
         return books_->estimates->caches();
     }
 
-    // Tokens, capacity and trust.
+    // Returns tokens, capacity and trust.
     nb::object statistics(CacheId cache, std::optional<double> lost_since, double now) {
         std::optional<mirror::ApproximateStatistics> found;
         {
@@ -450,8 +450,8 @@ void kvroute::binding::bind_mirror(nb::module_& module) {
                       const std::vector<std::pair<std::string, double>>&, double, u64>())
         .def("begin", &Mirror::begin)
         .def("prefilling", &Mirror::prefilling)
-        .def("hear", &Mirror::hear)
-        .def("unhear", &Mirror::unhear)
+        .def("add_other", &Mirror::add_other)
+        .def("remove_other", &Mirror::remove_other)
         .def("forget", &Mirror::forget)
         .def("forget_model", &Mirror::forget_model)
         .def("ended", &Mirror::ended)

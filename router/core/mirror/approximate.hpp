@@ -1,9 +1,9 @@
 // Estimates the content of caches without events, by requests and responses.
 //
-// What was sent to a cache was stored there, an engine evicts what was used longest ago, and
-// responses report how much of their prompts was cached. From that follows an estimate, over the
-// keys that the mirror has of prefixes, one for every `kStep` tokens. It is bounded by the capacity
-// that the engine reports, or by less: as far as reuse was seen to last.
+// A prompt sent to a cache was stored there, an engine evicts what was used longest ago, and responses
+// report how much of their prompts was cached. From that follows an estimate, over the keys that the
+// mirror has of prefixes, one for every `kStep` tokens. It is bounded by the capacity that the engine
+// reports, or by less: as far as reuse was seen to last.
 //
 // An estimate stands in where a replica has no event stream, or where one has not been whole for long.
 // It begins with what this router sent there before, and ends when the stream is whole again.
@@ -15,10 +15,10 @@
 
 namespace kvroute::mirror {
 
-// What a cache may hold of a prompt.
+// The part of a prompt that a cache may hold.
 struct ApproximateHit {
     Tokens tokens = 0;
-    double trust = 0.0;  // of the tokens that were promised there lately, the share that was cached
+    double trust = 0.0;  // of the tokens predicted there lately, the share that was cached
 };
 
 // The estimate of one cache.
@@ -38,11 +38,11 @@ public:
     static constexpr int kTrustReports = 64;
     static constexpr std::size_t kLeastKeys = 16;  // no cache is taken to be smaller
     // A prediction that fails within the assumed capacity lowers that by 10 % at most; one that holds
-    // at 80 % of it or more raises it by 5 %, and so does a hit on what was forgotten.
+    // at 80 % of it or more raises it by 5 %, and so does a hit on keys that were forgotten.
     static constexpr double kShrink = 0.9, kGrow = 1.05, kNear = 0.8;
     static constexpr double kFull = 0.9;  // from here on it is taken to evict
 
-    // What a prompt found in an estimate.
+    // A prompt's hit in an estimate.
     struct Met {
         struct Stretch {
             std::size_t end;                // of its keys
@@ -60,30 +60,30 @@ public:
 
     std::size_t limit_keys;
     double lost_at() const { return lost_at_; }
-    // Keys that it is taken to hold.
+    // Returns how many keys it is assumed to hold.
     std::size_t capacity_keys() const;
 
-    // What it may hold of a request's prompts, of each the keys. `most_tokens`: of all prompts, those
-    // that a hit may cover.
+    // Returns what it may hold of a request's prompts. `prompts`: the keys of each. `most_tokens`: of
+    // all prompts, those that a hit may cover.
     ApproximateHit hit(std::span<const std::span<const u64>> prompts, Tokens most_tokens) const;
-    // For how long what it evicts next has been idle; nothing while it evicts nothing.
+    // Returns how long what it evicts next has been idle; nothing while it evicts nothing.
     std::optional<double> eviction_age_s(double now) const;
 
-    // Something was sent there before the events were lost, by a request that ended then, later than
-    // those before it.
+    // A prompt was sent there before the events were lost, by a request that ended then. Called in the
+    // order of those ends.
     void remember(const Keys& keys, double ended_at);
-    // A prompt has been computed: returns what is for `end`; what it found is put into `met`.
+    // A prompt has been computed. Returns what `end` takes; `met` gets its hit.
     std::shared_ptr<Use> begin(const Keys& keys, Met& met);
     // A request is over: its prompt is the last that was used, and the oldest make room. `most_keys`:
     // that there is memory for.
     void end(const std::shared_ptr<Use>& use, std::size_t most_keys, double now);
-    // Forgets what was used longest ago, down to the capacity or to `most_keys`.
+    // Forgets the keys used longest ago, down to the capacity or to `most_keys`.
     void fit(std::size_t most_keys);
 
     // An engine reports how much of a prompt was cached.
     //
-    // What is idle for longer than the rest goes first. So a prediction shows, by the age of the
-    // last block that it counts on, how far the capacity reaches.
+    // Blocks that are idle for longest go first. So a prediction shows, by the age of the last block
+    // that it counts on, how far the capacity reaches.
     void learn(const Met& found, Tokens predicted_tokens, Tokens actual_tokens);
 
     ApproximateStatistics statistics() const;
@@ -135,12 +135,12 @@ public:
         std::size_t max_keys = 1'048'576;  // bound on the keys of all caches together
     };
 
-    // `mirror` knows what was sent where before the events were lost; null: nothing does.
+    // `mirror`: knows what was sent to each cache before the events were lost; may be null.
     ApproximateCaches(const Mirror* mirror, Options options)
         : mirror_(mirror), options_(options) {}
 
-    // The estimate that stands in for a cache's events; null where they are whole, or have not been
-    // missing for long. `lost_since`: since when they have not been whole; nothing: they are.
+    // Returns the estimate that stands in for a cache's events; null where they are whole, or have not
+    // been missing for long. `lost_since`: since when they have not been whole; nothing: they are.
     // `cache_tokens`: its size as the engine reports it.
     std::shared_ptr<ApproximateCache> stand_in(CacheId cache, std::optional<double> lost_since,
                                                std::optional<Tokens> cache_tokens, double now);
@@ -153,9 +153,9 @@ public:
     // Forgets what is cached at a replica, at all its ranks: it restarted, failed, or was removed.
     void forget(std::span<const CacheId> caches);
 
-    // Those that an estimate stands in for, or did until now.
+    // Returns those that an estimate stands in for, or did until now.
     std::vector<CacheId> caches() const;
-    // The estimate of one of these; one that stands in no more is dropped. See `stand_in`.
+    // Returns the estimate of one of these; drops one that stands in no more. See `stand_in`.
     std::optional<ApproximateStatistics> statistics(CacheId cache,
                                                     std::optional<double> lost_since, double now);
 

@@ -108,9 +108,9 @@ Coming Cache::left_of(const Asked& asked, Coming now, double evicted_blocks) {
     return {tokens, run};
 }
 
-// The longest length of a prompt, up to `most_tokens`, at which windows and states are whole after the
-// eviction that was foreseen: with a boundary goes what it shares with later ones. `keys`: its own,
-// every `hit_tokens`. `is_one`: whether a hit ends at `most_tokens` now.
+// Returns the longest length of a prompt, up to `most_tokens`, at which windows and states are whole
+// after the eviction that was foreseen: a boundary takes along what it shares with later ones. `keys`:
+// its own, every `hit_tokens`. `is_one`: a hit ends at `most_tokens` now.
 Tokens Cache::whole_boundary(std::span<const u64> keys, Tokens most_tokens, bool is_one) const {
     const Tokens unit = layout.hit_tokens, tail = std::max<Tokens>(layout.longest_tail / unit, 1);
     for (Tokens count = most_tokens / unit; count > 0; --count, is_one = false) {
@@ -168,11 +168,11 @@ void Cache::drop_oldest() {
     content.drop(oldest);
 }
 
-// Whether something is left of what a request owns; learns what became of what is not.
+// True where something is left of a request's own keys; else learns the refill price of what is gone.
 bool Cache::is_left(Use& oldest) {
     if (!oldest.look_up.prompt) return false;
     const Tokens run = full_run(oldest.look_up);
-    // What lies before its first own key is shared.
+    // The keys before its first own one are shared.
     if (run < static_cast<Tokens>(oldest.owned_from + 1) * kStep) {
         note_refill(oldest, index.hit(oldest.look_up));
         return false;
@@ -186,13 +186,13 @@ bool Cache::is_left(Use& oldest) {
     return true;
 }
 
-// Learns, from what the GPU has given up of a request, what is left of it below.
+// Learns how much of a request's keys that the GPU has evicted is left below.
 void Cache::note_refill(const Use& gone, const IndexedCache::Hit& hit) {
     const Tokens start = static_cast<Tokens>(gone.owned_from) * kStep;
     const Tokens end = static_cast<Tokens>(gone.keys.span.size()) * kStep;
     const Tokens kept = std::max<Tokens>(std::min(hit.cached, end) - start, 0);
     const double all = static_cast<double>(end - start);
-    // What costs more to load than to compute is as good as lost.
+    // A token that costs more to load than to compute is as good as lost.
     const double price = std::min(prices.mean(hit.by_tier), 1.0);
     refill.add(all - static_cast<double>(kept) * (1.0 - price), all);
 }

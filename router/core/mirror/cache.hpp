@@ -1,5 +1,5 @@
-// One cache as the mirror follows it: what is in prefill there, the blocks of ended requests, and
-// its state in the index.
+// One cache as the mirror follows it: requests in prefill there, the blocks of ended ones, and its
+// state in the index.
 #pragma once
 
 #include "mirror/eviction.hpp"
@@ -20,21 +20,21 @@ public:
     }
     const KeySpace& space() const { return index_->index.space(); }
 
-    // Whether its events are followed.
+    // True where its events are followed.
     bool is_followed() const;
-    // Of the GPU; 0 where the source is not there.
+    // Returns those on the GPU; 0 where the source is not there.
     u64 blocks_held() const;
     u64 removals() const;
     Layout layout() const;
 
     struct Hit {
         Tokens gpu = 0;
-        Tokens cached = 0;  // with the blocks that lower tiers would bring back
+        Tokens cached = 0;  // with the blocks that lower tiers would load
         ByTier by_tier;
     };
     Hit hit(const LookUp& prompt) const;
-    // How much of a prompt is there in full attention. `is_sparse`: of the cache; of one that is not,
-    // the hit.
+    // Returns how much of a prompt full attention has there. `is_sparse`: of the cache; for one that is
+    // not, returns the hit.
     Tokens full_run(const LookUp& prompt, bool is_sparse) const;
 
 private:
@@ -42,20 +42,20 @@ private:
     SourceNumber source_;
 };
 
-// What a cache evicts next, and what it is given.
+// The next evictions of a cache, and the load that it is given.
 struct Outlook {
-    std::optional<double> eviction_age_s;  // for how long that has been idle; nothing: none is evicted
+    std::optional<double> eviction_age_s;  // idle time of what it evicts next; nothing: it evicts none
     double reuse_probability = 0.0;        // of what it evicts next
     double uncached_tokens_per_s = 0.0;    // that it was given to compute lately
     double arrivals_per_s = 0.0;           // requests that were sent to it lately
-    double refill = 1.0;  // what bringing back what it evicts costs, relative to computing it
+    double refill = 1.0;  // the cost of loading what it evicts, relative to computing it
 
     bool operator==(const Outlook&) const = default;
 };
 
 struct Visit;
 
-// How long what was sent to a cache counts in its rates.
+// The time after which a request sent to a cache counts 1/e in its rates.
 constexpr double kFadeS = 30.0;
 
 struct Cache {
@@ -69,7 +69,7 @@ struct Cache {
     double since;
     FadingRate work, arrivals;
     LoadPrices prices;
-    FadingRatio refill{1.0, 256.0, 64};  // what bringing evicted tokens back costs, over computing them
+    FadingRatio refill{1.0, 256.0, 64};  // the cost of loading evicted tokens, over computing them
     double speed = 1.0;
     Ownership content;
     std::vector<Visit*> prefilling;  // in the order of their arrival
@@ -77,23 +77,23 @@ struct Cache {
     std::optional<u64> capacity_blocks;
     u64 most_blocks = 0;    // that were ever seen there at once
     u64 removals;           // when the oldest request was looked at last
-    bool had_content;       // it holds what was there before the first request
-    EvictionOrder order;    // of what requests have given back
+    bool had_content;       // it holds blocks from before the first request
+    EvictionOrder order;    // of the blocks that requests have given back
     Tokens decoding = 0;    // requests in decode
     Tokens decoding_tokens = 0;    // of their prompts
     Tokens recomputed_tokens = 0;  // of these, those that full attention had already
-    std::optional<Outlook> outlook;  // that was given last; nothing: something has happened since
+    std::optional<Outlook> outlook;  // the last one returned; nothing: something has happened since
     double outlook_until = 0.0;
     Layout layout;
     u64 looks = 0;
 
     // --- what it holds, and how long ---
 
-    // Its size in blocks, as far as anybody knows.
+    // Its size in blocks, as reported, or else as seen.
     u64 blocks() const { return capacity_blocks.value_or(0) ? *capacity_blocks : most_blocks; }
-    // For how long what it evicts next has been idle; nothing while it evicts nothing.
+    // Returns how long what it evicts next has been idle; nothing while it evicts nothing.
     std::optional<double> eviction_age_s(double now) const;
-    // What is left of what it has of a prompt when it has evicted so many blocks.
+    // Returns what is left of a prompt's hit and run when so many blocks have been evicted.
     Coming left_of(const Asked& asked, Coming now, double evicted_blocks);
     // Blocks that hold nothing, about: a request's last block in each group is not full.
     double free_blocks() const;
@@ -105,9 +105,9 @@ struct Cache {
 
     // --- what it has evicted ---
 
-    // Forgets what has been evicted since the last look.
+    // Forgets requests whose blocks were evicted since the last look.
     void forget_evicted();
-    // Forgets what was used longest ago.
+    // Forgets the request whose blocks were used longest ago.
     void drop_oldest();
 
 private:

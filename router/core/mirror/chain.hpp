@@ -1,5 +1,5 @@
 // Values in the order in which they came, each of which can be taken out by its number: a list in one
-// piece of memory, whose places are used again.
+// piece of memory, whose places are reused.
 #pragma once
 
 #include <utility>

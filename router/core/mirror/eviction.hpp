@@ -1,5 +1,5 @@
-// What a cache evicts next: the blocks that no request uses any more, in the order in which they were
-// given back, and how many of them it takes.
+// Predicts what a cache evicts next: the blocks that no request uses any more, in the order in which
+// they were given back, and how many of them it takes.
 //
 // A request gives back its blocks of full attention when it ends, the last first. The windows and
 // states before a boundary within its prompt are given back when the prompt has been computed, those
@@ -16,8 +16,8 @@
 
 namespace kvroute::mirror {
 
-// What an engine is taken to compute in a step at most: vLLM's default on most machines. It matters
-// to windows only: until the next step a prompt has blocks for all of its tokens.
+// The tokens that an engine is assumed to compute in a step at most: vLLM's default on most machines.
+// It matters to windows only: until the next step a prompt has blocks for all of its tokens.
 constexpr Tokens kStepTokens = 2048;
 
 // Ended requests, and boundaries that no request uses; those at the front go first. A boundary is
@@ -27,40 +27,40 @@ public:
     bool holds(u64 boundary) const { return boundaries_.find(boundary) != kNone; }
     bool holds(const Use& use) const { return use.place_in_order != kNone; }
 
-    // Blocks of all together.
+    // The blocks of all together.
     double blocks() const { return total_; }
-    // Keys of which a request left blocks, and another one blocks of the same content.
+    // The number of keys for which two requests left blocks of the same content.
     double copied_keys() const { return copied_keys_; }
 
     // --- what requests do ---
 
-    // A request uses what is kept before a boundary.
+    // A request uses the blocks kept before a boundary.
     void hold(u64 boundary);
     // A request has moved on from a boundary, before which so many blocks are kept.
     void leave(u64 boundary, double blocks);
-    // A request has ended that owns keys now. `blocks_per_key`: that a key takes, here as below.
+    // A request has ended that owns keys now. `blocks_per_key`: of a key, here as below.
     void end(const std::shared_ptr<Use>& use, double blocks_per_key);
     // A request took over keys, from the start of its prompt, and computed those behind its hit
     // again.
     void take(const std::vector<Taken>& taken, std::size_t hit_keys, double blocks_per_key);
-    // What a request owns has changed. Nothing happens if it was forgotten, or has not ended.
+    // The keys that a request owns have changed. No effect if it was forgotten, or has not ended.
     void weigh(Use& use, double blocks_per_key);
 
     // --- what the cache does ---
 
-    // What a request owned was evicted, and so was all before it.
+    // A request's own blocks were evicted, and so was all before it.
     void gone(const Use& use);
-    // There are no more blocks than that: what is too much was evicted.
+    // There are no more blocks than that: the rest was evicted.
     void fit(double most_blocks);
     // Everything was evicted.
     void clear();
 
     // --- what it will do ---
 
-    // Finds what goes when the cache needs so many blocks; `keys_evicted` and `is_evicted` have the
-    // result, until this is called again or something else changes.
+    // Finds what is evicted when the cache needs so many blocks; `keys_evicted` and `is_evicted` return
+    // the result, until this is called again or something else changes.
     void foresee(double blocks, double blocks_per_key);
-    // Of the full attention of a request: how many keys, from the end.
+    // Returns how many keys of a request's full attention, from the end.
     double keys_evicted(const Use& use) const;
     bool is_evicted(u64 boundary) const;
 
@@ -69,8 +69,8 @@ private:
         std::shared_ptr<Use> use;  // null: a boundary
         u64 boundary = 0;
         double blocks = 0.0;
-        u64 foreseen = 0;   // the number of the last question that found it
-        double keys = 0.0;  // what was the answer to that
+        u64 foreseen = 0;   // the number of the last `foresee` that found it
+        double keys = 0.0;  // evicted, by that
     };
 
     void erase_first();
@@ -85,21 +85,21 @@ private:
     u64 question_ = 0;
 };
 
-// How many blocks a cache evicts while it computes prompts, one behind the other, in steps. A
-// step's tokens have blocks in every group. Of a window, those that are not kept are free again in
-// the next step.
+// Counts the blocks that a cache evicts while it computes prompts, one behind the other, in steps. A
+// step's tokens have blocks in every group. Of a window, those that are not kept are free again in the
+// next step.
 class Forecast {
 public:
     // `layout` must live as long. `free_blocks`: that hold nothing.
     Forecast(const Layout& layout, double free_blocks) : layout_(layout), free_(free_blocks) {}
 
-    // Whether it may evict anything for so many tokens of so many prompts; false is certain.
+    // True where it may evict anything for so many tokens of so many prompts; false is certain.
     bool may_evict(Tokens tokens, std::size_t prompts) const;
     // A prompt comes next, of which so many tokens have to be computed; of its windows and states so
     // many blocks stay.
     void compute(Tokens tokens, double kept_blocks);
 
-    // Blocks so far.
+    // The number of blocks so far.
     double evicted() const { return evicted_; }
 
 private:

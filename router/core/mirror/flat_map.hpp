@@ -1,7 +1,7 @@
-// From 64-bit keys to numbers: open addressing, grown a small piece at a time.
+// A map from 64-bit keys to numbers: open addressing, grown a small piece at a time.
 //
 // The map is a directory of segments of at most 4,096 places. The upper bits of a key's hash choose
-// the segment, others a place in it; what collides lies in the places behind. A segment that is full
+// the segment, others a place in it; keys that collide go to the places behind. A segment that is full
 // splits in two, so that no growth ever moves more than one segment (some 20 microseconds), however
 // large the map is. An erased entry leaves no mark: those behind it move up.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace kvroute::mirror {
 
-// One key for two values: those of two pairs are equal only by a chance of 2^-64.
+// Returns one key for two values: those of two pairs are equal only by a chance of 2^-64.
 inline u64 pair_key(u64 one, u64 other) {
     return mixed(one, (other + 1) * 0xA0761D6478BD642Fu);
 }
@@ -25,14 +25,14 @@ public:
 
     std::size_t size() const { return size_; }
 
-    // kNone: it is not there.
+    // Returns kNone where the key is not there.
     u32 find(u64 key) const {
         const u64 hash = hash_of(key);
         const Segment& segment = segment_of(hash);
         return segment.numbers[segment.place_of(key, hash)];
     }
 
-    // The number of a key, which is added with `number` where it is not there.
+    // Returns the number of a key, which is added with `number` where it is not there.
     u32 find_or_add(u64 key, u32 number) {
         const u64 hash = hash_of(key);
         Segment& segment = segment_of(hash);
@@ -88,7 +88,7 @@ private:
         std::unique_ptr<u64[]> keys;
         std::unique_ptr<u32[]> numbers;  // kNone: the place is empty
 
-        // Where the key is, or where it would be.
+        // Returns the place where the key is, or would be.
         u32 place_of(u64 key, u64 hash) const {
             const u32 mask = capacity - 1;
             u32 place = first_place(hash) & mask;

@@ -6,14 +6,14 @@ namespace kvroute::mirror {
 
 namespace {
 
-// The most that can be reused of a prompt: its last token is always computed. Of one of unknown length
-// (0), all that there is.
+// Returns the most that can be reused of a prompt: its last token is always computed. Of one of unknown
+// length (0), all that there is.
 Tokens most_reusable(Tokens tokens, const Layout& layout) {
     if (!tokens) return std::numeric_limits<Tokens>::max();
     return whole(tokens - 1, layout.hit_tokens);
 }
 
-// Whether two prompts are taken for the same: as long, and equal up to the last key.
+// True where two prompts are taken for the same: as long, and equal up to the last key.
 bool are_equal(std::span<const u64> keys, Tokens tokens, const Computing& other) {
     const std::span<const u64> theirs = other.keys.span;
     return tokens == other.tokens && keys.size() == theirs.size() && keys.back() == theirs.back();
@@ -24,7 +24,7 @@ Tokens equal_tokens(std::span<const u64> keys, std::span<const u64> theirs, Toke
     return static_cast<Tokens>(equal_keys(keys, theirs, 0, most)) * step;
 }
 
-// How many leading tokens two prompts share, by the keys of both.
+// Returns how many leading tokens two prompts share, by the keys of both.
 Tokens shared_tokens(const Asked& asked, Tokens tokens, const Computing& other,
                      const Layout& layout) {
     if (other.prompt != nullptr && layout.is_known) {
@@ -36,7 +36,7 @@ Tokens shared_tokens(const Asked& asked, Tokens tokens, const Computing& other,
     return are_equal(keys, tokens, other) ? tokens : equal_tokens(keys, other.keys.span, kStep);
 }
 
-// A place in a pool, one that is free if there is one.
+// Returns a place in a pool: a free one, or else a new one.
 template <class Value>
 u32 place_in(std::vector<Value>& pool, std::vector<u32>& free) {
     if (free.empty()) {

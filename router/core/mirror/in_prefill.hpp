@@ -1,6 +1,6 @@
 // Prompts that are being computed, and how much of them a new one shares at each cache.
 //
-// It is asked for every request, and a busy router has hundreds of such prompts, most of which begin
+// Every request looks here, and a busy router has hundreds of such prompts, most of which begin
 // alike. So they hang in a tree of prefixes; those that are as long as the new one and equal to it are
 // found by their last key. Only where caches keep windows or states sparsely, at the boundaries of a
 // prompt and nowhere else, is each of them looked at, block by block.
@@ -14,7 +14,7 @@
 
 namespace kvroute::mirror {
 
-// What caches will have of a prompt. Its memory is used again: keep one for each thread.
+// The part of a prompt that each cache will have. Its memory is reused: keep one for each thread.
 class ComingTable {
 public:
     void clear() {
@@ -22,14 +22,14 @@ public:
         caches_.clear();
     }
 
-    // What is there for a cache, or 0 and 0.
+    // Returns the entry of a cache, or 0 and 0.
     Coming of(CacheId cache) const {
         return cache < slots_.size() ? slots_[cache].coming : Coming();
     }
-    // Those that something is there for, each once.
+    // Returns the caches that have an entry, each once.
     const std::vector<CacheId>& caches() const { return caches_; }
 
-    // A cache will have as much, or what was there before, if that is more.
+    // Raises a cache's entry to this, if it is less.
     void raise(CacheId cache, Coming coming) {
         if (cache >= slots_.size()) slots_.resize(cache + 1);
         Slot& slot = slots_[cache];
@@ -97,9 +97,9 @@ public:
         }
     }
 
-    // How much of a prompt each cache is computing. The prompt has a key at least. `tokens`: its
-    // length; 0 if it is unknown, so that what is behind the last key never counts. `is_sparse`:
-    // whether a cache may keep sparsely.
+    // Finds how much of a prompt each cache is computing. The prompt has a key at least. `tokens`: its
+    // length; 0 if it is unknown, so that tokens behind the last key never count. `is_sparse`: some
+    // cache may keep sparsely.
     void shared(const Asked& asked, Tokens tokens, bool is_sparse, ComingTable& found);
 
 private:
@@ -122,8 +122,8 @@ private:
     std::vector<Tokens> boundaries_;  // of a comparison
 };
 
-// What of a prompt will be there when another has been computed at a cache of this layout. The prompt
-// has a key; its length is `tokens`, 0 if it is unknown. `boundaries`: memory to use.
+// Returns the part of a prompt that will be there when another has been computed at a cache of this
+// layout. The prompt has a key; its length is `tokens`, 0 if it is unknown. `boundaries`: scratch.
 Coming coming_of(const Asked& asked, Tokens tokens, const Computing& other, const Layout& layout,
                  std::vector<Tokens>& boundaries);
 

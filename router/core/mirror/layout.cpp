@@ -8,20 +8,20 @@ namespace kvroute::mirror {
 
 namespace {
 
-// Without what EAGLE needs behind a boundary.
+// Returns a group's tail, without the block that EAGLE needs behind a boundary.
 Tail tail_of(const Group& group) {
     const Tokens size = static_cast<Tokens>(group.block_size);
     if (group.kind == GroupKind::mamba) return {0, size};
     return {static_cast<Tokens>(group.window_blocks(0)) * size, size};
 }
 
-// Blocks that a group has ever stored on the GPU.
+// Returns how many blocks a group has ever stored on the GPU.
 u64 stored_blocks(const Source& source, u32 group) {
     const u64 removed = group < source.removed.size() ? source.removed[group] : 0;
     return removed + source.count(plane_of(group, 0));
 }
 
-// Whether the engine keeps windows wherever a hit may end, by what it has stored so far: as much of
+// True where the engine keeps windows wherever a hit may end, as its blocks so far show: as many of
 // each window as of full attention.
 bool is_dense(const Source& source) {
     double most_full = -1.0, least_window = std::numeric_limits<double>::infinity();

@@ -1,4 +1,4 @@
-// What matters of a cache's layout: where hits can end, and how many blocks prompts take.
+// A cache's layout as far as the mirror needs it: where hits can end, and how many blocks prompts take.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +10,21 @@
 
 namespace kvroute::mirror {
 
-// Of the tokens that full attention stored, the share from which on windows are kept densely.
+// The share of the tokens stored in full attention from which on windows are kept densely.
 constexpr double kDense = 0.97;
 
-// What is kept of one group before a boundary.
+// The tokens that one group keeps before a boundary.
 struct Tail {
     Tokens tokens = 0;  // of a window; 0: a state
     Tokens block_size = 1;
 
-    // How many blocks, if no more than so many tokens before the boundary count.
+    // Returns how many blocks, if no more than so many tokens before the boundary count.
     Tokens blocks(Tokens most_tokens) const {
         return tokens ? std::min(tokens, most_tokens) / block_size : 1;
     }
 };
 
-// The groups of a cache, as far as they matter.
+// The groups of a cache, summed up.
 struct Layout {
     bool is_known = false;
     Tokens hit_tokens = 1;       // hits are multiples of it
@@ -36,16 +36,16 @@ struct Layout {
     bool eagle = false;          // some group must have a block more of a hit than is reused
     bool windows_first = false;  // a request gives back windows and states before its full attention
     u32 groups = 0;
-    u32 states = 0;  // groups with states: they take a block for what a step computes of a prompt
+    u32 states = 0;  // groups with states: each takes a block for a prompt's tokens of one step
     double full_blocks_per_key = 0.0;    // that `kStep` tokens take in full attention, until the end
     double window_blocks_per_key = 0.0;  // that they take in windows when they are computed
 
-    // Of a prompt that has been computed, those that stay findable wherever they are.
+    // Returns those of a computed prompt that can be hit until they are evicted.
     double held_blocks_per_key() const {
         return is_sparse ? full_blocks_per_key : full_blocks_per_key + window_blocks_per_key;
     }
 
-    // Adds the lengths at which an engine keeps windows and states of a prompt whatever it found.
+    // Adds the lengths at which an engine keeps windows and states of any prompt, with any hit.
     void add_boundaries(Tokens prompt_tokens, std::vector<Tokens>& boundaries) const;
 
     // Calls `visit(boundary, blocks)` with the blocks that are kept before each boundary and not
@@ -62,7 +62,7 @@ struct Layout {
         }
     }
 
-    // How much can be reused of a prompt that was computed with some boundaries, which ascend, if
+    // Returns how much can be reused of a prompt computed with some boundaries, which ascend, if
     // `most_tokens` are shared with it, a multiple of `hit_tokens`.
     //
     // Where the tails of two boundaries meet, a hit may end anywhere between them, and where one
@@ -73,10 +73,10 @@ struct Layout {
     Tokens longest_hit(std::span<const Tokens> boundaries, Tokens most_tokens) const;
 };
 
-// Ascending, each once.
+// Sorts them, ascending and each once.
 void sort_boundaries(std::vector<Tokens>& boundaries);
 
-// What an index has learned of a cache's layout.
+// Returns the layout that an index has learned of a cache.
 Layout layout_of(const Source& source);
 
 }  // namespace kvroute::mirror

@@ -4,7 +4,7 @@ namespace kvroute::mirror {
 
 namespace {
 
-// Boundaries of a prompt besides its end, if an engine finds that much and is asked to keep `keep`.
+// Returns a prompt's boundaries besides its end, if an engine finds that much and is to keep `keep`.
 std::vector<Tokens> kept_of(const Layout& layout, Coming found, std::span<const Tokens> keep) {
     if (!layout.is_sparse) return {};
     std::vector<Tokens> kept{found.tokens, found.run};
@@ -150,31 +150,31 @@ void Mirror::ended(const std::shared_ptr<Visit>& visit, bool was_served, double 
 
 // --- what routers publish to each other ---
 
-bool Mirror::is_worth_telling(const Visit& visit, double now) const {
+bool Mirror::is_worth_publishing(const Visit& visit, double now) const {
     if (models_[visit.model] != visit.traffic) return false;  // no replica serves it any more
     const bool is_slow = visit.is_in_prefill && now - visit.started_at >= kSoonS;
-    return visit.uncached_tokens >= kWorthTelling || (is_slow && visit.uncached_tokens >= kStep);
+    return visit.uncached_tokens >= kWorthPublishing || (is_slow && visit.uncached_tokens >= kStep);
 }
 
-HeardNumber Mirror::hear(CacheId cache, Tokens tokens, std::vector<u64> keys) {
-    auto heard = std::make_unique<Computing>();
-    heard->cache = cache;
-    heard->tokens = tokens;
-    heard->keys = Keys::of(std::move(keys));
-    others_.add(*heard);
+OtherNumber Mirror::add_other(CacheId cache, Tokens tokens, std::vector<u64> keys) {
+    auto other = std::make_unique<Computing>();
+    other->cache = cache;
+    other->tokens = tokens;
+    other->keys = Keys::of(std::move(keys));
+    others_.add(*other);
     if (free_.empty()) {
-        heard_.push_back(std::move(heard));
-        return static_cast<HeardNumber>(heard_.size() - 1);
+        other_prompts_.push_back(std::move(other));
+        return static_cast<OtherNumber>(other_prompts_.size() - 1);
     }
-    const HeardNumber number = free_.back();
+    const OtherNumber number = free_.back();
     free_.pop_back();
-    heard_[number] = std::move(heard);
+    other_prompts_[number] = std::move(other);
     return number;
 }
 
-void Mirror::unhear(HeardNumber number) {
-    others_.remove(*heard_[number]);
-    heard_[number].reset();
+void Mirror::remove_other(OtherNumber number) {
+    others_.remove(*other_prompts_[number]);
+    other_prompts_[number].reset();
     free_.push_back(number);
 }
 
@@ -236,14 +236,14 @@ Tokens Mirror::expected(CacheId id, Prompt& prompt, Tokens prompt_tokens, Coming
     return cache == nullptr ? now.tokens : at_admission(*cache, prompt, prompt_tokens, now).tokens;
 }
 
-// What an engine will find of a prompt, and of its full attention. `now`: what is there now.
+// Returns the hit that an engine will find, and the run of full attention. `now`: both as of now.
 Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, Coming now) {
     const Asked asked{prompt, cache.index.space()};
     const std::span<const u64> keys = asked.keys(kStep);
     if (!cache.layout.is_known) look_at_layout(cache);
     if (keys.empty() || cache.prefilling.empty()) return now;
-    // Until the first event shows where hits end and of which groups they are, what is being
-    // computed there promises nothing: with windows or states it was wrong twice as often as right.
+    // Until the first event shows where hits end and of which groups they are, prompts in prefill there
+    // promise nothing: with windows or states such a promise was wrong twice as often as right.
     if (!cache.layout.is_known && cache.index.is_followed()) return now;
     cache.forget_evicted();
     const double evicted = foresee_evictions(cache), evictable = cache.evictable();
@@ -260,9 +260,8 @@ Coming Mirror::at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, 
     return {coming.tokens, std::max(coming.run, coming.tokens)};
 }
 
-// How many blocks will have been evicted when the next request is admitted; each of those in
-// prefill gets the number when it has been computed, or where windows are kept densely, when it is
-// begun.
+// Returns how many blocks will have been evicted when the next request is admitted. Each one in prefill
+// gets the number until it has been computed, or where windows are kept densely, until it is begun.
 double Mirror::foresee_evictions(Cache& cache) {
     const Layout& layout = cache.layout;
     Forecast forecast(layout, cache.free_blocks());
@@ -330,7 +329,7 @@ const std::shared_ptr<Cache>& Mirror::cache_of(const Sent& sent, double now) {
     return known;
 }
 
-// What was in prefill at the cache before will never be a hit there.
+// Prompts in prefill at the cache before will never be a hit there.
 void Mirror::replace(CacheId id, std::shared_ptr<Cache> with) {
     cache_count_ += (with != nullptr) - static_cast<std::size_t>(caches_[id] != nullptr);
     const std::shared_ptr<Cache> before = std::exchange(caches_[id], std::move(with));
@@ -387,7 +386,7 @@ void Mirror::forget_computed(double now) {
     }
 }
 
-// One of a visit's prompts is used no more: what it holds can be evicted.
+// One of a visit's prompts is used no more: its blocks can be evicted.
 void Mirror::give_back(const Visit& visit, const std::shared_ptr<Use>& use, double now) {
     Cache& cache = *visit.at;
     const Layout& layout = cache.layout;
@@ -405,7 +404,7 @@ void Mirror::give_back(const Visit& visit, const std::shared_ptr<Use>& use, doub
     if (!layout.windows_first) leave(visit, boundaries_, before);
 }
 
-// A request has moved on from what is kept before `boundaries` and not before `before`.
+// A request has moved on from the blocks kept before `boundaries`, of those behind `before`.
 void Mirror::leave(const Visit& visit, std::span<const Tokens> boundaries, Tokens before) {
     Cache& cache = *visit.at;
     const Layout& layout = cache.layout;
@@ -424,11 +423,11 @@ void Mirror::look_at_layout(Cache& cache) {
     is_sparse_ |= cache.layout.is_sparse;
 }
 
-// Learns what has happened since the last look.
+// Looks whether the oldest request's blocks are still there, and at the size.
 void Mirror::look_at_oldest(Cache& cache) {
     cache.outlook.reset();
     ++cache.looks;
-    // Soon after the start, and now and then: what it keeps shows only in what it has stored.
+    // Soon after the start, and now and then: how it keeps windows shows only in what it has stored.
     if (cache.looks % 256 == 0 || (cache.looks & (cache.looks - 1)) == 0) look_at_layout(cache);
     cache.most_blocks = std::max(cache.most_blocks, cache.index.blocks_held());
     cache.forget_evicted();

@@ -1,5 +1,5 @@
-// Every cache as this router drives it: requests in prefill, ended ones in the order in which their
-// blocks will be evicted, and what a policy learns from that.
+// Simulates every cache that this router drives: requests in prefill, ended ones in the order in which
+// their blocks will be evicted, and what a policy learns from that.
 //
 // An engine evicts what was least recently used, by the end of the request that used it last. So the
 // order is known here. How far the eviction has come is not: it is read from the index, by asking
@@ -7,15 +7,15 @@
 // request begins to respond or ends, and for the cache that was chosen, never for a decision; and only
 // if the cache has removed something since.
 //
-// No lock is in here. Whoever owns a mirror guards it, with the visits, by one mutex (the "books"),
-// which is taken before that of an index: methods take that for a moment where they read one. Whoever
-// must not wait with something in hand sets `before_waiting` (`index/shared.hpp`).
+// No lock is in here. The owner guards a mirror, with the visits, by one mutex (the "books"), which is
+// taken before that of an index: methods take that for a moment where they read one. A thread that must
+// not wait with something in hand, as the GIL, sets `before_waiting` (`index/shared.hpp`).
 //
 // Nor is a clock: `now` is in seconds, on one monotonic clock. Two threads that read it before they
 // took the mutex may come in the other order; that does no harm.
 //
-// The keys of a prompt every `kStep` tokens, and those of the hits' step, are best known before it is
-// asked about (`Prompt::prefix_keys`): else they are computed under the mutex.
+// The keys of a prompt every `kStep` tokens, and those of the hits' step, are best computed before
+// (`Prompt::prefix_keys`): else they are computed under the mutex.
 #pragma once
 
 #include <deque>
@@ -25,10 +25,10 @@
 namespace kvroute::mirror {
 
 // Uncached tokens from which a prompt is published to others at once.
-constexpr Tokens kWorthTelling = 256;
+constexpr Tokens kWorthPublishing = 256;
 
 // One request at one cache, from its sending to its end. Every step may be repeated, or left out; a
-// mirror keeps what it needs of it. What it computes is its prompt, where it has just one.
+// mirror keeps what it needs of it. Its `Computing` is its prompt, where it has just one.
 struct Visit : Computing {
     u64 number = 0;  // among those of its mirror
     ModelId model = 0;
@@ -36,22 +36,22 @@ struct Visit : Computing {
     std::shared_ptr<Cache> at;
     double started_at = 0.0;
     Tokens uncached_tokens = 0;
-    ByTier loads;                // what is loaded for it from below the GPU
-    double most_progress = 0.0;  // as the first one in prefill, of its tokens that may be computed
+    ByTier loads;                // tokens loaded for it from below the GPU
+    double most_progress = 0.0;  // tokens assumed computed, at most, while it is the first in prefill
     LookUp look_up;              // of its prompt
-    Coming found;                // of that, what will be cached when the engine admits it
+    Coming found;                // the part that will be cached when the engine admits it
     bool is_in_prefill = false;
     bool is_decoding = false;
     bool is_over = false;
-    bool is_told = false;      // published to others
+    bool is_published = false;     // to other routers
     double known_until = 0.0;  // when its prompt no longer counts as being computed
     std::vector<std::shared_ptr<Use>> uses;   // of its prompts
     std::vector<std::shared_ptr<Use>> reuse;  // the same for its model
-    double evicted_before = 0.0;  // what was foreseen last: blocks, until it has been computed
+    double evicted_before = 0.0;  // blocks that will be evicted until it is computed, as last foreseen
     std::size_t number_live = 0;  // its place among those that the mirror keeps
 
     bool has_prompt() const { return look_up.prompt != nullptr; }
-    // Of the prompt, those that will be cached when the engine admits it.
+    // Returns the prompt's tokens that will be cached when the engine admits it.
     Tokens expected_tokens() const { return found.tokens; }
 };
 
@@ -66,29 +66,29 @@ struct Sent {
     Tokens uncached_tokens = 0;       // of these, those that have to be computed there
     Tokens hit_tokens = 0;            // of these, those that are cached there now
     double speed = 1.0;               // of the replica, relative to others
-    ByTier loads;                     // what of the hit comes from below the GPU
-    Tokens junction_tokens = 0;  // behind the hit, those of which only full attention is there
+    ByTier loads;                     // the hit's tokens from below the GPU
+    Tokens junction_tokens = 0;  // behind the hit, those that only full attention has there
     std::span<const Tokens> keep;  // lengths at which to keep windows and states, as hinted
 };
 
 // A prompt that is being computed for a request, or has just been, as published to others.
-struct Told {
+struct Published {
     const Visit& visit;
     Tokens queued_tokens;  // the last ones of the prompt, which have still to be computed
     bool is_new;           // not published so far
 };
 
-// A prompt that is being computed for another router.
-using HeardNumber = u32;
+// The number of a prompt that is being computed for another router.
+using OtherNumber = u32;
 
 struct MirrorStatistics {
     std::size_t caches = 0;
     std::size_t keys = 0;      // over all caches
     std::size_t requests = 0;  // ended ones that still own something
-    std::size_t kept = 0;      // what is kept for these, in keys: this is what is bounded
+    std::size_t kept = 0;      // their memory, in keys; this is bounded
 };
 
-// Follows what this router sends.
+// Follows the requests that this router sends.
 class Mirror {
 public:
     static constexpr double kMaxProgress = 0.95;  // of the first prompt in prefill, computed at most
@@ -96,10 +96,9 @@ public:
     static constexpr double kSoonS = 0.02;  // a short prompt computed within it is not published
     static constexpr double kEventsS = 0.25;  // after a first token, until events surely show it
 
-    // `max_keys`: bound on what is kept for all caches together, in keys (`Ownership::size`); the
-    // oldest requests of the cache that grows are forgotten first. `first_number`: of its visits;
-    // begin anywhere: others must not take a prompt of this process for one of another process that
-    // had its name before.
+    // `max_keys`: bound on the memory for all caches together, in keys (`Ownership::size`); the oldest
+    // requests of the cache that grows are forgotten first. `first_number`: of its visits, random:
+    // other routers must not take a prompt of this process for one of an earlier process of its name.
     Mirror(std::size_t max_keys, FirstPrices first_prices, u64 first_number);
     Mirror(const Mirror&) = delete;
     Mirror& operator=(const Mirror&) = delete;
@@ -109,32 +108,32 @@ public:
     std::shared_ptr<Visit> begin(const Sent& sent, double now);
     // A visit's first token came.
     void first_token(const std::shared_ptr<Visit>& visit, double now);
-    // A visit is over. `was_served`: whether its prompt may be cached there now.
+    // A visit is over. `was_served`: its prompt may be cached there now.
     void ended(const std::shared_ptr<Visit>& visit, bool was_served, double now);
 
     // --- what routers publish to each other ---
 
-    // Calls `visit(told)` with what is being computed for requests of this router, as far as others
-    // should know of it before its events reach them, in no order.
+    // Calls `see(published)` for each prompt that is being computed for requests of this router, as far
+    // as others should know of it before its events reach them, in no order.
     //
-    // A short prompt that is computed at once is not among it: to publish and to receive it costs
-    // more than to compute it twice.
+    // A short prompt that is computed at once is left out: publishing and receiving it costs more than
+    // computing it twice.
     template <class See>
-    void for_each_told(double now, See&& see) {
+    void for_each_published(double now, See&& see) {
         forget_computed(now);
         own_.for_each([&](Computing& computing) {
             Visit& visit = static_cast<Visit&>(computing);
-            const bool is_new = !visit.is_told;
-            if (is_new && !is_worth_telling(visit, now)) return;
-            visit.is_told = true;
-            see(Told{visit, visit.is_in_prefill ? visit.uncached_tokens : 0, is_new});
+            const bool is_new = !visit.is_published;
+            if (is_new && !is_worth_publishing(visit, now)) return;
+            visit.is_published = true;
+            see(Published{visit, visit.is_in_prefill ? visit.uncached_tokens : 0, is_new});
         });
     }
 
-    // Something is being computed for others, until `unhear`. `keys`: every `kStep` tokens of the
+    // A prompt is being computed for others, until `remove_other`. `keys`: every `kStep` tokens of the
     // prompt, one at least. `tokens`: its length.
-    HeardNumber hear(CacheId cache, Tokens tokens, std::vector<u64> keys);
-    void unhear(HeardNumber number);
+    OtherNumber add_other(CacheId cache, Tokens tokens, std::vector<u64> keys);
+    void remove_other(OtherNumber number);
 
     // Forgets what is cached at a replica, at all its ranks: it restarted, failed, or was removed.
     void forget(std::span<const CacheId> caches);
@@ -143,40 +142,40 @@ public:
 
     // --- what a decision asks ---
 
-    // Of a replica of this model at speed 1.
+    // Returns the rate of a replica of this model at speed 1.
     double prefill_tokens_per_s(ModelId model) { return traffic_of(model)->prefill_tokens_per_s(); }
-    // The probability that something unused for so long will be used again.
+    // Returns the probability that something unused for so long will be used again.
     double reuse_probability(ModelId model, double idle_s) {
         return traffic_of(model)->reuse_probability(idle_s);
     }
-    // What loading costs at a cache; null where nothing was sent to it yet.
+    // Returns the price of loading at a cache; null where nothing was sent to it yet.
     std::shared_ptr<const LoadPrices> load_prices(CacheId cache) const;
 
-    // What a new request of a model would find at a cache; one that is unknown is idle and empty.
-    // `capacity_blocks`: its size by the engine.
+    // Returns the state of a cache that a new request of a model would meet; an unknown one is idle and
+    // empty. `capacity_blocks`: its size by the engine.
     const Outlook& outlook(ModelId model, CacheId cache, std::optional<u64> capacity_blocks,
                            double now);
-    // Of the uncached tokens in prefill at a cache, those that are computed by now.
+    // Returns the uncached tokens in prefill at a cache that are computed by now.
     double progress_tokens(CacheId cache, double now) const;
 
-    // What each cache is computing of a prompt for another one now. `tokens`: its length; 0 if it is
-    // unknown, so that what is behind the last key never counts.
+    // Finds the part of a prompt that each cache is computing for another request. `tokens`: its
+    // length; 0 if it is unknown, so that tokens behind the last key never count.
     void in_prefill(const Asked& asked, Tokens tokens, double now, ComingTable& found);
 
-    // How many tokens of a prompt will be cached when the engine admits it, if it were sent now: those
-    // in prefill there come first. They store their prompts, and evict others. `now`: what is cached
-    // now, and behind that in full attention.
+    // Returns how many tokens of a prompt will be cached when the engine admits it, if it were sent
+    // now: those in prefill there come first. They store their prompts, and evict others. `now`: hit
+    // and run as of now.
     Tokens expected(CacheId cache, Prompt& prompt, Tokens prompt_tokens, Coming now);
 
-    // The requests that were the last to use something of a cache, by the time of their end, earliest
-    // first; null: there are none.
+    // Returns the requests that were the last to use something of a cache, by the time of their end,
+    // earliest first; null: there are none.
     const Ownership::Ended* ended_at(CacheId cache) const;
 
     MirrorStatistics statistics() const;
 
 private:
     // A prompt that is computed for others.
-    using Heard = std::unique_ptr<Computing>;
+    using Other = std::unique_ptr<Computing>;
 
     const std::shared_ptr<ModelTraffic>& traffic_of(ModelId model);
     Cache* find(CacheId cache) const {
@@ -194,9 +193,9 @@ private:
     void forget_computed(double now);
     void give_back(const Visit& visit, const std::shared_ptr<Use>& use, double now);
     void leave(const Visit& visit, std::span<const Tokens> boundaries, Tokens before);
-    bool is_worth_telling(const Visit& visit, double now) const;
+    bool is_worth_publishing(const Visit& visit, double now) const;
 
-    // Whether `outlook` looks at the cache anew, and reads its size.
+    // True where `outlook` looks at the cache anew, and reads its size.
     bool wants_look(CacheId cache, double now) const;
     Coming at_admission(Cache& cache, Prompt& prompt, Tokens prompt_tokens, Coming now);
     double foresee_evictions(Cache& cache);
@@ -210,15 +209,15 @@ private:
     std::vector<std::shared_ptr<Cache>> caches_;  // by id; null: unknown
     std::size_t cache_count_ = 0;
     std::vector<std::shared_ptr<ModelTraffic>> models_;  // likewise
-    InPrefill own_;     // what is computed for requests of this router, or has just been
-    InPrefill others_;  // what is computed for others
-    std::vector<Heard> heard_;       // of these, by number
-    std::vector<HeardNumber> free_;  // of these
+    InPrefill own_;     // prompts that are computed for this router, or have just been
+    InPrefill others_;  // prompts that are computed for others
+    std::vector<Other> other_prompts_;  // the latter, by number
+    std::vector<OtherNumber> free_;     // numbers of these
     bool is_sparse_ = false;  // some cache keeps windows or states only at boundaries
     std::vector<std::shared_ptr<Visit>> live_;  // those in prefill, and those that have just been
     std::deque<Visit*> computed_;               // the latter
     u64 last_number_;
-    std::vector<Tokens> boundaries_;  // memory that is used again
+    std::vector<Tokens> boundaries_;  // scratch; its memory is reused
 };
 
 }  // namespace kvroute::mirror

@@ -69,7 +69,7 @@ std::size_t Ownership::leading(std::span<const u64> keys) const {
     return at;
 }
 
-// The index in `keys` where a run ends that begins at `start`.
+// Returns the index in `keys` where a run ends that begins at `start`.
 std::size_t Ownership::end_of(u32 run, std::span<const u64> keys, std::size_t start) const {
     std::size_t low = start + 1, high = std::min(end_of(pool_[run]), keys.size());
     if (high && runs_.find(keys[high - 1]) == run) return high;  // the usual case
@@ -126,7 +126,7 @@ std::size_t Ownership::add(const std::shared_ptr<Use>& use, std::size_t start) {
     return start;
 }
 
-// Makes `use` the owner of a run up to `end`. What is behind it stays with its owner.
+// Makes `use` the owner of a run up to `end`. The rest of the run stays with its owner.
 void Ownership::hand_over(u32 run, std::size_t start, std::size_t end,
                           const std::shared_ptr<Use>& use) {
     const std::size_t run_end = end_of(pool_[run]);
@@ -142,7 +142,7 @@ void Ownership::hand_over(u32 run, std::size_t start, std::size_t end,
     }
 }
 
-// Makes keys lead to a run that nothing has led to so far.
+// Makes keys lead to a run to which no key leads so far.
 void Ownership::give(std::span<const u64> keys, u32 run) {
     for (u64 key : keys) {
         const u32 before = runs_.put(key, run);

@@ -1,4 +1,4 @@
-// Which of several requests used each part of a prefix last. A request uses a prompt from its
+// Finds which of several requests used each part of a prefix last. A request uses a prompt from its
 // start, so a user of a key uses all keys before it, too. The keys that a request was the last to
 // use are therefore a *suffix* of its keys: the others took a prefix of them. Three requests, the
 // earliest first, where `A` stands for a key that A owns:
@@ -8,8 +8,8 @@
 //     C  1 2 8             owns  1 2 8
 //
 // Keys that lie behind one another and have one owner are a *run*, and ownership is one map from key
-// to run. Who uses a prompt again takes its runs over, one by one, whatever their length; key by key
-// only where prompts part for the first time, and what is new.
+// to run. A request that uses a prompt again takes its runs over, one by one, at any length; it goes
+// key by key only where prompts part for the first time, and for new keys.
 #pragma once
 
 #include <memory>
@@ -39,8 +39,8 @@ struct Use {
     Keys keys;
     std::size_t owned_from = 0;      // the index of the first key that it owns; all of them: nothing
     std::optional<double> ended_at;  // nothing while it runs
-    LookUp look_up;                  // where it is needed
-    double rest = 0.0;  // what it leaves behind the last key, in keys; less than 0: so many are gone
+    LookUp look_up;                  // in the content of a cache
+    double rest = 0.0;  // its tokens behind the last key, in keys; less than 0: so many keys are gone
 
     u32 place_ended = kNone;  // among those that have ended and own something
     u32 place_in_order = kNone;  // see `EvictionOrder`
@@ -58,23 +58,23 @@ struct Taken {
     std::size_t keys = 0;
 };
 
-// Who owns which key, and the requests that have ended, by the time of their end.
+// The owner of each key, and the requests that have ended, by the time of their end.
 class Ownership {
 public:
     using Ended = Chain<std::shared_ptr<Use>>;
 
-    // Keys that have an owner.
+    // The number of keys that have an owner.
     std::size_t keys() const { return runs_.size(); }
-    // Ended requests that own something.
+    // The number of ended requests that own something.
     std::size_t requests() const { return ended_.size(); }
-    // What ended requests keep, in keys: all of their prompts, however little they own.
+    // The memory of ended requests, in keys: all of their prompts, however little they own.
     std::size_t size() const { return size_; }
 
-    // A request begins to use a prefix. Whose keys it took is in `taken`, from the start.
+    // A request begins to use a prefix. `taken` has the requests whose keys it took, from the start.
     std::shared_ptr<Use> begin(Keys keys);
 
-    // A request has ended: it is the last that used its keys. Call once. Whose keys it took back is
-    // in `taken`.
+    // A request has ended: it is the last that used its keys. Call once. `taken` has the requests from
+    // which it took keys back.
     void end(const std::shared_ptr<Use>& use, double now);
 
     // From `begin` or `end`, whichever was last.
@@ -87,19 +87,19 @@ public:
     // returns them: they are there for as long as the request is. It has ended.
     std::span<const u64> drop_end(const std::shared_ptr<Use>& use, std::size_t count);
 
-    // The request that ended first of those that still own something; null: there is none.
+    // Returns the request that ended first of those that still own something; null: there is none.
     std::shared_ptr<Use> oldest() const;
-    // All that have ended and own something, earliest first.
+    // Returns all that have ended and own something, earliest first.
     const Ended& ended() const { return ended_; }
 
-    // How many keys were used after a time, by requests that have ended; counted up to `most`. An
-    // end at just that time does not count.
+    // Returns how many keys were used after a time, by requests that have ended; counts up to `most`.
+    // An end at just that time does not count.
     std::size_t owned_since(double ended_at, std::size_t most) const;
 
     // Forgets all requests that have ended.
     void clear();
 
-    // How many leading keys of a prompt have an owner.
+    // Returns how many leading keys of a prompt have an owner.
     std::size_t leading(std::span<const u64> keys) const;
 
     // Calls `visit(start, end, use)` for the stretches of `keys` that one request each owns, until it
@@ -119,7 +119,7 @@ public:
     }
 
 private:
-    // Keys of prompts that are the same so far, up to `end`, and who owns them.
+    // Keys of prompts that are the same so far, up to `end`, and their owner.
     struct Run {
         std::size_t end = 0;
         std::size_t keys = 0;  // that lead here

@@ -34,8 +34,8 @@ void PrefixTree::remove(std::span<const u64> keys, CacheId holder) {
     }
 }
 
-// Lets a stretch begin later: what it loses is a stretch above it, which is returned. What follows
-// the old one stays where it is.
+// Lets a stretch begin later: the keys that it loses become a stretch above it, which is returned.
+// Stretches below stay where they are.
 u32 PrefixTree::split(u32 number, std::size_t at) {
     Stretch upper = pool_[number];
     upper.end = at;

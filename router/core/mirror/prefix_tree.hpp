@@ -1,4 +1,4 @@
-// How much of a prompt others share, by who has them, however many they are.
+// Finds how much of a prompt others share, by their holders, in one walk for any number of prompts.
 //
 // A key stands for the whole prefix up to it, so prompts that begin alike have the same keys as far
 // as they are the same. They hang in a tree: a stretch is a run of keys that all prompts below it
@@ -9,7 +9,7 @@
 //     B  1 2 8                                 +-- 8  (B: 1)
 //     B  1 2
 //
-// A question walks down once: `1 2 3 9` shares three keys with A and two with B.
+// A look-up walks down once: `1 2 3 9` shares three keys with A and two with B.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 
 namespace kvroute::mirror {
 
-// How many of something each holder has; those with none are left out. Mostly a few.
+// Counts of each holder; those with none are left out. Mostly a few.
 class Holders {
 public:
     bool is_empty() const { return counts_.empty(); }
@@ -49,10 +49,10 @@ private:
     Counts counts_;
 };
 
-// The prompts that are to be compared with. What is added must be removed again.
+// The prompts that are compared with. Every one added must be removed again.
 class PrefixTree {
 public:
-    // How many stretches there are.
+    // The number of stretches.
     std::size_t size() const { return by_first_.size(); }
 
     // Any number of prompts may be the same.

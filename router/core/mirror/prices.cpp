@@ -45,7 +45,7 @@ void LoadPrices::loaded(const ByTier& by_tier, double cost) {
     const double own = cost - (sum(by_tier) - most_tokens * of(tier));
     const auto learned =
         learned_.try_emplace(tier, FadingRatio(first_.of(tier), kFirstTokens, kLoads)).first;
-    // One that takes longer than computing would has waited for something else.
+    // A load that takes longer than computing would has waited for something else.
     learned->second.add(std::min(std::max(own, 0.0), most_tokens), most_tokens);
 }
 

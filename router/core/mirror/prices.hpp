@@ -1,4 +1,4 @@
-// What it costs to bring tokens to a cache from below its GPU, learned from times to the first token.
+// The cost of loading tokens into a cache from below its GPU, learned from times to the first token.
 #pragma once
 
 #include <map>
@@ -22,7 +22,7 @@ struct FirstPrices {
     double of(std::string_view tier) const;
 };
 
-// By tier, the time to load one token over the time to compute one.
+// The time to load one token over the time to compute one, by tier.
 //
 // A hit may come from several tiers. Its time measures the one that most of it came from: the
 // others' part is subtracted at their prices.
@@ -30,18 +30,18 @@ class LoadPrices {
 public:
     static constexpr Tokens kLeastTokens = 1024;  // fewer measure the cost of a step
     static constexpr double kLeastShare = 0.5;    // of a hit's lower tokens that one tier has
-    static constexpr double kFirstTokens = 4096.0;  // what the price before any load counts, in tokens
+    static constexpr double kFirstTokens = 4096.0;  // weight of the price before any load, in tokens
     static constexpr int kLoads = 32;               // after so many a load counts 1/e
 
     // `first` must live as long.
     explicit LoadPrices(const FirstPrices& first) : first_(first) {}
 
-    // The price of a token from a tier.
+    // Returns the price of a token from a tier.
     double of(std::string_view tier) const;
-    // The price of a token of those from several tiers; empty: their tiers are unknown.
+    // Returns the mean price of tokens from several tiers; empty: their tiers are unknown.
     double mean(const ByTier& by_tier) const;
-    // A prompt has begun to respond. `by_tier`: what of it was loaded; not empty. `cost`: the time
-    // that this took, in tokens to compute.
+    // A response has begun. `by_tier`: the tokens of its prompt that were loaded; not empty. `cost`:
+    // the time that this took, in tokens to compute.
     void loaded(const ByTier& by_tier, double cost);
 
 private:

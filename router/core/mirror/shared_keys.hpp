@@ -10,7 +10,7 @@
 
 namespace kvroute::mirror {
 
-// Keys of a prompt's prefixes, from the shortest, and what they lie in.
+// Keys of a prompt's prefixes, from the shortest, and the memory that they lie in.
 struct Keys {
     std::shared_ptr<const void> owner;
     std::span<const u64> span;
@@ -22,7 +22,7 @@ struct Keys {
     }
 };
 
-// How many leading keys of two prompts are the same: at least `low` are, at most `high` can be.
+// Returns how many leading keys of two prompts are the same: at least `low` are, at most `high` can be.
 inline std::size_t equal_keys(std::span<const u64> keys, std::span<const u64> theirs,
                               std::size_t low, std::size_t high) {
     if (low < high && keys[high - 1] == theirs[high - 1]) return high;

@@ -66,7 +66,7 @@ void ReuseIntervals::estimate(const Ownership::Ended& idle, double now) {
         sums_.push_back(sums_.back() + idle[at]->owned());
     }
     if (!ends_.empty()) horizon_s_ = std::max(horizon_s_, now - ends_.front());
-    double left = 0.0;  // those that left a bin later than the one at hand, either way
+    double left = 0.0;  // those that left a later bin, either way
     double survival = 1.0;
     for (std::size_t index = kBins; index-- > 0;) {
         const double latest = now - scale().edges[index];

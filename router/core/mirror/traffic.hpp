@@ -1,5 +1,5 @@
-// What is learned of a model's requests: rates, and how probable it is that what has been idle for
-// some time will be used again.
+// Learns from a model's requests: rates, and the probability that content idle for some time will be
+// used again.
 #pragma once
 
 #include <array>
@@ -10,15 +10,15 @@ namespace kvroute::mirror {
 
 // --- sums that forget ---
 
-// How much happens per second: a sum in which the past fades, exponentially.
+// An amount per second: a sum in which the past fades, exponentially.
 class FadingRate {
 public:
     // `fade_s`: the time after which something counts 1/e. `now`: of the start.
     FadingRate(double fade_s, double now) : fade_s_(fade_s), start_(now), at_(now) {}
 
-    // `amount` of it happened.
+    // Adds an amount of it.
     void add(double amount, double now);
-    // The rate at a time; of a short past it is the mean.
+    // Returns the rate at a time; of a short past it is the mean.
     double per_s(double now) const;
 
 private:
@@ -46,16 +46,15 @@ private:
 constexpr double kShortestS = 0.01, kLongestS = 86'400.0;
 constexpr std::size_t kBins = 40;
 
-// The index of the bin of time that an interval falls into. The bins begin at 0 s, 10 ms, 15 ms, ...
-// a day.
+// Returns the bin of time that an interval falls into. The bins begin at 0 s, 10 ms, 15 ms, ... a day.
 std::size_t bin_of(double seconds);
 
-// From the end of one use of something to its next use: the probability that there will be one.
+// Intervals from the end of one use of something to its next use: the probability of a next use.
 //
 // The Kaplan-Meier estimator (1958) over bins of time. Most things have not been used again *yet*
 // when one looks: how long they have been idle so far counts as well (they are censored), or else
-// nothing that takes long would ever be expected. What lies beyond the longest time that was
-// observed is a guess: at most `kTail`, and less for what has been idle for a short part of it.
+// no long interval would ever be expected. The probability beyond the longest time that was observed
+// is a guess: at most `kTail`, and less for what has been idle for a short part of it.
 class ReuseIntervals {
 public:
     static constexpr double kTail = 0.3;
@@ -67,12 +66,12 @@ public:
     void reused(double after_s, double weight) { reused_[bin_of(after_s)] += weight; }
     // Something was idle all that time, and is not followed any more.
     void given_up(double after_s, double weight) { given_up_[bin_of(after_s)] += weight; }
-    // Lets what was observed so far count half.
+    // Halves the weight of all observations so far.
     void halve();
     // Estimates anew. `idle`: what is idle, by the end of its last use, earliest first.
     void estimate(const Ownership::Ended& idle, double now);
-    // That what has been idle for so long will be used again. Interpolated within the bin on a
-    // logarithmic scale.
+    // Returns the probability that what has been idle for so long will be used again. Interpolated
+    // within the bin on a logarithmic scale.
     double probability(double idle_s) const;
 
 private:
@@ -81,16 +80,16 @@ private:
     Bins reused_{}, given_up_{};
     Bins lost_, within_{};
     double horizon_s_ = 0.0;
-    std::vector<double> ends_;        // of `estimate`: their memory is used again
+    std::vector<double> ends_;        // scratch of `estimate`, as `sums_`
     std::vector<std::size_t> sums_;
 };
 
 // --- one model ---
 
-// Every so many keys one is followed, from prefix to prefix: less memory, and coarser weights.
+// Of so many keys of a prompt one is followed: less memory, and coarser weights.
 constexpr std::size_t kReuseStep = 4;
 
-// What the requests of one model show, over all caches.
+// Statistics of one model's requests, over all caches.
 class ModelTraffic {
 public:
     static constexpr int kPrefills = 32;
@@ -102,17 +101,17 @@ public:
     explicit ModelTraffic(std::size_t max_keys)
         : max_keys_(max_keys), speed_(kFirstGuessTokensPerS, 0.1, kPrefills) {}
 
-    // Of a replica at speed 1.
+    // Returns the rate of a replica at speed 1.
     double prefill_tokens_per_s() const { return speed_.value(); }
 
-    // A request with these keys of its prefixes is sent; the result is for `ended`.
+    // A request with these keys of its prefixes is sent. Returns what `ended` takes.
     std::shared_ptr<Use> began(std::span<const u64> keys, double now);
     // A request has ended.
     void ended(const std::shared_ptr<Use>& use, double now);
     // A cache has computed the uncached tokens of a prompt, as they were predicted, and spent that
     // time on it, at speed 1.
     void prefilled(Tokens tokens, double seconds);
-    // That what has been idle for so long will be used again.
+    // Returns the probability that what has been idle for so long will be used again.
     double reuse_probability(double idle_s) const { return reuse_.probability(idle_s); }
 
 private:

@@ -27,7 +27,7 @@ from router.index import (
 )
 from router.index.mirror_types import (
     STEP,
-    WORTH_TELLING,
+    WORTH_PUBLISHING,
     ByTier,
     CacheOutlook,
     Coming,
@@ -360,7 +360,7 @@ class ReferenceMirror:
         for visit, cache in self._own:
             told, is_queued = visit.told, visit in cache.prefilling
             if told is None:
-                is_long = visit.uncached_tokens >= WORTH_TELLING
+                is_long = visit.uncached_tokens >= WORTH_PUBLISHING
                 is_slow = is_queued and now - visit.started_at >= self.SOON_S
                 name = names.get(id(visit.model))
                 if name is None or not (is_long or (is_slow and visit.uncached_tokens >= STEP)):
