@@ -85,7 +85,7 @@ class Core:
     def apply(
         self, slot: int, payload: bytes
     ) -> ApplyResult | tuple[Any, ...] | list[tuple[Any, ...]] | None: ...
-    def apply_told(
+    def apply_reported(
         self, slot: int, payload: bytes, is_canonical: bool, opaque: Sequence[int]
     ) -> tuple[Any, ...] | None: ...
     def note(

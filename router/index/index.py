@@ -184,7 +184,7 @@ class PrefixIndex:
         for news in done:
             known.learner.see_run(*news)
         known.publish_layout(self.core)
-        applied = self.core.apply_told(known.slot, payload, False, [])
+        applied = self.core.apply_reported(known.slot, payload, False, [])
         assert applied is not None
         result = self._result(source, known, applied, payload)
         result.layout_changed = known.layout != before
@@ -215,7 +215,7 @@ class PrefixIndex:
         events = [canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
         opaque = [number for number, event in enumerate(events) if known.is_opaque(event)]
         payload = encode(EventBatch(batch.ts, events))
-        done = self.core.apply_told(known.slot, payload, True, opaque)
+        done = self.core.apply_reported(known.slot, payload, True, opaque)
         if done is None:
             raise MalformedBatch(f"batch of {len(events)} events: a value is out of range")
         result = self._result(source, known, done, batch)

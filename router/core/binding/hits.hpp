@@ -1,4 +1,4 @@
-// What Python sees of a match.
+// Binds the result of a match.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,21 +11,21 @@
 
 namespace kvroute::binding {
 
-// What results are made of.
+// The classes of results.
 struct ResultTypes {
     nanobind::object hit;     // the class
     nanobind::object no_hit;  // one for all
-    nanobind::object result;  // the class of what a batch did
+    nanobind::object result;  // the class of a batch's effect
     nanobind::object no_tiers = nanobind::make_tuple();
 };
 
-// What each lower tier adds to a hit, by name.
+// The tokens that each lower tier adds to a hit, by name.
 using NamedShares = std::vector<std::pair<std::string, u64>>;
 
 nanobind::object made_hit(const ResultTypes& types, const Hit& hit, const NamedShares& shares);
 
-// `{source: hit}` of one match. A hit becomes an object of Python when it is asked for: a router
-// with a thousand sources asks for those of a few.
+// `{source: hit}` of one match. A hit becomes an object of Python when it is read: a router with a
+// thousand sources reads those of a few.
 class HitMap {
 public:
     std::vector<Hit> hits;                            // by slot
@@ -39,9 +39,9 @@ public:
     PyObject* find(PyObject* source) const;
     std::size_t size() const { return nanobind::len(slots_); }
     nanobind::dict sources() const { return slots_; }
-    // Tokens on the GPU, in all, and in the junction, of each of `sources`; 0 for unknown ones.
+    // Returns tokens on the GPU, in all, and in the junction, of each of `sources`; 0 for unknown ones.
     nanobind::tuple columns(const nanobind::list& sources) const;
-    // All of it, as a dict.
+    // Returns all of it as a dict.
     nanobind::object all();
 
 private:

@@ -1,8 +1,8 @@
-// What Python sees of the compiled index.
+// Binds the compiled index.
 //
 // One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let
 // go while a large batch applies or a long prompt is hashed or matched; for anything small that
-// would cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand, nor
+// would cost more than it gives. No thread waits for the mutex with the interpreter lock in hand, nor
 // the other way round: nothing of Python is touched under the mutex; see `Guarded`.
 
 #include <nanobind/nanobind.h>
@@ -58,7 +58,7 @@ Layout layout_of(const LayoutTuple& fields) {
 
 class Core {
 public:
-    // `no_hit`: an instance of the class of all hits. `result`: the class of what a batch did.
+    // `no_hit`: an instance of the class of all hits. `result`: the class of a batch's effect.
     Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits, nb::object no_hit,
          nb::object result)
         : types_{nb::borrow(no_hit.type()), no_hit, std::move(result)},
@@ -67,7 +67,7 @@ public:
               Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
                      limits.at(5), limits.at(6)})) {}
 
-    // For what else in the core reads it.
+    // For the other readers in the core.
     std::shared_ptr<SharedIndex> shared() const { return shared_; }
 
     // Names a source that may be added, for as long as the index lives.
@@ -81,7 +81,7 @@ public:
         return added(number, tier_units);
     }
 
-    // Something that sources share: it holds blocks as they do, and has no layout of its own.
+    // Adds a store that sources share: it holds blocks as they do, and has no layout of its own.
     u32 add_store(const std::string& name, const TierUnits& tier_units) {
         Guarded guarded(mutex_);
         const u32 slot = added(shared_->new_number(), tier_units);
@@ -89,8 +89,8 @@ public:
         return slot;
     }
 
-    // What a source shares: of each store its slot, tiers and ownership; see `StoreHint`. A store
-    // is dropped after all sources that share it.
+    // Sets the stores of a source: the slot, tiers and ownership of each; see `StoreHint`. A store is
+    // dropped after all sources that share it.
     void share(u32 slot, std::vector<StoreTuple> stores) {
         std::vector<StoreHint> hints;
         for (auto& [store, tiers, ownership] : stores) {
@@ -102,14 +102,14 @@ public:
         index_.share(slot, std::move(hints));
     }
 
-    // Whether some block that the source could load has no place yet.
+    // True where some block that the source could load has no place yet.
     bool has_unplaced(u32 slot) {
         Guarded guarded(mutex_);
         check(slot);
         return index_.has_unplaced(index_.source(slot));
     }
 
-    // Nobody finds the source any more. True where it held so much that `tidy` is to be called.
+    // Takes the source out of look-ups. True where it held so much that `tidy` is to be called.
     bool drop(u32 slot) {
         ReleasedIf released(true);
         Guarded guarded(mutex_, false);
@@ -119,8 +119,7 @@ public:
         return work_off();
     }
 
-    // Takes away some of what dropped sources held, for about a millisecond; true where more is
-    // left.
+    // Frees some blocks of dropped sources, for about a millisecond; true where more are left.
     bool tidy() {
         ReleasedIf released(true);
         Guarded guarded(mutex_, false);
@@ -148,9 +147,9 @@ public:
         index_.unset_layout(slot, is_announced, lookahead);
     }
 
-    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple,
-    // which also has the slot of the source now. A list of news for the layout learner, with
-    // nothing applied yet; None where the batch is odd.
+    // Returns the batch's effect: an `ApplyResult` where nothing needs Python's attention, else a
+    // tuple, which also has the slot of the source now. Returns a list of news for the layout learner,
+    // with nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
         Done done;
         std::vector<News> news;
@@ -174,8 +173,8 @@ public:
         return as_list(news);
     }
 
-    nb::object apply_told(u32 slot, nb::bytes payload, bool is_canonical,
-                          const std::vector<u32>& opaque) {
+    nb::object apply_reported(u32 slot, nb::bytes payload, bool is_canonical,
+                              const std::vector<u32>& opaque) {
         Done done;
         bool is_applied;
         {
@@ -187,7 +186,7 @@ public:
             Guarded guarded(mutex_, !is_large);
             check(slot);
             Source& of = index_.source(slot);
-            is_applied = applier_.apply_told(slot, bytes, is_canonical, opaque, done.result);
+            is_applied = applier_.apply_reported(slot, bytes, is_canonical, opaque, done.result);
             if (is_applied) look_at(of, slot, done);
         }
         return is_applied ? as_tuple(done) : nb::none();
@@ -221,7 +220,7 @@ public:
         return index_.source(slot).uses_int_hashes;
     }
 
-    // For `match`; None where Python has to make them.
+    // Returns hashes for `match`; None where Python has to make them.
     nb::object engine_hashes(const PromptHandle& handle, const std::string& algorithm,
                              nb::bytes root, u64 block_size, u64 lookahead, bool as_int,
                              const std::vector<nb::bytes>& extra_keys) {
@@ -246,7 +245,7 @@ public:
         Guarded guarded(mutex_);
         check(slot);
         Source& of = index_.source(slot);
-        of.told_unplaced = of.unplaced > 0;
+        of.reported_unplaced = of.unplaced > 0;
         return of.unplaced;
     }
 
@@ -344,7 +343,7 @@ public:
         return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
     }
 
-    // Hashes as the core keeps them, for `match_hashes`.
+    // Returns hashes as the core keeps them, for `match_hashes`.
     EngineHashes hash_numbers(const nb::list& hashes) {
         EngineHashes found;
         for (nb::handle each : hashes) found.numbers.push_back(hash_of(index_.space(), each));
@@ -372,7 +371,7 @@ public:
         {
             Guarded guarded(mutex_);
             check(slot);
-            index_.work_off();  // a source remembers some of what it left behind
+            index_.work_off();  // a source remembers some of the blocks that it left behind
             bytes = written_state(index_, slot);
         }
         return nb::bytes(bytes.data(), bytes.size());
@@ -391,8 +390,8 @@ public:
         return Inspector(index_).contradictions();
     }
 
-    // For tests: what a source holds, as group, tier, hash and copies. A hash that is no integer is
-    // a digest, the same in every index of one secret.
+    // For tests: returns a source's blocks, as group, tier, hash and copies. A hash that is no integer
+    // is a digest, the same in every index of one secret.
     std::vector<std::tuple<u32, std::string, u64, u64>> copies(u32 slot) {
         Guarded guarded(mutex_);
         check(slot);
@@ -476,17 +475,17 @@ private:
         if (!index_.has_source(slot)) throw nb::index_error("no such source");
     }
 
-    // What a batch did, and how its source stands since.
+    // A batch's effect, and its source's state since.
     struct Done {
         Applied result;
         u32 slot = 0;
         bool has_lower_tiers = false, may_show_function = false, is_news = false;
         u64 unplaced = 0;
 
-        // Blocks came and went, and that is all.
+        // True where blocks came and went, and that is all.
         bool is_plain() const {
             return !(result.waiting | result.skipped | result.given_up) && !result.cleared &&
-                   result.stores_to_tell.empty() &&
+                   result.stores_to_report.empty() &&
                    !result.is_incomplete && !may_show_function && !is_news;
         }
     };
@@ -499,9 +498,9 @@ private:
         done.unplaced = of.unplaced;
         done.may_show_function =
             done.result.has_root_sample && (index_.has_unplaced(of) || of.hides_extra_keys());
-        done.is_news = of.told_unplaced != (of.unplaced > 0) || of.told_chain != of.has_chain;
-        of.told_unplaced = of.unplaced > 0;
-        of.told_chain = of.has_chain;
+        done.is_news = of.reported_unplaced != (of.unplaced > 0) || of.reported_chain != of.has_chain;
+        of.reported_unplaced = of.unplaced > 0;
+        of.reported_chain = of.has_chain;
     }
 
     nb::object plain(const Done& done) const {
@@ -515,7 +514,7 @@ private:
         return nb::make_tuple(result.stored, result.removed, result.waiting, result.skipped,
                               result.overflow, result.given_up, result.cleared,
                               result.is_incomplete, done.has_lower_tiers, done.may_show_function,
-                              done.unplaced, done.slot, result.stores_to_tell);
+                              done.unplaced, done.slot, result.stores_to_report);
     }
 
     NamedShares named(u32 slot, const Shares& shares) {
@@ -535,9 +534,9 @@ private:
     }
 
     static nb::list as_list(const std::vector<News>& news) {
-        nb::list told;
-        for (const News& each : news) told.append(as_tuple(each));
-        return told;
+        nb::list reported;
+        for (const News& each : news) reported.append(as_tuple(each));
+        return reported;
     }
 
     ResultTypes types_;
@@ -573,7 +572,7 @@ void kvroute::binding::bind_index(nb::module_& module) {
         .def("borrow_layout", &Core::borrow_layout)
         .def("unset_layout", &Core::unset_layout)
         .def("apply", &Core::apply)
-        .def("apply_told", &Core::apply_told)
+        .def("apply_reported", &Core::apply_reported)
         .def("note", &Core::note)
         .def("holds_hash", &Core::holds_hash)
         .def("hides_extra_keys", &Core::hides_extra_keys)

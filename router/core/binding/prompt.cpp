@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::size_t kLargeText = 1 << 16;  // bytes
 
-// The digests of a prompt's blocks, one after the other; nothing where Python has to make them. See
-// `append_block_hashes`.
+// Returns the digests of a prompt's blocks, one after the other; nothing where Python has to make them.
+// See `append_block_hashes`.
 std::optional<std::vector<u8>> digests_of(const Prompt& prompt, const EngineHashing& hashing) {
     const auto bytes_of = [](const nb::bytes& bytes) {
         return std::span(static_cast<const u8*>(bytes.data()), bytes.size());

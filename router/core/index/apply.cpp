@@ -8,7 +8,7 @@ namespace kvroute {
 
 namespace {
 
-// Whether an event may hide something that goes into its hashes.
+// True where an event may hide something that goes into its hashes.
 bool may_be_opaque(const Source& of, const Event& event) {
     return of.has_chain && event.is_on_gpu && !event.parent && event.extra_keys.empty() &&
            event.lora.value_or("").empty() && event.salt.value_or("").empty() &&
@@ -17,22 +17,22 @@ bool may_be_opaque(const Source& of, const Event& event) {
 
 void collect_news(Source& of, const Event& event, std::vector<News>& out) {
     News news;
-    if (event.has_lookahead && of.told_lookahead != event.lookahead) {
-        of.told_lookahead = news.lookahead = event.lookahead;
+    if (event.has_lookahead && of.reported_lookahead != event.lookahead) {
+        of.reported_lookahead = news.lookahead = event.lookahead;
     }
     const u32 implied = event.tokens_per_block();
-    ToldGroup now{true, std::string(), event.window, implied};
+    ReportedGroup now{true, std::string(), event.window, implied};
     if (event.is_on_gpu && event.block_size) now.block_size = event.block_size;
-    const bool tells = event.is_on_gpu ? now.block_size && event.tokens
-                                       : implied || !event.kind.empty();
-    if (tells) {
+    const bool has_facts = event.is_on_gpu ? now.block_size && event.tokens
+                                           : implied || !event.kind.empty();
+    if (has_facts) {
         const u32 place = event.group * 2 + !event.is_on_gpu;
-        if (place >= of.told.size()) of.told.resize(place + 1);
-        ToldGroup& told = of.told[place];
-        if (!told.is_told || told.kind != event.kind || told.window != now.window ||
-            told.block_size != now.block_size) {
+        if (place >= of.reported.size()) of.reported.resize(place + 1);
+        ReportedGroup& reported = of.reported[place];
+        if (!reported.is_reported || reported.kind != event.kind || reported.window != now.window ||
+            reported.block_size != now.block_size) {
             now.kind = event.kind;
-            told = now;
+            reported = now;
             news.group = event.group;
             news.is_on_gpu = event.is_on_gpu;
             news.kind = now.kind;
@@ -67,13 +67,13 @@ Applier::Outcome Applier::apply(u32 slot, std::span<const u8> payload, Applied& 
     return Outcome::applied;
 }
 
-bool Applier::apply_told(u32 slot, std::span<const u8> payload, bool is_canonical,
-                         const std::vector<u32>& opaque, Applied& result) {
+bool Applier::apply_reported(u32 slot, std::span<const u8> payload, bool is_canonical,
+                             const std::vector<u32>& opaque, Applied& result) {
     if (!read(payload, is_canonical)) return false;
     Source& of = index_.source(slot);
-    std::vector<News> told;
+    std::vector<News> reported;
     for (const Event& event : batch_.events) {
-        if (event.type == EventType::stored) collect_news(of, event, told);
+        if (event.type == EventType::stored) collect_news(of, event, reported);
     }
     apply_all(of, opaque, result);
     return true;
@@ -102,7 +102,7 @@ void Applier::apply_all(Source& of, const std::vector<u32>& opaque, Applied& res
     result.given_up = of.waiting.trim(limits_, of.batches);
 }
 
-// Fetches what the look-ups of an event's first hashes will read.
+// Fetches the memory that the look-ups of an event's first hashes will read.
 void Applier::prefetch(const Event& event) const {
     const std::span<const u64> hashes = hashes_of(event);
     for (u32 i = 0; i < std::min(event.hashes, kAhead); ++i) nodes_.prefetch_hash(hashes[i]);
@@ -153,7 +153,7 @@ void Applier::store(Source& of, const Event& event, bool is_opaque, Applied& res
     if (of.unplaced) result.waiting += index_.unplaced_of(of, hashes);
 }
 
-// Copies that were counted and cannot be there, as only last removals are announced.
+// Drops copies that were counted and cannot be there, as only last removals are announced.
 void Applier::drop_ghosts(Source& of, const Event& event) {
     static constexpr std::string_view kNotFull[] = {
         "sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba",
@@ -246,19 +246,19 @@ u64 Applier::discount_each(Source& of, u32 plane, std::span<const u64> hashes) {
     return removed;
 }
 
-// Whether no copy of any block is left, since the source announces last removals only.
+// True where no copy of any block is left, since the source announces last removals only.
 bool Applier::leaves_none(Source& of, const Event& event, u32 plane, Applied& result) {
     CopyWatch& watch = of.copy_watch;
     if (watch.is_settled()) return false;
-    const bool told_last = watch.counting == CopyWatch::Counting::last_copy;
+    const bool was_last_copy = watch.counting == CopyWatch::Counting::last_copy;
     for (u32 i = 0; i < event.hashes; ++i) {
         const u64 hash = batch_.hashes[event.first_hash + i];
         const u32 id = index_.entry_of(of, hash);
         watch.removed(event.group, hash, id == kNone ? 0 : index_.copies_of(of, id, plane));
     }
-    if (!told_last) return false;
+    if (!was_last_copy) return false;
     if (watch.is_settled()) {
-        // It announces every removal after all: copies were taken for gone that are there.
+        // It announces every removal after all: copies were taken as gone that are there.
         of.has_lost_removals = result.is_incomplete = true;
         return false;
     }
@@ -282,7 +282,7 @@ u64 Applier::leave(Source& of, u32 plane, std::span<const u64> hashes, const u32
     return removed;
 }
 
-// Whether a hash of the batch came as an integer.
+// True where a hash of the batch came as an integer.
 bool Applier::is_int_hash(const u64* hash) const {
     const u64* first = batch_.hashes.data();
     return hash >= first && hash < first + batch_.hashes.size() ? batch_.is_int[hash - first]

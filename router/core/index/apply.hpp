@@ -1,4 +1,4 @@
-// What a batch of events does to an index.
+// Applies batches of events to an index.
 #pragma once
 
 #include "index/events.hpp"
@@ -6,13 +6,13 @@
 
 namespace kvroute {
 
-// What one batch did; see `ApplyResult` in Python.
+// The effect of one batch; see `ApplyResult` in Python.
 struct Applied {
     u64 stored = 0, removed = 0, waiting = 0, skipped = 0, overflow = 0, given_up = 0;
     bool cleared = false;
     bool is_incomplete = false;
     bool has_root_sample = false;  // some event may show the engine's hash function
-    std::vector<u32> stores_to_tell;  // slots: what their readers are to know of the layout is new
+    std::vector<u32> stores_to_report;  // slots: their readers have to learn the layout anew
 };
 
 // Facts that the layout learner does not know yet.
@@ -39,13 +39,13 @@ public:
     // Applies a batch whose news have been reported. `is_canonical`: see `read_batch`. `opaque`:
     // numbers of events that hide something which goes into their hashes, ascending. False where it
     // is odd.
-    bool apply_told(u32 slot, std::span<const u8> payload, bool is_canonical,
-                    const std::vector<u32>& opaque, Applied& result);
+    bool apply_reported(u32 slot, std::span<const u8> payload, bool is_canonical,
+                        const std::vector<u32>& opaque, Applied& result);
 
 private:
     static constexpr u32 kAhead = 8;  // look-ups that are fetched ahead
 
-    // apply.cpp: what each kind of event does.
+    // apply.cpp: each kind of event.
     bool read(std::span<const u8> payload, bool is_canonical);
     void apply_all(Source& of, const std::vector<u32>& opaque, Applied& result);
     void prefetch(const Event& event) const;
@@ -69,7 +69,7 @@ private:
     u64 remove_shared(Source& store, const Event& event);
     u64 clear_shared(const Source& of, std::string_view tier);
 
-    // apply_places.cpp: for which prefix its blocks stand.
+    // apply_places.cpp: the prefixes of its blocks.
     bool find_keys(Source& of, const Event& event, u32 block_size);
     void keys_of_run(const WaitingRun& run, Key parent);
     WaitingRun run_of(Source& of, const Event& event, u32 block_size, bool is_below);
@@ -83,8 +83,8 @@ private:
     NodeTables& nodes_;
     const KeySpace& space_;
     const Limits& limits_;
-    Batch batch_;            // its memory is used again
-    std::vector<Key> keys_;  // of the event at hand, or of a run that waited
+    Batch batch_;            // its memory is reused
+    std::vector<Key> keys_;  // of the current event, or of a run that waited
 };
 
 }  // namespace kvroute

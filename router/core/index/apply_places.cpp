@@ -1,10 +1,10 @@
-// For which prefix the blocks of an event stand: now, or once its parent is known.
+// Finds the prefixes of an event's blocks: now, or once its parent is known.
 #include "index/apply.hpp"
 #include "index/marks.hpp"
 
 namespace kvroute {
 
-// The keys of a dense event's blocks, into `keys_`; false where the parent's is not known.
+// Writes the keys of a dense event's blocks into `keys_`; false where the parent's is not known.
 bool Applier::find_keys(Source& of, const Event& event, u32 block_size) {
     Key parent;
     if (!event.parent) {
@@ -42,7 +42,7 @@ void Applier::keys_of_run(const WaitingRun& run, Key parent) {
 
 WaitingRun Applier::run_of(Source& of, const Event& event, u32 block_size, bool is_below) {
     WaitingRun run;
-    // What the parent's key covers of this run already.
+    // The tokens of this run that the parent's key covers already.
     const u32 covered = event.parent ? of.lookahead : 0;
     const std::span<const u64> hashes = hashes_of(event);
     const u32* tokens = batch_.tokens.data() + event.first_token;
@@ -66,7 +66,7 @@ WaitingRun Applier::run_of(Source& of, const Event& event, u32 block_size, bool 
     return run;
 }
 
-// Whether one of the blocks in `keys_` is remembered for another prefix: then which of two hashes
+// True where one of the blocks in `keys_` is remembered for another prefix: then which of two hashes
 // is found for that one is decided when all are counted.
 bool Applier::contradicts_remembered(const Source& of, const Event& event, u32 taken) const {
     Key known;
@@ -77,7 +77,7 @@ bool Applier::contradicts_remembered(const Source& of, const Event& event, u32 t
     return false;
 }
 
-// Learns the keys in `keys_` of an event's blocks, and of whatever waited for one of them.
+// Learns the keys in `keys_` of an event's blocks, and those of the runs that waited for one of them.
 void Applier::place_all(Source& of, const Event& event, bool is_below) {
     std::vector<std::pair<Key, WaitingRun>> ready;
     for (u32 i = 0; i < event.hashes; ++i) {

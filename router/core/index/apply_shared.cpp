@@ -1,4 +1,4 @@
-// What events do to the stores that sources share.
+// Applies events to the stores that sources share.
 #include <unordered_set>
 
 #include "index/apply.hpp"
@@ -16,7 +16,7 @@ bool names(const std::vector<std::string>& tiers, std::string_view tier) {
 
 }  // namespace
 
-// The store that an event is about; null: the source's own cache.
+// Returns the store that an event is about; null: the source's own cache.
 Source* Applier::meant_by(const Source& of, const Event& event) {
     if (event.is_on_gpu || event.is_local) return nullptr;
     for (const StoreHint& hint : of.store_hints) {
@@ -32,7 +32,7 @@ Source* Applier::meant_by(const Source& of, const Event& event) {
 void Applier::store_shared(Source& of, Source& store, const Event& event, Applied& result) {
     if (of.has_own_layout && store.layout_number != of.layout_number) {
         store.layout_number = of.layout_number;
-        result.stores_to_tell.push_back(store.slot);
+        result.stores_to_report.push_back(store.slot);
     }
     const std::span<const u64> hashes = hashes_of(event);
     const u32 tier = store.tier_for(event.tier);
@@ -50,8 +50,8 @@ void Applier::store_shared(Source& of, Source& store, const Event& event, Applie
     of.has_shared = true;
 }
 
-// Adds what a store does not hold yet, as far as there is room, at the places that the writer
-// knows; returns how many were refused.
+// Adds the blocks that a store lacks, as far as there is room, at the places that the writer knows;
+// returns how many were refused.
 u64 Applier::take_in(const Source& of, Source& store, const Event& event, u32 tier) {
     const u32 plane = plane_of(event.group, tier);
     std::vector<u32> fresh;  // numbers in the batch

@@ -6,7 +6,7 @@ namespace {
 
 using detail::write_big;
 
-// Bytes in the making; `ensure` before a run of `put`s.
+// A buffer of bytes; `ensure` comes before a run of `put`s.
 class Message {
 public:
     void clear() { size_ = 0; }
@@ -88,7 +88,7 @@ public:
     void close(Message& out, std::size_t items) {
         if (items == 0) {
             out.put(')');
-            return;  // the empty tuple is not remembered
+            return;  // the empty tuple is not memoized
         }
         out.put(items > 3 ? 't' : static_cast<u8>(0x84 + items));
         out.put(0x94);

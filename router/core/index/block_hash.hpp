@@ -1,9 +1,9 @@
 // Block hashes as vLLM makes them, over packed token ids: the fast form of `kvevents/hashing.py`.
 //
 // A block's hash is H((parent's digest, token ids, extra keys or None)), written as canonical CBOR
-// or as pickle's protocol 5. What the extra keys hold is for Python to write: in CBOR a value is
-// the same bytes wherever it stands, and in pickle as long as equally much was remembered before
-// it, which the caller sees to.
+// or as pickle's protocol 5. Python writes the extra keys: in CBOR a value has the same bytes
+// wherever it stands, and in pickle as long as its memo is equally long before it, for which the
+// caller provides.
 #pragma once
 
 #include <optional>
@@ -23,7 +23,7 @@ struct HashFunction {
 
     std::size_t size() const { return digest == Digest::sha256 ? 32 : 16; }
 
-    // By the engine's name for it.
+    // Returns it by the engine's name for it.
     static std::optional<HashFunction> named(std::string_view name);
 };
 
@@ -34,8 +34,8 @@ struct HashedBlocks {
 
 // Appends the digest of every full block of `tokens` to `out`, one after the other.
 //
-// `extra_keys` has an entry a block, written in the function's form; empty and missing ones are
-// None. False, with `out` as it was, where the bytes that Python would write are unknown here: a
+// `extra_keys` has an entry for each block, written in the function's form; empty and missing ones
+// are None. False, with `out` as it was, where the bytes that Python would write are unknown here: a
 // root of another length than a digest's, or a message of more than 64 KiB in pickle's form.
 bool append_block_hashes(HashFunction function, std::span<const u8> root,
                          std::span<const u32> tokens, HashedBlocks blocks,

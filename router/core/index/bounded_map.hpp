@@ -9,8 +9,8 @@
 
 namespace kvroute {
 
-// For the tables of the standard library: an engine chooses its hashes, and with equal places for
-// all of them every look-up would walk over all.
+// A secret hash for tables of the standard library: an engine chooses its hashes, and if it chose some
+// that share one place, every look-up would walk over all of them.
 struct SecretHash {
     u64 secret;
     std::size_t operator()(u64 hash) const { return mixed(hash, secret); }
@@ -108,7 +108,7 @@ private:
         slots_[at] = number;
     }
 
-    // Closes the gap, so that look-ups need no marker of what was there.
+    // Closes the gap, so that look-ups need no marker of an erased entry.
     void remove_at(u32 gap) {
         const u32 mask = static_cast<u32>(slots_.size() - 1);
         for (u32 at = (gap + 1) & mask; slots_[at] != kNone; at = (at + 1) & mask) {

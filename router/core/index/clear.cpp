@@ -1,4 +1,4 @@
-// What an index does where a tier is cleared.
+// Clears tiers of an index.
 #include "index/index.hpp"
 
 namespace kvroute {
@@ -8,7 +8,7 @@ u64 Index::clear(Source& of, u32 tier) {
     if (!left) return 0;
     scratch_cleared_.clear();
     if (of.tiers[tier].since_empty.are_all()) {
-        // A copy: with the last block that goes, the tier's own starts anew.
+        // A copy, as the tier's own list starts anew with the last block that goes.
         const std::vector<u64> hashes = of.tiers[tier].since_empty.hashes();
         for (u64 hash : hashes) {
             const u32 id = entry_of(of, hash);
@@ -68,8 +68,8 @@ u64 Index::move_out(Source& of) {
     return copies;
 }
 
-// Counts a clear that takes so many placed blocks; whether they are to be remembered. What
-// earlier ones took is forgotten where they are too many together.
+// Counts a clear that takes so many placed blocks; true where they are to be remembered. Those of
+// earlier clears are forgotten where they are too many together.
 bool Index::may_remember(Source& of, u64 placed) {
     of.clears += 1;
     if (!placed) return false;

@@ -23,9 +23,9 @@ void Cohort::settle(const std::function<u32(u32 plane)>& place_of) {
             need.places.push_back(place_of(plane_of(each, 0)));
             need.is_missing |= need.places.back() == kNone;
         }
-        // Without its windows full attention still has a run of its own.
+        // Full attention still has a run of its own without its windows.
         is_hopeless_ |= need.is_missing && (group.kind == GroupKind::full || !has_full_);
-        // Of a state, only one where a hit may end is of use.
+        // Only a state where a hit may end is of use.
         need.stride = group.kind == GroupKind::mamba ? stride_ : group.block_size / step_;
         need.blocks = group.kind == GroupKind::full     ? 0
                       : group.kind == GroupKind::window ? group.window_blocks(0)
@@ -104,7 +104,7 @@ void Cohort::slide(Need& need, const u64* now) {
     for (u64 i = (need.blocks - 1) * words; i-- > 0;) need.ring[i] &= need.ring[i + words];
 }
 
-// Notes whose hits cannot end at `length` tokens, but could before.
+// Notes the sources whose hits cannot end at `length` tokens, but could before.
 template <u32 kWords>
 void Cohort::judge(u64 length, std::vector<Hit>& hits) {
     const u32 words = kWords ? kWords : words_;

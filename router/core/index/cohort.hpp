@@ -1,5 +1,5 @@
-// Sources that a match follows together: what 64 of them hold of a block is one word. Block by
-// block, the words show which sources hold everything so far, and which hold what each of the other
+// Sources that a match follows together: one word has for 64 of them whether they hold a block. Block
+// by block, the words show which sources hold everything so far, and which hold what each of the other
 // groups would need for a hit that ends there. A source costs a step of its own only where that
 // changes for it, and most of them leave but once. For four sources and a window of 2 blocks:
 //
@@ -36,7 +36,7 @@ public:
     const Layout& layout() const { return layout_; }
     void add(const Source& of) { members_[of.word] |= of.bit; }
 
-    // Says where a block's words lie: `place_of(plane)` is the place of the first of a plane, or
+    // Sets where a block's words lie: `place_of(plane)` is the place of the first of a plane, or
     // kNone where no source holds anything there.
     void settle(const std::function<u32(u32 plane)>& place_of);
 
@@ -53,14 +53,14 @@ public:
     void finish(std::vector<Hit>& hits);
 
 private:
-    // What one group, or several equal ones, must hold.
+    // The blocks that one group, or several equal ones, must hold.
     struct Need {
         std::vector<u32> places;
         bool is_missing = false;  // no source holds anything of one of them
         u64 stride = 1;           // hash blocks in a block
         u64 blocks = 0;           // before the end of a hit; 0: all
         u64 seen = 0;             // blocks so far
-        // Of a window: by word, what is held of it now, and since its last multiple.
+        // For a window, by word: the sources that hold it now, and since its last multiple.
         std::vector<u64> held, back;
         std::vector<u64> ring;  // its last blocks; those not yet overwritten, with all behind them
     };

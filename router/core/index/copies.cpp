@@ -1,4 +1,4 @@
-// How many copies of which block a source holds where.
+// Counts the copies that a source holds of each block, and where.
 #include "index/hit_rule.hpp"
 #include "index/index.hpp"
 
@@ -65,7 +65,7 @@ void Index::count_block(Source& of, u32 plane, u64 hash) {
     if (tier_of_plane(plane) && !tier.removes) of.arrivals_in(plane).came(hash);
 }
 
-// A node for a hash that the source does not hold yet.
+// Returns a node for a hash that the source does not hold yet.
 u32 Index::enter(Source& of, u64 hash, u32 head, bool is_int, bool is_below, const Key* key) {
     of.entries += 1;
     of.uses_int_hashes = is_int;

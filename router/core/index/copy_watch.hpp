@@ -1,5 +1,5 @@
-// How a source reports the removal of several copies of one block: each, or the last one only. See
-// `tests/oracle/index/copy_counting.py`, whose rules these are.
+// Learns how a source reports the removal of several copies of one block: each, or the last one only,
+// by the rules of `tests/oracle/index/copy_counting.py`.
 #pragma once
 
 #include <optional>
@@ -25,7 +25,7 @@ public:
 
     // `copies`: as they were counted before.
     void removed(u32 group, u64 hash, u64 copies);
-    // True if it settles that only last removals are announced.
+    // True where this proves that only last removals are announced.
     bool stored(u32 group, std::span<const u64> hashes, std::optional<u64> parent,
                 bool is_full_attention);
 

@@ -144,7 +144,7 @@ private:
         return finish(event, is_tier_clear);
     }
 
-    // Whether a name of the length of `text` is it.
+    // True where a name of the length of `text` is that text.
     template <std::size_t kSize>
     static bool is(std::string_view name, const char (&text)[kSize]) {
         return std::memcmp(name.data(), text, kSize - 1) == 0;
@@ -275,7 +275,7 @@ private:
         return true;
     }
 
-    // Whether a name is `lower`, whatever its case.
+    // True where a name is `lower`, in any case.
     static bool is_same(std::string_view name, std::string_view lower) {
         return name.size() == lower.size() &&
                std::equal(name.begin(), name.end(), lower.begin(), [](char left, char right) {
@@ -285,7 +285,7 @@ private:
 
     // --- fields ---
 
-    // nil or a number in range; nil leaves 0.
+    // Reads nil or a number in range; nil leaves 0.
     bool read_number(u64& out, u64 most) { return reader_.skip_nil() || reader_.number(out, most); }
 
     bool read_name(std::optional<std::string_view>& out, bool is_tier = false,

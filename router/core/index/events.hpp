@@ -1,8 +1,8 @@
 // A batch of events, in the forms that vLLM writes today: maps (>= 0.24) and positional arrays.
 //
-// What is read here `kvevents/codec.py` reads in the same way. Whatever is unusual - another order,
-// a field of another type, a value out of range, a kind of event that is rare - makes the batch
-// *odd*, and Python reads it: what is decided there is decided in one place.
+// `kvevents/codec.py` reads the same in the same way. Anything unusual - another order, a field of
+// another type, a value out of range, a rare kind of event - makes the batch *odd*, and Python reads
+// it: such cases are decided in one place.
 #pragma once
 
 #include <optional>
@@ -50,7 +50,7 @@ struct Event {
     }
 };
 
-// A decoded batch; its memory is used again for the next.
+// A decoded batch; its memory is reused for the next.
 struct Batch {
     std::vector<Event> events;
     std::vector<u64> hashes;
@@ -60,16 +60,16 @@ struct Batch {
     std::vector<u32> counts;
 
     void clear();
-    // Gives back what a very large batch needed.
+    // Gives back the memory of a very large batch.
     void shrink();
 };
 
 // A hash as a number: a 64-bit integer as it is, anything else by a secret digest.
 u64 hash_number(const KeySpace& space, const msgpack::Head& head, const u8* bytes);
 
-// Reads a batch; false where it is odd, or no msgpack. What `out` names lies in `payload`.
+// Reads a batch; false where it is odd, or no msgpack. Views in `out` point into `payload`.
 // `is_canonical`: Python has read the batch and written it anew; tiers are in upper case, and names
-// and extra keys are what they are.
+// and extra keys need no check.
 bool read_batch(const KeySpace& space, std::span<const u8> payload, bool is_canonical, Batch& out);
 
 }  // namespace kvroute

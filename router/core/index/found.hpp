@@ -1,4 +1,4 @@
-// What one source holds of a prompt: a bitmap over its hash blocks for every plane.
+// The blocks of a prompt that one source holds: a bitmap over its hash blocks for every plane.
 #pragma once
 
 #include <memory>
@@ -29,7 +29,7 @@ protected:
 class CombinedBitmaps {
 public:
     void clear() { made_.clear(); }
-    // What is in each of two, or in either, of so many blocks.
+    // Returns the blocks in both of two, or in either, of so many blocks.
     Bitmap both(Bitmap left, Bitmap right, u64 blocks);
     Bitmap either(Bitmap left, Bitmap right, u64 blocks);
 
@@ -40,7 +40,7 @@ private:
     std::vector<std::unique_ptr<u64[]>> made_;
 };
 
-// Whether nothing behind the first block that full attention lacks can count: no lower tier, no
+// True where nothing behind the first block that full attention lacks can count: no lower tier, no
 // entries inside blocks, and an extra block of EAGLE that is the same in all groups.
 bool may_end_early(const Source& of);
 

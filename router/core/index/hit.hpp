@@ -8,17 +8,17 @@
 
 namespace kvroute {
 
-// What a source would reuse of a prompt, in tokens.
+// The part of a prompt that a source would reuse, in tokens.
 struct Hit {
     u32 gpu = 0;
-    u32 total = 0;  // with what lower tiers bring back
-    u32 run = 0;    // what full attention by itself would accept on the GPU; without such: `gpu`
+    u32 total = 0;  // with the tokens that lower tiers load
+    u32 run = 0;    // as far as full attention by itself would accept on the GPU; without such: `gpu`
 
     bool operator==(const Hit&) const = default;
 };
 
-// What each lower tier adds to a hit, the fastest first: by the tier's number, or that of a store
-// that the source shares, + `kFirstStore`.
+// The tokens that each lower tier adds to a hit, the fastest first: by the tier's number, or that of a
+// store that the source shares, + `kFirstStore`.
 constexpr u32 kFirstStore = kMaxTiers;
 using Shares = std::vector<std::pair<u32, u64>>;
 
@@ -40,7 +40,7 @@ struct Hits {
     }
 };
 
-// What a source would reuse of a prompt that is known by its engine's hashes alone.
+// The same of a prompt that is known by its engine's hashes alone.
 struct FoundByHashes {
     TieredHit hit;
     std::vector<u64> by_group;  // the longest prefix that each would accept, by group index

@@ -10,7 +10,7 @@ namespace {
 u64 aligned(u64 length, u64 step) { return length - length % step; }
 u64 rounded_up(u64 tokens, u64 unit) { return tokens / unit + (tokens % unit != 0); }
 
-// Tokens that the draft model must see again.
+// Returns the tokens that the draft model must see again.
 u64 eagle_tokens(const Layout& layout, const Group& group) {
     if (!group.eagle) return 0;
     return group.kind == GroupKind::full
@@ -229,7 +229,7 @@ u64 longest_accepted(const Layout& layout, u32 index, const Presence& present, u
     return longest_chunk_with_extra(layout, index, present, length, extra);
 }
 
-// The longest prefix that all of these groups accept, where one may have to give way to another.
+// Returns the longest prefix that all of these groups accept, where one may have to yield to another.
 static u64 agreed(const Layout& layout, const std::vector<u32>& groups, const Presence& present,
                   u64 hit, u64 reach) {
     std::bitset<256> gave_extra;

@@ -6,11 +6,11 @@
 
 namespace kvroute::rule {
 
-// `left - right`, or 0.
+// Returns `left - right`, or 0.
 inline u64 minus(u64 left, u64 right) { return left > right ? left - right : 0; }
 
-// The longest prefix that the group of this index accepts, of at most `limit` tokens. `reach`: how
-// many tokens of the prompt a drafter may see. `without_extra`: the group has given its extra
+// Returns the longest prefix that the group of this index accepts, of at most `limit` tokens. `reach`:
+// how many tokens of the prompt a drafter may see. `without_extra`: the group has given its extra
 // block.
 u64 longest_accepted(const Layout& layout, u32 index, const Presence& present, u64 limit, u64 reach,
                      bool without_extra = false);
@@ -20,10 +20,10 @@ struct HitAndRun {
     u64 run;  // the longest that full attention accepts; without such groups, the hit
 };
 
-// On the GPU. Of equal groups the presence of the first stands for all of them.
+// Returns the hit on the GPU. Of equal groups the presence of the first stands for all of them.
 HitAndRun hit_and_run(const Layout& layout, const Presence& present, u64 limit, u64 tokens);
 
-// The hit with what a lower tier can load; see `longest_extended_hit` in Python.
+// Returns the hit with the blocks that a lower tier can load; see `longest_extended_hit` in Python.
 //
 // `units`: by group, in tokens; see `units_of`. `as_vllm`: as vLLM's connectors look windows up.
 u64 extended_hit(const Layout& layout, const Presence& below, u64 gpu_hit, u64 tokens,

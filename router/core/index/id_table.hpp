@@ -71,7 +71,7 @@ public:
 
     std::size_t size() const { return size_; }
 
-    // The entry with this mixed hash for which `is_it(id)`; kNone if there is none.
+    // Returns the entry with this mixed hash for which `is_it(id)`; kNone if there is none.
     template <class IsIt>
     u32 find(u64 hash, IsIt&& is_it) const {
         const Segment* segment = segment_of(hash);
@@ -80,7 +80,7 @@ public:
         for (u32 at = place_of(hash) & mask;; at = (at + TagGroup::kSize) & mask) {
             const TagGroup group(segment->tags() + at);
             const u32 empty = group.equal(kEmpty);
-            // What lies behind an empty place belongs to others.
+            // Entries behind an empty place have other hashes.
             u32 equal = group.equal(tag) & (empty ? (empty & -empty) - 1 : ~u32{0});
             for (; equal; equal &= equal - 1) {
                 const u32 place = (at + static_cast<u32>(std::countr_zero(equal))) & mask;
@@ -90,7 +90,7 @@ public:
         }
     }
 
-    // The first entry whose tag agrees: a guess, to fetch its node ahead of the look-up.
+    // Returns the first entry whose tag agrees: a guess, to fetch its node ahead of the look-up.
     u32 guess(u64 hash) const {
         return find(hash, [](u32) { return true; });
     }
@@ -241,7 +241,7 @@ private:
         }
     }
 
-    // The run of directory places that lead to a segment.
+    // Returns the run of directory places that lead to a segment.
     std::pair<std::size_t, std::size_t> places_of(const Segment* segment, u64 hash) const {
         const u32 spare = depth_ - segment->depth;
         const std::size_t first = index_of(hash) >> spare << spare;
@@ -279,7 +279,7 @@ private:
         if (segment->capacity > kSmallest) rebuild(segment, segment->capacity / 2, hash);
     }
 
-    // Two neighbours as one, where that leaves it half empty.
+    // Merges two neighbours, where that leaves the result half empty.
     bool merge(Segment* segment, u64 hash) {
         Segment* other = segment_of(hash ^ u64{1} << (64 - segment->depth));
         if (other->depth != segment->depth || segment->used + other->used > kLargest / 2) {

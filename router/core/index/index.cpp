@@ -117,7 +117,7 @@ bool Index::remembers(const Source& of, u64 hash, Key& out) const {
     }
     const ClearedKey* cleared = of.cleared.find(hash);
     if (cleared != nullptr) out = cleared->key;
-    // What `work_off` has not come to yet. Of several clears that took it, the last counts.
+    // Blocks that `work_off` has not come to yet. Of several clears that took one, the last counts.
     if (const auto left = left_.key_of(of, hash, cleared != nullptr ? cleared->number : 0)) {
         out = *left;
         return true;

@@ -1,4 +1,4 @@
-// All sources of one model: which source holds which block, how often, and for which prefix.
+// All sources of one model: the blocks that each holds, how often, and for which prefix.
 // `Applier` writes events into it, `Matcher` reads how much of a prompt each source has,
 // `Inspector` counts everything anew. Engines that hash alike share nodes; engines with other seeds
 // have other nodes under one key.
@@ -18,13 +18,13 @@ public:
     const Limits& limits() const { return limits_; }
     NodeTables& nodes() { return nodes_; }
     const NodeTables& nodes() const { return nodes_; }
-    // Bytes of nodes, rows and tables, and of what is kept of each source. A walk over all nodes.
+    // Returns the bytes of nodes, rows, tables and sources. A walk over all nodes.
     std::size_t memory();
 
     // --- sources ---
 
     u32 add_source();
-    // Nobody finds the source any more, and its slot is taken until `work_off` is done with it.
+    // No look-up finds the source any more; its slot stays taken until `work_off` is done with it.
     void drop_source(u32 slot);
     // See `Departures::work_off`.
     void work_off(std::int64_t budget = std::numeric_limits<std::int64_t>::max()) {
@@ -46,7 +46,7 @@ public:
 
     // --- stores ---
 
-    // What `of` writes and reads besides its own blocks. The stores are there for as long as it is.
+    // Sets the stores that a source writes and reads besides its own blocks. They exist as long as it.
     void share(u32 slot, std::vector<StoreHint> hints);
     Source& store_of(const Source& of, std::size_t number) { return *sources_[of.stores[number]]; }
     const Source& store_of(const Source& of, std::size_t number) const {
@@ -57,15 +57,15 @@ public:
         return std::any_of(of.stores.begin(), of.stores.end(),
                            [&](u32 slot) { return holds(*sources_[slot]); });
     }
-    // Whether some block that a source could load has no place yet.
+    // True where some block that a source could load has no place yet.
     bool has_unplaced(const Source& of) const;
     bool has_anything_below(const Source& of) const;
-    // Whether some tier has blocks of its own, larger than the GPU's, and so hashes of its own.
+    // True where some tier has blocks of its own, larger than the GPU's, and so hashes of its own.
     bool has_own_blocks_below(const Source& of) const;
 
     // --- looking ---
 
-    // The node that holds a source's hash; kNone if it holds none.
+    // Returns the node that holds a source's hash; kNone if it holds none.
     u32 entry_of(const Source& of, u64 hash) const {
         for (u32 id = nodes_.first_of(hash); id != kNone; id = nodes_[id].next_hash) {
             if (nodes_[id].is_held_by(of.word, of.bit)) return id;
@@ -78,38 +78,38 @@ public:
         auto found = of.further_copies.find(u64{id} << 16 | plane);
         return found == of.further_copies.end() ? 1 : u64{1} + found->second;
     }
-    // Whether a source finds a node by its key.
+    // True where a source finds a node by its key.
     static bool finds(const Source& of, const Node& node) {
         return node.is_held_by(of.word, of.bit) &&
                !(node.row(row_key(of.word, kNotFound)) & of.bit);
     }
-    // The key of a block that a source or one of its stores knows.
+    // Finds the key of a block that a source or one of its stores knows.
     bool key_of(const Source& of, u64 hash, Key& out) const;
     bool own_key_of(const Source& of, u64 hash, Key& out) const;
-    // The key of a block that went, as far as it is remembered.
+    // Finds the key of a block that is gone, as far as it is remembered.
     bool remembers(const Source& of, u64 hash, Key& out) const;
-    // How many of these a source holds without a key.
+    // Returns how many of these a source holds without a key.
     u64 unplaced_of(const Source& of, std::span<const u64> hashes) const;
 
     // --- copies ---
 
-    // How many more blocks a plane may hold.
+    // Returns how many more blocks a plane may hold.
     u64 room(const Source& of, u32 plane) const;
     // Drops the oldest blocks of a tier that is full and never removes: whether they are still
     // there is unknown.
     void make_room(Source& of, u32 group, u32 tier, u64 wanted);
-    // Counts copies of a block; false while it is not placed. `key`: what a new entry stands for,
-    // if that is known and nothing else was remembered of it.
+    // Counts copies of a block; false while it is not placed. `key`: of a new entry's prefix, if that
+    // is known and nothing else was remembered of it.
     bool add(Source& of, u32 plane, u64 hash, bool is_int, u64 copies, const Key* key);
-    // Why a copy goes. The oldest has left the order of arrival; after a clear all have, and what
-    // went is remembered together.
+    // Why a copy goes. The oldest has left the order of arrival; after a clear all have, and they are
+    // remembered together.
     enum class Why : u8 { is_removed, is_oldest, is_cleared };
     // Takes `gone` of the `copies` of a block away.
     void discount(Source& of, u32 plane, u32 id, u64 copies, u64 gone, Why why = Why::is_removed);
     // Takes all blocks of a tier away; returns how many copies there were.
     u64 clear(Source& of, u32 tier);
-    // Whether a clear is large and leaves nothing. Only one of the GPU: for `Applied::cleared` it
-    // is looked at in which slot the source is since.
+    // True where a clear is large and leaves nothing. Only for one of the GPU: after `Applied::cleared`
+    // the caller reads the source's slot anew.
     bool may_move_out(const Source& of, u32 tier) const;
     // Leaves all that a source holds to `work_off`, and lets it go on in another slot; returns how
     // many copies there were.

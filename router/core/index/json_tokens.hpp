@@ -9,7 +9,7 @@
 
 namespace kvroute {
 
-// The numbers of an array such as `[1, 2, 3]`; nothing where it is anything else than an array of
+// Returns the numbers of an array such as `[1, 2, 3]`; nothing where it is anything but an array of
 // integers in [0, 2^32).
 std::optional<std::vector<u32>> token_ids_of_json(std::span<const u8> text);
 

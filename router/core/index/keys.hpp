@@ -1,11 +1,11 @@
-// Keys: what this index calls a prefix of tokens, whatever the engines call it.
+// Keys: this index's own names for prefixes of tokens, which do not depend on the engines' hashes.
 //
 // A prefix is read as a polynomial over its tokens, and its key is the value of that polynomial at
 // a secret point modulo the prime 2^61 - 1, together with the number of tokens. So a key can be
 // extended by any number of tokens, engines with different block sizes share one key space, and an
-// outsider who does not know the point cannot craft two prompts with one key. What else decides the
-// content of a block - adapter, salt, multimodal items - is folded in at a second secret point, so
-// that no sequence of tokens can imitate it.
+// outsider who does not know the point cannot craft two prompts with one key. Anything else that
+// decides a block's content - adapter, salt, multimodal items - is folded in at a second secret point,
+// so that no sequence of tokens can imitate it.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ __extension__ typedef unsigned __int128 u128;
 
 constexpr u64 kPrime = (u64{1} << 61) - 1;
 
-// Any 128-bit number modulo 2^61 - 1.
+// Returns any 128-bit number modulo 2^61 - 1.
 inline u64 reduced(u128 value) {
     u64 sum = static_cast<u64>(value & kPrime) + static_cast<u64>((value >> 61) & kPrime) +
               static_cast<u64>(value >> 122);
@@ -34,8 +34,8 @@ inline u64 reduced(u128 value) {
 
 inline u64 times(u64 left, u64 right) { return reduced(static_cast<u128>(left) * right); }
 
-// 64 bits in which every bit of the input counts, for tables. Secret, so that no one can fill one
-// place of a table on purpose.
+// Returns 64 bits in which every bit of the input counts, for tables. Secret, so that no one can fill
+// one place of a table on purpose.
 inline u64 mixed(u64 value, u64 secret) {
     u128 product = static_cast<u128>(value ^ secret) * 0x9E3779B97F4A7C15u;
     u64 folded = static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
@@ -84,8 +84,8 @@ public:
     std::array<u64, 2> secrets() const { return secrets_; }
     u64 table_secret() const { return times(secrets_[0] >> 3, fold_) << 3 | (secrets_[1] & 7); }
 
-    // `residue` behind `total` more numbers, of which only the last `numbers.size()` are given;
-    // those before them are taken for 0.
+    // Returns `residue` behind `total` more numbers, of which only the last `numbers.size()` are given;
+    // those before them are taken as 0.
     u64 extended(u64 residue, std::span<const u32> numbers, std::size_t total) const {
         if (total > numbers.size()) residue = times(residue, power(total - numbers.size()));
         const u32* next = numbers.data();
@@ -96,16 +96,16 @@ public:
         return left ? stride(residue, next, left) : residue;
     }
 
-    // `residue` with 64 bits folded in that are no tokens.
+    // Returns `residue` with 64 bits folded in that are no tokens.
     u64 folded(u64 residue, u64 value) const {
         residue = reduced(static_cast<u128>(residue) * fold_ + (value >> 32) + 1);
         return reduced(static_cast<u128>(residue) * fold_ + (value & 0xFFFFFFFF) + 1);
     }
 
-    // The key of the empty prefix under an adapter's digest.
+    // Returns the key of the empty prefix under an adapter's digest.
     Key root(u64 adapter) const { return {folded(1, adapter), 0}; }
 
-    // A digest of bytes of some kind: two kinds never have one in common, but for chance.
+    // Returns a digest of bytes of some kind: two kinds never have one in common, but for chance.
     u64 digest(u8 kind, const u8* bytes, std::size_t size) const;
 
 private:

@@ -8,7 +8,7 @@ constexpr u32 kMostPlanes = 64;   // of a source that is matched together with o
 constexpr u32 kMostWords = 2048;  // for one block
 constexpr u64 kFirstPiece = 8;    // blocks: an unknown prompt ends after a short piece
 
-// Turns 64 words of 64 bits over: bit j of word i becomes bit i of word j.
+// Transposes 64 words of 64 bits: bit j of word i becomes bit i of word j.
 void transpose(u64* words) {
     u64 mask = 0x00000000FFFFFFFFu;
     for (u32 width = 32; width; width >>= 1, mask ^= mask << width) {
@@ -160,7 +160,7 @@ void Lane::add_rows(const Node& node, u64* out) const {
     }
 }
 
-// Whether no source that is not in a cohort is left behind one of the blocks [first, end).
+// True where behind one of the blocks [first, end) no source outside cohorts is left.
 bool Lane::is_over_at(u64 first, u64 end, Collected& out) const {
     for (u64 i = first; i < end; ++i) {
         const u64* row = out.rows.data() + i % 64 * width_;
@@ -175,7 +175,7 @@ bool Lane::is_over_at(u64 first, u64 end, Collected& out) const {
     return !any;
 }
 
-// Turns the words of a chunk over, as far as it was collected.
+// Transposes the words of a chunk, as far as it was collected.
 void Lane::turn(u64 chunk, u64 end, Collected& out) const {
     const u64 count = end - chunk * 64;
     for (std::size_t number = 0; number < turned_places_.size(); ++number) {

@@ -2,8 +2,8 @@
 //
 // The rows of 64 hash blocks at a time are collected: a word for each 64 sources and plane in use.
 // Most sources are followed on these words, all together (`cohort.hpp`). Of the others - with lower
-// tiers, drafting, odd blocks - the words are turned over, into one of 64 blocks a source: what a
-// source holds of the prompt in one plane is then a bitmap, on which the hit rule finds runs 64
+// tiers, drafting, odd blocks - the words are transposed, into one of 64 blocks for each source: the
+// blocks that a source holds in one plane are then a bitmap, on which the hit rule finds runs 64
 // blocks at a time. It ends where no source is left whose full attention holds everything.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace kvroute {
 
-// What was collected of one prompt for one lane; its memory is used again.
+// The rows collected of one prompt for one lane; their memory is reused.
 struct Collected {
     std::vector<u64> rows;   // by block of a chunk and place
     std::vector<u64> bits;   // by number of turned words, chunk and source: 64 blocks
@@ -31,13 +31,13 @@ public:
     Prompt::Step step() const { return step_; }
     // False where a source has too many planes.
     bool join(const Source& of);
-    // Once all have joined.
+    // Called once all have joined.
     void settle(const Index& index);
 
     // Looks a prompt of `length` tokens up, and sets the hits of the sources in cohorts.
     void match(const Index& index, const std::vector<u64>& keys, u64 length, Collected& out,
                std::vector<Hit>& hits);
-    // The others, by slot; what they hold is in `Turned` then.
+    // The others, by slot; their blocks are in `Turned` then.
     const std::vector<u32>& turned() const { return slots_; }
 
     class Turned final : public Found {
@@ -54,14 +54,14 @@ public:
     };
 
 private:
-    // What full attention needs to go on.
+    // A plane that full attention needs to go on.
     struct Needed {
         u32 word, place;
         u64 stride;  // in hash blocks
         u64 sources;
     };
 
-    // Where a word lies among those of a block; kNone where no source holds anything.
+    // Returns a word's place among those of a block; kNone where no source holds anything.
     u32 place_of(u32 word, u32 plane) const {
         if (plane >= dense_.size() || word >= words_ || dense_[plane] == kNone) return kNone;
         return dense_[plane] * words_ + word;

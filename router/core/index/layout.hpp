@@ -32,7 +32,7 @@ struct Layout {
     bool eagle_sees_last_token = true;
     u64 prefix_replay_tokens = 0;  // a hit that is no longer is worth nothing
 
-    // What follows from the groups; see `find_equal_groups`.
+    // Derived from the groups by `find_equal_groups`.
     std::vector<std::vector<u32>> together;  // equal groups: they are looked up as one
     std::vector<u32> full;                   // the first of each of those, of full attention
     std::vector<u32> others;                 // and of any other kind
@@ -44,7 +44,7 @@ struct Layout {
         return std::any_of(groups.begin(), groups.end(),
                            [](const Group& each) { return each.eagle; });
     }
-    // What is left of a hit.
+    // Returns what is left of a hit.
     u64 worth(u64 hit) const { return hit > prefix_replay_tokens ? hit : 0; }
 
     // Fills `together`, `full`, `others` and `has_several` from `groups`.

@@ -4,7 +4,7 @@ namespace kvroute {
 
 namespace {
 
-// Which slots that are left behind a node is held by; `bits_of_word`: of all such slots.
+// Returns the slots left behind that hold a node; `bits_of_word`: of all such slots.
 void slots_of(const Node& node, const std::vector<u64>& bits_of_word, std::vector<u32>& out) {
     out.clear();
     for (u32 word = 0; word < bits_of_word.size(); ++word) {
@@ -51,7 +51,7 @@ void Departures::work_off(std::int64_t budget) {
     }
 }
 
-// Frees a node, which may go with it, from a slot; whether others are left to be freed from it.
+// Frees a node, which may go with it, from a slot; true where the slot has other nodes left.
 bool Departures::take_away(Leaving& from, u32 id) {
     Node& node = nodes_[id];
     if (from.heir != nullptr && node.is_placed()) {
@@ -79,7 +79,7 @@ void Departures::drop_from(Leaving& of, u32 id, Node& node) {
     }
     for (u32 row : rows) {
         node.unset(row, of.bit);
-        // One by one: to give all of them back at the end would take long.
+        // One by one, as giving all of them back at the end would take long.
         if (!of.further_copies.empty()) {
             of.further_copies.erase(u64{id} << 16 | plane_of_row(row));
         }

@@ -10,7 +10,7 @@
 
 namespace kvroute {
 
-// A slot whose bits go: its source was dropped, or cleared and stands in another slot since.
+// A slot whose bits are taken away: its source was dropped, or cleared and moved to another slot.
 struct Leaving {
     u32 slot;
     u32 word;
@@ -24,8 +24,8 @@ struct Leaving {
 
 class Departures {
 public:
-    // So many slots may be left behind at once; a clear that comes then does its work itself. More
-    // than a fleet has replicas that are cleared together, and few enough to look through.
+    // So many slots may be left behind at once; a further clear does its work itself. More than a
+    // fleet has replicas that are cleared together, and few enough to look through.
     static constexpr std::size_t kMost = 256;
 
     Departures(NodeTables& nodes, const Limits& limits) : nodes_(nodes), limits_(limits) {}
@@ -42,9 +42,9 @@ public:
     // the budget, each source that it is taken from 16: some 10 nanoseconds each.
     void work_off(std::int64_t budget = std::numeric_limits<std::int64_t>::max());
 
-    // The key of a block that a source left behind, in a clear of this number or a later one.
+    // Finds the key of a block that a source left behind, in a clear of this number or a later one.
     std::optional<Key> key_of(const Source& heir, u64 hash, u64 since) const;
-    // What a source has left behind is remembered no longer.
+    // Forgets the blocks that a source has left behind.
     void disinherit(const Source& heir);
     // Puts a block into the memory of clears, of which the last counts.
     void remember(BoundedMap<ClearedKey>& cleared, const Node& node, u64 number) const;

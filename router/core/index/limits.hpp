@@ -1,4 +1,4 @@
-// How much is kept of one source at most.
+// Bounds on the memory of one source.
 #pragma once
 
 #include "index/keys.hpp"

@@ -42,7 +42,7 @@ void LoneLookUp::look_up(Prompt& prompt, const Computed* computed, bool ends_ear
     const std::vector<u64>& keys = prompt.keys(index_.space(), step);
     const NodeTables& nodes = index_.nodes();
     const bool is_learned = computed == nullptr || !computed->is_alone;
-    // What no hash of the engine's stands for is found by its tokens, below the GPU alone.
+    // Blocks without a hash of the engine's are found by their tokens, only below the GPU.
     const bool is_learned_below = !is_learned && index_.has_own_blocks_below(of_);
     for (u64 i = 0; i < keys.size(); ++i) {
         if (i + kAhead < keys.size()) {
@@ -73,7 +73,7 @@ void LoneLookUp::look_up_hashes(const std::vector<u64>& hashes) {
     }
 }
 
-// What stores hold of the prompt, and the source's own tiers by a hash that only a store knows.
+// Finds the prompt's blocks in stores, and in the source's own tiers by a hash that only a store knows.
 void LoneLookUp::look_up_shared() {
     in_store_.resize(of_.stores.size());
     for (const auto& [i, hash] : looked_up_) {
@@ -89,7 +89,7 @@ void LoneLookUp::look_up_shared() {
     }
 }
 
-// Whether the hash of a node stands for its key: as the source has learned, or one of its stores.
+// True where the hash of a node stands for its key: as the source or one of its stores has learned.
 bool LoneLookUp::is_looked_up(const Node& node, bool is_learned) const {
     auto is_known_to = [&](const Source& each) {
         return is_found_below(each, node) || Index::finds(each, node);

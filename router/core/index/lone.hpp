@@ -1,5 +1,5 @@
-// A prompt looked up for one source: what is unusual about one - a known hash function, hashes of
-// its own in a lower tier, stores, very many planes - is found in this way only.
+// Looks a prompt up for one source: for those with a known hash function, with hashes of their own in a
+// lower tier, with stores or very many planes.
 #pragma once
 
 #include "index/found.hpp"
@@ -8,8 +8,8 @@
 
 namespace kvroute {
 
-// A source's hashes of a prompt, as its engine computes them: one list for each way in which it may
-// spell extra keys.
+// A source's hashes of a prompt, as its engine computes them: one list for each form in which it may
+// write extra keys.
 struct Computed {
     u32 slot = 0;
     bool is_alone = false;  // places learned from events do not count
@@ -18,16 +18,16 @@ struct Computed {
 
 class LoneLookUp final : public Found {
 public:
-    // `computed`: the source's hashes of the prompt, if they are known. `ends_early`: what lies
-    // behind a block that one of the groups of full attention lacks is not looked up.
+    // `computed`: the source's hashes of the prompt, if they are known. `ends_early`: blocks behind one
+    // that a group of full attention lacks are not looked up.
     LoneLookUp(const Index& index, const Source& of, Prompt& prompt, const Computed* computed,
                bool ends_early = false);
-    // By hashes of the source's engine alone, one a hash block.
+    // Looks up by hashes of the source's engine alone, one for each hash block.
     LoneLookUp(const Index& index, const Source& of, const std::vector<u64>& hashes);
 
     Bitmap at(u32 plane, u32 where) const override;
     u64 blocks() const override { return blocks_; }
-    // Of hashes that were looked up alone, those that the source or a store that it shares has.
+    // Returns, of hashes that were looked up alone, those that the source or one of its stores has.
     u64 held() const { return static_cast<u64>(std::count(held_.begin(), held_.end(), true)); }
 
 private:

@@ -25,7 +25,7 @@ bool is_faster(const std::string& one, const std::string& other) {
     return is_later != is_other_later ? is_other_later : one < other;
 }
 
-// The tiers of a source, or of a store, that hold something.
+// Returns the tiers of a source, or of a store, that hold something.
 template <class Lower, class IsBefore>
 void add_tiers(const Source& in, u32 store, std::vector<Lower>& out, IsBefore&& is_before) {
     const std::size_t first = out.size();
@@ -40,8 +40,8 @@ void add_tiers(const Source& in, u32 store, std::vector<Lower>& out, IsBefore&& 
 
 }  // namespace
 
-// Tiers with equal units together: a hit may take from each of them. What keeps other units is
-// another connector of the engine, and it loads from one.
+// Groups tiers with equal units: a hit may take from each of them. Other units mean another connector,
+// and an engine loads from one.
 void LowerTiers::extend(Source& of, u64 length, const Found& found, TieredHit& hit) {
     std::vector<std::pair<std::vector<u64>, std::vector<Lower>>> by_units;
     for (const Lower& tier : tiers_of(of)) {
@@ -57,7 +57,7 @@ void LowerTiers::extend(Source& of, u64 length, const Found& found, TieredHit& h
     }
     const u64 gpu = hit.hit.gpu;
     for (const auto& [units, tiers] : by_units) {
-        // With the first so many of these tiers.
+        // The hit with the first so many of these tiers.
         auto reach = [&, &units = units, &tiers = tiers](std::size_t count) {
             const Presence below = presence(of, {tiers.data(), count}, found);
             return rule::extended_hit(of.layout, below, gpu, length, units, !of.is_announced);
@@ -89,7 +89,7 @@ u64 LowerTiers::loadable(Source& of, const std::string& name, u64 length, const 
     return rule::extended_hit(of.layout, below, 0, length, units, !of.is_announced);
 }
 
-// The fastest first, by their names; a source's own before those it shares.
+// Sorts the fastest first, by their names; a source's own before those it shares.
 std::vector<LowerTiers::Lower> LowerTiers::tiers_of(const Source& of) const {
     std::vector<Lower> tiers;
     add_tiers(of, kNone, tiers, is_faster);
@@ -114,7 +114,7 @@ Presence LowerTiers::presence(const Source& of, std::span<const Lower> tiers, co
     return below;
 }
 
-// From a tier's blocks of the prompt, where its events do not show the unit.
+// Learns the unit from a tier's blocks of the prompt, where its events do not show it.
 void LowerTiers::learn_units(Source& of, const Lower& tier, u64 length, const Found& found) {
     const u64 step = of.layout.hash_block_size;
     Source& in = holder(of, tier);

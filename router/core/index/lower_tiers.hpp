@@ -1,5 +1,4 @@
-// What the tiers below the GPU add to a hit: a source's own, and those of the stores that it
-// shares.
+// Adds the tiers below the GPU to a hit: a source's own, and those of the stores that it shares.
 #pragma once
 
 #include "index/found.hpp"
@@ -13,10 +12,10 @@ public:
     // `combined`: where its bitmaps go.
     LowerTiers(Index& index, CombinedBitmaps& combined) : index_(index), combined_(combined) {}
 
-    // Adds what they can bring back to a source's hit of a prompt of `length` tokens.
+    // Adds the tokens that they can load to a source's hit of a prompt of `length` tokens.
     void extend(Source& of, u64 length, const Found& found, TieredHit& hit);
 
-    // What a cache that holds nothing of a prompt could load from the source's own tier of a name.
+    // Returns how much a cache without any of the prompt could load from the source's tier of a name.
     u64 loadable(Source& of, const std::string& name, u64 length, const Found& found);
 
 private:
@@ -26,7 +25,7 @@ private:
 
         bool is_shared() const { return store != kNone; }
         u32 share() const { return is_shared() ? kFirstStore + store : tier; }
-        // Where what it holds was found; see `Where`.
+        // Where its blocks were found; see `Where`.
         std::vector<u32> wheres() const {
             return is_shared() ? std::vector<u32>{kInStore + store}
                                : std::vector<u32>{kUsual, kOfTier};

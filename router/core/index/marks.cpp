@@ -8,7 +8,7 @@ namespace kvroute {
 
 namespace {
 
-// A digest of one value of any form; false where the bytes are no msgpack.
+// Computes a digest of one value of any form; false where the bytes are no msgpack.
 bool digest_value(msgpack::Reader& reader, const KeySpace& space, u64& out, int depth = 0) {
     msgpack::Head head;
     if (depth > msgpack::Reader::kDeepest || !reader.head(head)) return false;
@@ -43,8 +43,8 @@ u64 digest_text(const KeySpace& space, std::string_view text) {
                         reinterpret_cast<const u8*>(text.data()), text.size());
 }
 
-// Tokens from the start of the block to the start of a multimodal item, and what stands for it:
-// `[id, offset]`; of any other list its first item, of anything else the value itself, at 0.
+// Reads the offset of a multimodal item from the start of the block, and the item's id: from
+// `[id, offset]`; of any other list the first item, of anything else the value itself, at 0.
 bool read_item(msgpack::Reader& reader, const KeySpace& space, bool& is_inside, u64 reach,
                u64& offset, u64& digest) {
     msgpack::Reader ahead = reader;

@@ -1,6 +1,6 @@
-// What besides tokens decides the content of a block - adapter, salt, multimodal items - as marks.
+// Marks: adapter, salt, multimodal items, that decide the content of a block besides its tokens.
 //
-// Engines carry it as *extra keys*, one entry a block, in msgpack. A multimodal item counts where
+// Engines send them as *extra keys*, one entry per block, in msgpack. A multimodal item counts where
 // it starts: for one at token 20 and blocks of 16, an engine writes the offset 4 in block 1 and, if
 // the item is long, -12 in block 2; only the first makes a mark.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace kvroute {
 
-// The key of the empty prefix, under an adapter or without one.
+// Returns the key of the empty prefix, under an adapter or without one.
 Key root_key(const KeySpace& space, std::string_view lora_name);
 
 struct MarkRules {
@@ -25,8 +25,8 @@ struct MarkRules {
 
 // Appends the marks of a token run to `out`, ascending and each once.
 //
-// `extra_keys` is an array of one entry a block, or empty bytes where there is none. False where
-// the bytes are no msgpack.
+// `extra_keys` is an array of one entry for each block, or empty bytes where there is none. False
+// where the bytes are no msgpack.
 bool read_marks(std::span<const u8> extra_keys, const KeySpace& space, const MarkRules& rules,
                 std::vector<Mark>& out);
 

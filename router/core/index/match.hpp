@@ -1,5 +1,5 @@
-// How much of a prompt every source would reuse, in one pass over its keys (`lane.hpp`); what is
-// unusual about a source is looked up for that source alone (`lone.hpp`).
+// Finds how much of a prompt every source would reuse, in one pass over its keys (`lane.hpp`); unusual
+// sources are looked up one by one (`lone.hpp`).
 #pragma once
 
 #include "index/lane.hpp"
@@ -15,23 +15,23 @@ public:
     // `computed`: of sources whose engines' hashes of the prompt are known.
     void match(Prompt& prompt, const std::vector<Computed>& computed, Hits& hits);
 
-    // The hit of one source. `computed`: its hashes of the prompt, if they are known.
+    // Returns the hit of one source. `computed`: its hashes of the prompt, if they are known.
     TieredHit match_source(u32 slot, Prompt& prompt, const Computed* computed);
 
-    // What a cache that holds nothing of a prompt could load from one lower tier of a source.
+    // Returns how much a cache without any of the prompt could load from one lower tier of a source.
     u64 match_tier(u32 slot, Prompt& prompt, const std::string& name, const Computed* computed);
 
-    // The longest prefix that each group of a source would accept, by group index.
+    // Returns the longest prefix that each group of a source would accept, by group index.
     std::vector<u64> group_hits(Prompt& prompt, u32 slot, const Computed* computed);
 
-    // The hit of one source on a prompt of which there are only its engine's hashes, one a hash block
-    // of its layout. The prompt goes on behind the last of them.
+    // Returns the hit of one source on a prompt of which there are only its engine's hashes, one for
+    // each hash block of its layout. The prompt goes on behind the last of them.
     FoundByHashes match_hashes(u32 slot, const std::vector<u64>& hashes);
 
-    // What a share is called: a tier, or a store.
+    // Returns the name of a share: a tier's, or a store's.
     const std::string& name_of_share(u32 slot, u32 share) const;
 
-    // Of all sources, each once.
+    // Returns those of all sources, each once.
     std::vector<Prompt::Step> steps();
 
 private:
@@ -46,7 +46,7 @@ private:
     std::vector<u32> alone_;           // slots that no lane takes
     std::vector<Prompt::Step> steps_;
 
-    Collected collected_;  // of the lane at hand
+    Collected collected_;  // of the current lane
     Presence present_;
     CombinedBitmaps combined_;
     LowerTiers below_;

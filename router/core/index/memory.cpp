@@ -27,7 +27,7 @@ public:
         return true;
     }
 
-    // Whether at least half is there.
+    // True where at least half is there.
     bool is_enough() {
         if (is_whole_) return true;
         std::lock_guard locked(mutex_);

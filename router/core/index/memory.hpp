@@ -1,9 +1,9 @@
 // Memory that is kept back for steps that may not stop half-way.
 //
 // Where the index, the mirror or the books change, several containers have to agree with each other. One
-// that could not grow would leave them apart, and what is wrong there stays wrong. So some memory is kept
-// back from the start: within such a step, an allocation that fails is tried again with a piece of it.
-// Elsewhere it fails with std::bad_alloc, which ends the request at hand.
+// that could not grow would leave them apart, for good. So some memory is kept back from the start:
+// within such a step, an allocation that fails is tried again with a piece of it. Elsewhere it fails
+// with std::bad_alloc, which ends the current request.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,11 @@ namespace kvroute {
 // Keeps memory back, for the whole process. Called once.
 void keep_back_memory();
 
-// Throws std::bad_alloc where too little is kept back to begin a step; takes back what was used if there
-// is memory again.
+// Throws std::bad_alloc where too little is kept back to begin a step; refills it if there is memory
+// again.
 void require_memory();
 
-// For as long as one lives, its thread's allocations may use what is kept back.
+// While one exists, its thread's allocations may use the memory that is kept back.
 class Unfailing {
 public:
     Unfailing();
@@ -26,7 +26,7 @@ public:
     Unfailing& operator=(const Unfailing&) = delete;
 };
 
-// As `malloc`, but what fails is tried again as `operator new` does it, and throws in the end.
+// As `malloc`, but tries a failed allocation again as `operator new` does, and throws in the end.
 void* memory_of(std::size_t bytes);
 
 }  // namespace kvroute

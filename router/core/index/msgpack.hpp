@@ -11,7 +11,7 @@ namespace kvroute::msgpack {
 enum class Kind : u8 { nil, boolean, unsigned_int, negative_int, real, text, binary, array, map,
                        extension };
 
-// The head of a value. Of text, binary and extension the bytes follow; of array and map the items.
+// The head of a value. The bytes of text, binary and extension follow it, the items of array and map.
 struct Head {
     Kind kind = Kind::nil;
     u64 value = 0;  // an integer's bits, a boolean, a real's bits, or a length
@@ -71,7 +71,7 @@ public:
         return true;
     }
 
-    // An integer of at most `most`, not negative.
+    // Reads an integer of at most `most`, not negative.
     bool number(u64& out, u64 most) {
         if (at_ != end_ && *at_ < 0x80 && *at_ <= most) {
             out = *at_++;
@@ -83,7 +83,7 @@ public:
         return true;
     }
 
-    // An integer of eight bytes without a sign, as hashes are; false, and nothing read, otherwise.
+    // Reads an integer of eight bytes without a sign, as hashes are; else false, with nothing read.
     bool long_number(u64& out) {
         if (end_ - at_ < 9 || *at_ != 0xCF) return false;
         out = big_endian<u64>(at_ + 1);
@@ -91,7 +91,7 @@ public:
         return true;
     }
 
-    // An array of numbers below 2^32, appended to `out`. The usual forms are read without a call.
+    // Appends an array of numbers below 2^32 to `out`. The usual forms are read without a call.
     template <class Numbers>
     bool numbers(Numbers& out, u32& count) {
         if (!array(count)) return false;

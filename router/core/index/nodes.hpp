@@ -95,7 +95,7 @@ struct Node {
         return 0;
     }
 
-    // Whether a source holds the block anywhere.
+    // True where a source holds the block anywhere.
     bool is_held_by(u32 word, u64 bit) const {
         if (first_row < kFree) {
             return word_of_row(first_row) == word && (bits & bit) &&
@@ -112,7 +112,7 @@ struct Node {
         return false;
     }
 
-    // Which of the 64 sources of a word hold the block anywhere.
+    // Returns the bits of the 64 sources of a word that hold the block anywhere.
     u64 holders(u32 word) const {
         u64 found = 0;
         for (u32 i = 0; i < row_count(); ++i) {

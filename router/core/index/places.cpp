@@ -1,4 +1,4 @@
-// For which prefix a source's blocks stand, and by which of its nodes it finds one.
+// Places a source's blocks: the prefix of each, and by which of its nodes a source finds one.
 #include "index/index.hpp"
 
 namespace kvroute {
@@ -75,7 +75,7 @@ u32 Index::move_entry(Source& of, u32 id, Key key) {
     return to;
 }
 
-// Which of the nodes of a key, from `first` on, a source finds, but for one; kNone if none.
+// Returns the node of a key, from `first` on, that a source finds, but for one; kNone if none.
 u32 Index::found_among(const Source& of, u32 first, u32 but) const {
     while (first != kNone && (first == but || !finds(of, nodes_[first]))) {
         first = nodes_[first].next_key;

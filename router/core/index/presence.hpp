@@ -1,4 +1,4 @@
-// What is present of a prompt, as bitmaps over its hash blocks: runs are found 64 blocks at a time.
+// The present blocks of a prompt, as bitmaps over its hash blocks: runs are found 64 at a time.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct Bitmap {
     bool test(u64 index) const {
         return words != nullptr && index < count && word(index / 64) >> (index % 64) & 1;
     }
-    // The first block of [from, to) that is missing; `to` if there is none.
+    // Returns the first block of [from, to) that is missing; `to` if there is none.
     u64 first_missing(u64 from, u64 to) const {
         if (words == nullptr) return from;
         const u64 end = std::min(to, count);
@@ -30,7 +30,7 @@ struct Bitmap {
         }
         return std::max(end, std::min(from, to));
     }
-    // The last block of [down_to, from] with the given presence, + 1; 0 if there is none.
+    // Returns the last block of [down_to, from] with the given presence, + 1; 0 if there is none.
     u64 last(bool present, u64 from, u64 down_to) const {
         for (u64 end = from + 1; end > down_to;) {
             const u64 number = (end - 1) / 64;
@@ -56,7 +56,7 @@ struct Presence {
         return end >= step && groups[group].test(end / step - 1);
     }
 
-    // The first end of from, from + size, ... up to `bound` that is missing; 0 if none is.
+    // Returns the first end of from, from + size, ... up to `bound` that is missing; 0 if none is.
     u64 first_missing(u32 group, u64 from, u64 bound, u64 size) const {
         if (from > bound) return 0;
         if (size == step) {
@@ -70,7 +70,7 @@ struct Presence {
         return 0;
     }
 
-    // The last end of from, from - size, ... above `floor` with the given presence; 0 if none.
+    // Returns the last end of from, from - size, ... above `floor` with the given presence; 0 if none.
     u64 last(bool present, u32 group, u64 from, u64 floor, u64 size) const {
         if (from <= floor) return 0;
         if (size == step && from % step == 0) {

@@ -1,5 +1,5 @@
-// A prompt, and its keys at every step that some source may ask for. Any thread may ask: keys that
-// were computed once stay where they are.
+// A prompt, and its keys at every step that some source may need. From any thread: keys that were
+// computed once stay where they are.
 #pragma once
 
 #include <list>
@@ -26,16 +26,16 @@ public:
 
     const std::vector<u32>& tokens() const { return tokens_; }
 
-    // The residues of the keys at step + lookahead, 2 * step + lookahead, ... tokens.
+    // Returns the residues of the keys at step + lookahead, 2 * step + lookahead, ... tokens.
     const std::vector<u64>& keys(const KeySpace& space, Step step);
 
-    // The key at the end of block `index`.
+    // Returns the key at the end of block `index`.
     static Key key_at(const std::vector<u64>& keys, Step step, u64 index) {
         return {keys[index],
                 static_cast<u32>(((index + 1) * step.tokens + step.lookahead) & kMaxLength)};
     }
 
-    // Residues at every multiple of `step` tokens: every n-th of some finer ones, if there are any.
+    // Returns residues at every multiple of `step` tokens: every n-th of finer ones, if there are any.
     // An entry of extra keys is about one hash block, not about one step of the caller.
     const std::vector<u64>& prefix_keys(const KeySpace& space, u64 step);
 
@@ -43,7 +43,7 @@ private:
     // The caller holds the mutex.
     const std::vector<u64>& keys_at(const KeySpace& space, Step step);
 
-    // The keys at every multiple of `step` tokens, where they are to stay.
+    // Returns the keys at every multiple of `step` tokens, where they stay.
     const std::vector<u64>& every(const KeySpace& space, u64 step);
     std::vector<u64> computed(const KeySpace& space, Step step) const;
     std::vector<Mark> marks_of(const KeySpace& space, Step step) const;

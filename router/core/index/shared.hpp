@@ -1,5 +1,5 @@
 // One model's index as every thread of the process shares it: one mutex, so that a match never sees
-// half a batch. Whoever takes the mutex holds it for microseconds; large work is done in slices.
+// half a batch. A thread holds the mutex for microseconds; large work is done in slices.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 namespace kvroute {
 
 // Names a source for as long as its index lives, also before it is added and after it was dropped:
-// one that comes again is the same. Its slot changes when a large clear leaves behind what it held.
+// one that comes again is the same. Its slot changes when a large clear leaves its blocks behind.
 using SourceNumber = u32;
 
 // Called by a thread before it waits for a mutex; null: nothing. Set by a thread that holds
@@ -38,15 +38,15 @@ public:
     Index index;
     Applier applier;
     Matcher matcher;
-    Hits hits;  // of the match at hand: its memory is used again
+    Hits hits;  // of the current match; its memory is reused
 
     SourceNumber number_of(u32 slot) const { return numbers_[slot]; }
-    // `kNone`: it is not there.
+    // Returns `kNone` where it is not there.
     u32 slot_of(SourceNumber number) const {
         return number < slots_.size() ? slots_[number] : kNone;
     }
 
-    // Of a source that may be added later.
+    // Returns the number of a source that may be added later.
     SourceNumber new_number() {
         slots_.push_back(kNone);
         return static_cast<SourceNumber>(slots_.size() - 1);

@@ -1,4 +1,4 @@
-// What is kept of one source besides the rows of the nodes.
+// The state of one source besides the rows of the nodes.
 #pragma once
 
 #include <optional>
@@ -21,16 +21,16 @@ struct StoreHint {
 };
 
 // The facts of a group last reported to the layout learner, so that only news are reported.
-struct ToldGroup {
-    bool is_told = false;
+struct ReportedGroup {
+    bool is_reported = false;
     std::string kind;
     u32 window = 0;
     u32 block_size = 0;
 
-    bool operator==(const ToldGroup&) const = default;
+    bool operator==(const ReportedGroup&) const = default;
 };
 
-// What a block stood for that a clear took, and the number of that clear.
+// The key of a block that a clear took, and the number of that clear.
 struct ClearedKey {
     Key key;
     u64 number = 0;
@@ -41,10 +41,10 @@ struct Source {
     Source(u32 number, u64 secret);
 
     void stand_at(u32 number);
-    // As its blocks are gone, so is what counts them. What it has shown of itself stays.
+    // Forgets all counts, as its blocks are gone. The facts that its events have shown stay.
     void hold_nothing();
 
-    // Where its bits are in the rows: `stand_at` sets all three.
+    // The place of its bits in the rows; `stand_at` sets all three.
     u32 slot;
     u32 word;
     u64 bit;
@@ -55,8 +55,8 @@ struct Source {
     bool has_shared = false;             // it has written to one of them
     u64 layout_number = 0;               // of a store: its last writer's
 
-    // What it holds. For every tier `blocks` is the sum of its `counts`; `places` is that of all,
-    // and `copies` that and all of `further_copies`.
+    // Its blocks. For every tier `blocks` is the sum of its `counts`; `places` is that of all, and
+    // `copies` that and all of `further_copies`.
     std::vector<Tier> tiers;           // by number; the GPU is 0
     std::vector<TierUnit> tier_units;  // as configured, by name
     std::vector<u32> counts;           // distinct hashes, by plane
@@ -70,27 +70,27 @@ struct Source {
     std::unordered_map<u32, ArrivalOrder> arrivals;  // by plane, of lower tiers that never removed
     std::unordered_map<u32, SeenUnit> units;         // by plane, of lower tiers
 
-    // What it held. `cleared` has at most `all_cleared` keys: the rest are in nodes that `work_off`
-    // has not come to.
+    // Its former blocks. `cleared` has at most `all_cleared` keys: the rest are in nodes that
+    // `work_off` has not come to.
     u64 ambiguous = 0;               // times two live hashes claimed one prefix
     u64 removals = 0;                // blocks removed from the GPU since it was empty for certain
     std::vector<u64> removed;        // from the GPU, by group
     BoundedMap<Key> forgotten;       // the keys of blocks whose last copy was removed
     BoundedMap<ClearedKey> cleared;  // of those that clears took, as far as `work_off` came
-    u64 all_cleared = 0;             // how many clears took that are remembered
+    u64 all_cleared = 0;             // keys that clears took and that are remembered
     u64 clears = 0;                  // number of the last clear
     WaitingRuns waiting;
     CopyWatch copy_watch;
 
     Layout layout;
     bool has_layout = false;
-    bool is_announced = false;    // the layout is the publisher's own word
+    bool is_announced = false;    // the publisher has sent the layout
     bool has_chain = false;       // Python knows the engine's hash function
     bool has_own_layout = false;  // not that of others that share its store
     u32 lookahead = 0;            // tokens behind a block that its hash covers too
     u32 read_lookahead = 0;       // the same, of blocks that prompts look up
 
-    // What its events have shown.
+    // Facts that its events have shown.
     u64 batches = 0;
     bool uses_int_hashes = false;  // the form of the newest hash
     bool shows_extra_keys = false;
@@ -99,26 +99,26 @@ struct Source {
     bool has_lost_removals = false;
 
     // Last reported to Python.
-    bool told_chain = false;      // `has_chain`
-    bool told_unplaced = false;   // whether any block is not placed
-    std::vector<ToldGroup> told;  // by group * 2, + 1 for lower tiers
-    std::optional<u32> told_lookahead;
+    bool reported_chain = false;          // `has_chain`
+    bool reported_unplaced = false;       // some block is not placed
+    std::vector<ReportedGroup> reported;  // by group * 2, + 1 for lower tiers
+    std::optional<u32> reported_lookahead;
 
     u32 count(u32 plane) const { return plane < counts.size() ? counts[plane] : 0; }
     void count_removed(u32 group, u64 blocks);
     ArrivalOrder& arrivals_in(u32 plane) {
         return arrivals.try_emplace(plane, secret_).first->second;
     }
-    // Bytes of what grows with its events, besides nodes and rows.
+    // Returns the bytes that grow with its events, besides nodes and rows.
     std::size_t memory() const;
     bool hides_extra_keys() const { return entries && !shows_extra_keys; }
 
     bool has_lower_tiers() const;
     u32 tiers_in_use() const;
-    // The number of a tier; kNone if there is none of that name.
+    // Returns the number of a tier; kNone if there is none of that name.
     u32 tier_named(std::string_view tier_name) const;
-    // The same, made if it is new: that of one which holds nothing, if there are too many. kNone if
-    // all of them hold something.
+    // Returns the same, made if it is new: that of one which holds nothing, if there are too many.
+    // kNone if all of them hold something.
     u32 tier_for(std::string_view tier_name);
 
 private:

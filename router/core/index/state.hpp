@@ -1,4 +1,4 @@
-// One source as bytes and back: what Python does not keep of it.
+// Writes one source as bytes, and reads it back: all that Python does not keep of it.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +11,7 @@ struct StateError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What a source holds, remembers and waits for. A walk over all nodes.
+// Returns what a source holds, remembers and waits for. A walk over all nodes.
 std::vector<u8> written_state(Index& index, u32 slot);
 
 // Fills a source that holds nothing. Where the bytes are not those of a state it throws

@@ -20,45 +20,45 @@ public:
     const Node& operator[](u32 id) const { return nodes_[id]; }
     NodeStore& store() { return nodes_; }
     std::size_t size() const { return nodes_.size(); }
-    // Entries of the tables.
+    // Returns the number of entries of the tables.
     std::size_t hashes() const { return by_hash_.size(); }
     std::size_t keys() const { return by_key_.size(); }
-    // Bytes of nodes, rows and tables. A walk over all nodes.
+    // Returns the bytes of nodes, rows and tables. A walk over all nodes.
     std::size_t memory();
 
     // --- by hash ---
 
-    // The first node of a hash; the others follow by `next_hash`.
+    // Returns the first node of a hash; the others follow by `next_hash`.
     u32 first_of(u64 hash) const {
         return by_hash_.find(hash_of(hash), [&](u32 id) { return nodes_[id].hash == hash; });
     }
-    // Fetches what `first_of` will read first, and then.
+    // Fetches the memory that `first_of` will read first, and then.
     void prefetch_hash(u64 hash) const { by_hash_.prefetch(hash_of(hash)); }
     void prefetch_node(u64 hash) const {
         const u32 id = by_hash_.guess(hash_of(hash));
         if (id != kNone) __builtin_prefetch(&nodes_[id]);
     }
-    // Of a hash's nodes, from `head` on, the one of a key; kNone if there is none.
+    // Returns a hash's node, from `head` on, that has this key; kNone if there is none.
     u32 node_with(u32 head, Key key) const {
         while (head != kNone && !nodes_[head].has_key(key)) head = nodes_[head].next_hash;
         return head;
     }
-    // The node of a hash and a key, made if there is none. `head`: the first node of the hash.
+    // Returns the node of a hash and a key, made if there is none. `head`: the first node of the hash.
     u32 node_for(u64 hash, u32 head, Key key);
 
     // --- by key ---
 
-    // A residue hangs on a secret in every bit: spreading it is enough.
+    // A residue depends on a secret in every bit: spreading it is enough.
     static u64 hash_of_key(Key key) {
         const u128 product = static_cast<u128>(key.residue + (u64{key.length} << 32)) *
                              0x9E3779B97F4A7C15u;
         return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
     }
-    // The first node of a key; the others follow by `next_key`.
+    // Returns the first node of a key; the others follow by `next_key`.
     u32 first_with(Key key) const {
         return by_key_.find(hash_of_key(key), [&](u32 id) { return nodes_[id].has_key(key); });
     }
-    // By the hash of a key: fetches what the look-up will read; then a node that may have it.
+    // Fetches, by the hash of a key, what the look-up will read; then a node that may have it.
     void prefetch_key(u64 key_hash) const { by_key_.prefetch(key_hash); }
     u32 guess_with(u64 key_hash) const {
         const u32 id = by_key_.guess(key_hash);

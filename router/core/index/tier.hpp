@@ -1,4 +1,4 @@
-// What is kept of one tier of a source: the GPU, or a cache below it.
+// The state of one tier of a source: the GPU, or a cache below it.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace kvroute {
 
-// What a lower tier has announced, in the order in which it came: what is dropped first when the
-// tier is full and never removes.
+// The blocks that a lower tier has announced, in the order in which they came: the oldest are dropped
+// when the tier is full and never removes.
 class ArrivalOrder {
     using Gone = MapByHash<u32>;
 
@@ -27,7 +27,7 @@ public:
     bool oldest(u64& out);
     void clear();
 
-    // Calls `visit(hash)` for what has not gone, the oldest first.
+    // Calls `visit(hash)` for those that have not gone, the oldest first.
     template <class Visit>
     void for_each(Visit&& visit) const {
         auto gone = gone_;
@@ -46,7 +46,7 @@ private:
     std::size_t gone_places_ = 0;
 };
 
-// How much a tier keeps together, by the configuration; 0 where that is not set.
+// A tier's unit by the configuration; 0 where that is not set.
 struct TierUnit {
     std::string name;
     u64 blocks = 0;
@@ -55,7 +55,7 @@ struct TierUnit {
     bool is_given() const { return blocks || tokens; }
 };
 
-// What one tier has shown of how much it keeps together, of one group; see `units.hpp`.
+// Evidence on the unit of one tier, in one group; see `units.hpp`.
 struct SeenUnit {
     u64 ends = 0;     // the greatest common divisor of the ends, in tokens
     u64 largest = 0;  // the largest block that its events describe, in tokens; 0: none does
@@ -96,7 +96,7 @@ struct Tier {
     FewHashes since_empty;
 };
 
-// Whether a name is that of a tier, whatever its case.
+// True where a name is that of a tier, in any case.
 bool is_same_tier(std::string_view in_upper_case, std::string_view name);
 std::string in_upper(std::string_view name);
 

@@ -13,7 +13,7 @@ u64 unit_blocks(const Source& of, const Source& in, u32 group, u32 tier) {
     u64 unit = hint.tokens ? hint.tokens : hint.blocks * spec.block_size;
     auto seen = in.units.find(plane_of(group, tier));
     if (!hint.is_given() && seen != in.units.end()) {
-        // Not the GPU's blocks: the tier, such as LMCache's, has its own.
+        // A tier such as LMCache's has blocks of its own, not the GPU's.
         const bool has_own = seen->second.largest > spec.block_size;
         unit = has_own ? seen->second.largest : seen->second.ends;
     }

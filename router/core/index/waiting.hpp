@@ -16,7 +16,7 @@ struct WaitingRun {
     u64 batch = 0;      // of its source, in which it came
     bool is_below = false;
 
-    // In tokens, or what takes as much memory.
+    // Returns its weight in tokens, or what takes as much memory.
     u64 weight() const;
 };
 
@@ -60,7 +60,7 @@ private:
     void forget_gone();
 
     // A place is current where its family is there and has its number: a parent that is waited for
-    // anew has a new one. Those that are not are dropped when they are half of all, or in front.
+    // anew has a new one. Other places are dropped when they are half of all, or in front.
     MapByHash<Family> by_parent_;
     std::deque<Place> order_;
     u64 next_number_ = 1;

@@ -292,7 +292,7 @@ private:
         Applied result;
         std::vector<News> news;
         if (applier_.apply(slot, exact.span(), result, news) == Applier::Outcome::news) {
-            applier_.apply_told(slot, exact.span(), false, {}, result);
+            applier_.apply_reported(slot, exact.span(), false, {}, result);
         }
         EXPECT(result.overflow <= result.skipped);
     }
@@ -413,9 +413,9 @@ void read_payload(Input in) {
     Applied result;
     std::vector<News> news;
     if (is_canonical) {
-        applier.apply_told(slot, payload.span(), true, {0}, result);
+        applier.apply_reported(slot, payload.span(), true, {0}, result);
     } else if (applier.apply(slot, payload.span(), result, news) == Applier::Outcome::news) {
-        applier.apply_told(slot, payload.span(), false, {}, result);
+        applier.apply_reported(slot, payload.span(), false, {}, result);
     }
     IndexAudit(index, matcher).expect_sound();
 }
@@ -441,7 +441,7 @@ void read_state(Input in) {
     const u32 other = index.add_source(), slot = index.add_source();
     Applied result;
     const std::vector<u8> batch = pack_batch(in);
-    applier.apply_told(other, batch, false, {}, result);
+    applier.apply_reported(other, batch, false, {}, result);
     const Exact state(in.rest());
     try {
         read_state(index, slot, state.span());

@@ -93,7 +93,7 @@ def apply_all(core: Any, payloads: Sequence[bytes]) -> None:
     for slot in range(SOURCES):
         for payload in payloads:
             if isinstance(core.apply(slot, payload), list):
-                core.apply_told(slot, payload, False, [])
+                core.apply_reported(slot, payload, False, [])
 
 
 def look_up(module: Any, core: Any, tokens: Sequence[int], slots: dict[str, int]) -> None:
