@@ -1,4 +1,4 @@
-// What Python sees of HTTP without I/O: enough for tests, which hold it to other parsers, and for
+// Binds HTTP without I/O, as far as tests need it, which compare it with other parsers, and
 // router/fleet/probes.py, which reads responses.
 
 #include <nanobind/nanobind.h>
@@ -69,7 +69,7 @@ Bounds bounds_of(std::size_t head_bytes, std::size_t fields) {
     return bounds;
 }
 
-// The head as a dict, None where it is cut short, `(status, code, message)` where it is bad.
+// Returns the head as a dict, None where it is cut short, `(status, code, message)` where it is bad.
 nb::object read_request_head(nb::bytes bytes, std::size_t head_bytes, std::size_t fields) {
     RequestHead head;
     Problem problem;
@@ -112,7 +112,7 @@ public:
         reader_.begin(framing_of(framing), length, bounds);
     }
 
-    // `(used, payload, is_last, is_bad)`.
+    // Returns `(used, payload, is_last, is_bad)`.
     nb::tuple next(nb::bytes bytes) {
         const BodyReader::Piece piece = reader_.next(view_of(bytes));
         return nb::make_tuple(piece.used, bytes_of(piece.payload), piece.is_last, piece.is_bad);
@@ -139,7 +139,7 @@ End take_body(std::string_view& bytes, BodyReader& reader, std::string& body) {
     }
 }
 
-// Every message that is whole, as `head_of` makes it with its body behind; then what ended them:
+// Reads every message that is whole, as `head_of` makes it with its body behind; then the end:
 // "partial", "bad", or "whole" where its connection is not kept.
 template <class Head, class Parse, class HeadOf>
 nb::tuple read_all(std::string_view bytes, const Parse& parse, const HeadOf& head_of) {
@@ -168,7 +168,7 @@ nb::tuple read_all(std::string_view bytes, const Parse& parse, const HeadOf& hea
     return nb::make_tuple(messages, "partial");
 }
 
-// `[(method, target, minor, fields, body, where it ends)]`, and what ended them.
+// Returns `[(method, target, minor, fields, body, where it ends)]`, and the end.
 nb::tuple read_requests(nb::bytes bytes) {
     return read_all<RequestHead>(
         view_of(bytes),
@@ -181,8 +181,7 @@ nb::tuple read_requests(nb::bytes bytes) {
         });
 }
 
-// `[(status, minor, fields, body, where it ends)]`, and what ended them. A body may end with the
-// bytes.
+// Returns `[(status, minor, fields, body, where it ends)]`, and the end. A body may end with the bytes.
 nb::tuple read_responses(nb::bytes bytes) {
     return read_all<ResponseHead>(
         view_of(bytes),

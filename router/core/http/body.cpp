@@ -17,7 +17,7 @@ constexpr Problem kLongChunkLine = {431, "headers_too_large",
 constexpr Problem kLongTrailers = {431, "headers_too_large",
                                    "trailers: longer than the limit of % bytes"};
 
-// What a byte of the framing may be.
+// The kinds of bytes in the framing.
 enum Class { digit, semicolon, colon, cr, lf, token, text, control };
 constexpr std::size_t kClasses = 8;
 constexpr std::size_t kFramingStates = static_cast<std::size_t>(State::last_end) + 1;
@@ -97,7 +97,7 @@ BodyReader::Piece BodyReader::next(std::string_view bytes) {
     return piece;
 }
 
-// What there is of the payload at `from`, and the line end behind it where a chunk ends with it.
+// Takes the payload at `from`, and the line end behind it where a chunk ends with it.
 BodyReader::Piece BodyReader::take(std::string_view bytes, std::size_t from) {
     Piece piece;
     piece.used = from;
@@ -137,7 +137,7 @@ void BodyReader::count_digit(unsigned char digit) {
     count_framing();
 }
 
-// Nothing of this is passed on: who sends much of it wants work done for nothing.
+// Bounds the framing, which is not passed on: without a bound it would be free work for a client.
 void BodyReader::count_framing() {
     const Bounds& most = bounds_;
     if (state_ == State::size || state_ == State::extension) {

@@ -1,5 +1,5 @@
 // Reads a body as it comes (RFC 9112 6 and 7): of a known length, in chunks, or until the
-// connection closes. Nothing is kept but where it stands; extensions of chunks and trailers are
+// connection closes. Only the state of the reader is kept; extensions of chunks and trailers are
 // dropped.
 #pragma once
 
@@ -19,20 +19,20 @@ public:
         std::size_t used = 0;  // of the bytes given; 0 only where none were, or the body has ended
         std::string_view payload;  // empty where only framing was used
         bool is_last = false;
-        bool is_bad = false;  // see `problem`; what was used is not to be believed
+        bool is_bad = false;  // see `problem`; the payload is not to be used
     };
 
     void begin(Framing framing, std::uint64_t length, const Bounds& bounds);
     Piece next(std::string_view bytes);
 
-    // False to the end for a body that ends with its connection.
+    // Stays false for a body that ends with its connection.
     bool has_ended() const { return state_ == State::ended; }
-    // So far.
+    // The number so far.
     std::uint64_t payload_bytes() const { return payload_bytes_; }
     // The rule that a request's body breaks.
     const Problem& problem() const { return problem_; }
 
-    // Where it stands. `chunk_data` and `plain` count the payload that is left.
+    // The part that comes next. `chunk_data` and `plain` count the payload that is left.
     enum class State : std::uint8_t {
         size_start,     // at the first digit of a chunk's size
         size,

@@ -15,10 +15,10 @@ struct Field {
 // Names are compared without case (RFC 9110 5.1). `lower`: in lower case.
 bool same_name(std::string_view any_case, std::string_view lower);
 
-// The value of the first field of that name; empty where there is none.
+// Returns the value of the first field of that name; empty where there is none.
 std::string_view value_of(const std::vector<Field>& fields, std::string_view lower_name);
 
-// Whether the field is about one connection, and so goes no further than that.
+// True where the field is about one connection, and so is not passed on.
 bool is_hop_by_hop(std::string_view any_case_name);
 
 std::string lower_name(std::string_view any_case_name);
@@ -29,11 +29,10 @@ bool begins_with(std::string_view any_case, std::string_view lower_prefix);
 // Takes the first element off a list (RFC 9110 5.6.1): "a , b" gives "a" and leaves "b".
 std::string_view take_element(std::string_view& list);
 
-// Whether a list has an element, whatever the case of either (RFC 9110 7.6.1: what is about the
-// connection alone).
+// True where a list has an element, in any case (RFC 9110 7.6.1: the options of a connection).
 bool lists(std::string_view elements, std::string_view name);
 
-// A few names of fields.
+// A small set of field names.
 class Names {
 public:
     void add(std::string lower_name) { names_.push_back(std::move(lower_name)); }

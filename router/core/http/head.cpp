@@ -9,7 +9,7 @@ namespace kvroute::http {
 
 namespace {
 
-// What a head may be refused for wherever it is read; the sides of the router word it differently.
+// The problems that heads of requests and of responses share; each side words them differently.
 struct Wording {
     Problem malformed, too_large, too_many_fields, unknown_coding;
 };
@@ -36,9 +36,8 @@ constexpr Wording kOfResponses = {
 constexpr Problem kUpgraded = {502, "response_broken", "an upgrade that was not requested"};
 constexpr Problem kOddStatus = {502, "response_broken", "status % is not from 200 to 599"};
 
-// Those that the parser before this one knew, with the most frequent in front. RFC 9110 9.1: a
-// method that is not recognised is an error of the client's. CONNECT asks for a tunnel, and there
-// is none.
+// The methods that llhttp knows, with the most frequent in front. RFC 9110 9.1: a method that is not
+// recognised is an error of the client's. CONNECT is left out, as there are no tunnels.
 constexpr std::array<std::string_view, 34> kMethods = {
     "POST",      "GET",    "HEAD",   "OPTIONS", "PUT",    "DELETE",      "PATCH",      "TRACE",
     "COPY",      "LOCK",   "MKCOL",  "MOVE",    "PROPFIND", "PROPPATCH", "SEARCH",     "UNLOCK",
@@ -90,7 +89,7 @@ public:
     // read different messages.
     Parsed line_end() { return literal("\r\n"); }
 
-    // One or more bytes of that kind, and `behind`. Where it is cut short, what there is of it.
+    // Reads one or more bytes of that kind, and `behind`. Where it is cut short, finds what there is.
     Parsed word(Kind kind, char behind, std::string_view& found) {
         const char* const from = at_;
         at_ = skip(at_, end_, kind);
@@ -101,7 +100,7 @@ public:
         return Parsed::whole;
     }
 
-    // The rest of the line, without the white space around it.
+    // Reads the rest of the line, without the white space around it.
     Parsed text(std::string_view& found) {
         const char* from = at_;
         at_ = skip_text(at_, end_);
@@ -123,7 +122,7 @@ public:
 
     bool is_at(char byte) const { return at_ != end_ && *at_ == byte; }
 
-    // Fields up to the empty line, each passed to `note`, which returns false if it breaks a rule.
+    // Reads fields up to the empty line. `note` gets each, and returns false if it breaks a rule.
     template <class Note>
     Parsed fields(std::vector<Field>& fields, const Note& note) {
         while (!is_at('\r')) {
@@ -159,7 +158,7 @@ private:
 };
 
 // RFC 9110 4.2.1 and RFC 3986 3.2.2: a name or an address, an IPv6 one in brackets, with or without
-// a port. What stands in brackets is not looked at closely.
+// a port. The text in brackets is only checked for bytes of a host.
 bool is_host_and_port(std::string_view value) {
     const bool is_bracketed = value.starts_with('[');
     std::size_t host_end = value.find(is_bracketed ? ']' : ':');
@@ -172,7 +171,7 @@ bool is_host_and_port(std::string_view value) {
 }
 
 // The framing of the body and the options of the connection, from the fields of a head.
-class Told {
+class Framed {
 public:
     bool has_length = false, is_chunked = false, has_unknown_coding = false;
     bool closes = false, keeps_alive = false;
@@ -268,9 +267,9 @@ Parsed read_request_line(Scanner& scanner, RequestHead& head) {
     return exists ? scanner.refuse(kOtherVersion) : scanner.malformed();
 }
 
-// The origin-form of a target: "/path?query" as it is, and the same behind "http://host" (RFC 9112
-// 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A user's name before
-// the host is an error (RFC 9110 4.2.4), and a fragment is not the server's to see.
+// Returns the origin-form of a target: "/path?query" as it is, and the same behind "http://host" (RFC
+// 9112 3.2.2: "a server MUST accept the absolute-form"). Empty where there is none. A user's name
+// before the host is an error (RFC 9110 4.2.4), and a fragment is for the client alone.
 std::string_view origin_form_of(std::string_view target) {
     if (target == "*") return target;
     if (target.front() != '/') {
@@ -287,23 +286,23 @@ std::string_view origin_form_of(std::string_view target) {
     return target.substr(0, target.find('#'));
 }
 
-Parsed conclude(Scanner& scanner, RequestHead& head, const Told& told) {
-    if (told.has_unknown_coding) return scanner.refuse(kOfRequests.unknown_coding);
+Parsed conclude(Scanner& scanner, RequestHead& head, const Framed& framed) {
+    if (framed.has_unknown_coding) return scanner.refuse(kOfRequests.unknown_coding);
     // RFC 9112 3.2: "A server MUST respond with a 400 ... to any HTTP/1.1 request message that
     // lacks a Host header field and to any request message that contains more than one Host header
     // field line or a Host header field with an invalid field value."
-    if (told.hosts > 1 || (told.hosts == 0 && head.minor == 1)) return scanner.refuse(kBadHost);
-    if (!told.has_valid_host) return scanner.refuse(kInvalidHost);
-    head.framing = told.is_chunked   ? Framing::chunked
-                   : told.has_length ? Framing::length
-                                     : Framing::none;
-    head.length = told.length;
-    head.upgrades = told.has_upgrade && told.names_upgrade;
-    // RFC 9112 6.1: chunks from a client of HTTP/1.0 are faulty framing, and such a connection is
-    // not kept; here none of HTTP/1.0 is.
-    head.keeps_alive = head.minor == 1 && !told.closes && !head.upgrades;
+    if (framed.hosts > 1 || (framed.hosts == 0 && head.minor == 1)) return scanner.refuse(kBadHost);
+    if (!framed.has_valid_host) return scanner.refuse(kInvalidHost);
+    head.framing = framed.is_chunked   ? Framing::chunked
+                   : framed.has_length ? Framing::length
+                                       : Framing::none;
+    head.length = framed.length;
+    head.upgrades = framed.has_upgrade && framed.names_upgrade;
+    // RFC 9112 6.1: chunks from a client of HTTP/1.0 are faulty framing, and its connection must be
+    // closed; every connection of HTTP/1.0 is.
+    head.keeps_alive = head.minor == 1 && !framed.closes && !head.upgrades;
     // RFC 9110 10.1.1: in a request of HTTP/1.0 it "MUST" be ignored.
-    head.expects_continue = head.minor == 1 && told.expects_continue;
+    head.expects_continue = head.minor == 1 && framed.expects_continue;
     return Parsed::whole;
 }
 
@@ -324,25 +323,25 @@ Parsed read_status_line(Scanner& scanner, ResponseHead& head) {
 }
 
 // RFC 9112 6.3, in its order.
-Parsed conclude(Scanner& scanner, ResponseHead& head, const Told& told, bool is_of_head_request) {
+Parsed conclude(Scanner& scanner, ResponseHead& head, const Framed& framed, bool is_of_head_request) {
     if (head.status == 101) return scanner.refuse(kUpgraded);
     const bool is_interim = head.status >= 100 && head.status < 200;
     if (!is_interim && (head.status < 200 || head.status > 599)) {
         return scanner.refuse(kOddStatus, static_cast<std::uint64_t>(head.status));
     }
-    if (told.has_unknown_coding) return scanner.refuse(kOfResponses.unknown_coding);
-    // It has no body, and must not announce one (RFC 9112 6.1, RFC 9110 8.6): some readers would
-    // take the final response for that body.
-    if (is_interim && (told.is_chunked || told.length > 0)) return scanner.malformed();
+    if (framed.has_unknown_coding) return scanner.refuse(kOfResponses.unknown_coding);
+    // An interim response has no body, and must not announce one (RFC 9112 6.1, RFC 9110 8.6): some
+    // readers would take the final response for that body.
+    if (is_interim && (framed.is_chunked || framed.length > 0)) return scanner.malformed();
     const bool has_no_body = is_interim || head.status == 204 || head.status == 304;
     head.framing = has_no_body || is_of_head_request ? Framing::none
-                   : told.is_chunked                 ? Framing::chunked
-                   : told.has_length                 ? Framing::length
+                   : framed.is_chunked               ? Framing::chunked
+                   : framed.has_length               ? Framing::length
                                                      : Framing::until_close;
-    head.length = told.length;
+    head.length = framed.length;
     // RFC 9112 9.3, and 6.1 for chunks from a server of HTTP/1.0.
-    const bool is_persistent = head.minor == 1 || (told.keeps_alive && !told.is_chunked);
-    head.keeps_alive = is_persistent && !told.closes && head.framing != Framing::until_close;
+    const bool is_persistent = head.minor == 1 || (framed.keeps_alive && !framed.is_chunked);
+    head.keeps_alive = is_persistent && !framed.closes && head.framing != Framing::until_close;
     return Parsed::whole;
 }
 
@@ -358,14 +357,14 @@ std::string Problem::text() const {
 Parsed parse_request(std::string_view bytes, const Bounds& bounds, RequestHead& head,
                      std::size_t& used, Problem& problem) {
     Scanner scanner(bytes, bounds, kOfRequests, problem);
-    Told told;
+    Framed framed;
     head.fields.clear();
     Parsed found = read_request_line(scanner, head);
     if (found != Parsed::whole) return found;
     head.origin_form = origin_form_of(head.target);
     if (head.origin_form.empty()) return scanner.malformed();
-    found = scanner.fields(head.fields, [&](const Field& field) { return told.note(field); });
-    if (found == Parsed::whole) found = conclude(scanner, head, told);
+    found = scanner.fields(head.fields, [&](const Field& field) { return framed.note(field); });
+    if (found == Parsed::whole) found = conclude(scanner, head, framed);
     used = scanner.used();
     return found;
 }
@@ -373,12 +372,12 @@ Parsed parse_request(std::string_view bytes, const Bounds& bounds, RequestHead& 
 Parsed parse_response(std::string_view bytes, const Bounds& bounds, bool is_of_head_request,
                       ResponseHead& head, std::size_t& used, Problem& problem) {
     Scanner scanner(bytes, bounds, kOfResponses, problem);
-    Told told;
+    Framed framed;
     head.fields.clear();
     Parsed found = read_status_line(scanner, head);
     if (found != Parsed::whole) return found;
-    found = scanner.fields(head.fields, [&](const Field& field) { return told.note(field); });
-    if (found == Parsed::whole) found = conclude(scanner, head, told, is_of_head_request);
+    found = scanner.fields(head.fields, [&](const Field& field) { return framed.note(field); });
+    if (found == Parsed::whole) found = conclude(scanner, head, framed, is_of_head_request);
     used = scanner.used();
     return found;
 }

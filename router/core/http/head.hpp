@@ -1,5 +1,5 @@
 // Heads of HTTP/1.1 messages (RFC 9112), without I/O. A head is read from its first byte whenever
-// more of it has come; what was found are views of the bytes that were given.
+// more of it has come; results are views of the bytes that were given.
 //
 //     bytes ──> parse_request ──┬─> partial   wait for more
 //                               ├─> whole     a RequestHead; its body follows, see body.hpp
@@ -8,8 +8,8 @@
 // Two readers of one message that disagree about where it ends are how requests are smuggled (RFC
 // 9112 11.2). Where the standard lets a reader choose between guessing and refusing, these refuse.
 //
-// The verdict is the same however the bytes were cut: what is bad or whole stays so whatever
-// follows.
+// The verdict does not depend on how the bytes were cut: a head that is bad or whole stays so with any
+// bytes behind it.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@
 
 namespace kvroute::http {
 
-// Of one message.
+// Bounds on one message.
 struct Bounds {
     std::size_t head_bytes = 65'536;  // with the empty lines in front
     std::size_t fields = 256;
@@ -48,7 +48,7 @@ struct RequestHead {
     std::string_view method, target;
     std::string_view origin_form;  // path and query of the target (RFC 9112 3.2.1), or "*"
     int minor = 1;                 // of the version, HTTP/1.0 or HTTP/1.1
-    std::vector<Field> fields;     // its memory is used again by the next parse
+    std::vector<Field> fields;     // its memory is reused by the next parse
     Framing framing = Framing::none;  // none, length or chunked
     std::uint64_t length = 0;
     bool keeps_alive = true;
@@ -80,9 +80,9 @@ Parsed parse_request(std::string_view bytes, const Bounds& bounds, RequestHead& 
 Parsed parse_response(std::string_view bytes, const Bounds& bounds, bool is_of_head_request,
                       ResponseHead& head, std::size_t& used, Problem& problem);
 
-// Whether a head that was partial with the first `before` bytes may no longer be: a line has ended
-// since, or there is more than a head may have. A client that sends byte by byte would otherwise
-// have its head read from the start for each.
+// True where a head that was partial with the first `before` bytes may no longer be: a line has ended
+// since, or there is more than a head may have. Without it, the head of a client that sends byte by
+// byte would be read from the start for each.
 bool is_worth_parsing(std::string_view bytes, std::size_t before, const Bounds& bounds);
 
 }  // namespace kvroute::http

@@ -1,4 +1,4 @@
-// What the bytes of a message may be, and how to pass many of them at once.
+// The kinds of bytes in a message, and skipping many of them at once.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 
 namespace kvroute::http {
 
-// One bit for each kind that a byte may be of.
+// One bit for each kind that a byte may have.
 enum Kind : std::uint8_t {
     kToken = 1,     // RFC 9110 5.6.2: names, methods
     kVisible = 2,   // RFC 5234 VCHAR: targets
@@ -38,13 +38,13 @@ inline constexpr std::array<std::uint8_t, 256> kKinds = make_kinds();
 
 inline bool is_of(char byte, Kind kind) { return kKinds[static_cast<unsigned char>(byte)] & kind; }
 
-// The first byte that is not of that kind; `end` where all are.
+// Returns the first byte that is not of that kind; `end` where all are.
 inline const char* skip(const char* at, const char* end, Kind kind) {
     while (at != end && is_of(*at, kind)) ++at;
     return at;
 }
 
-// Whether one of eight bytes is a control, a tab among them, or DEL: eight subtractions in one, as
+// True where one of eight bytes is a control, a tab among them, or DEL: eight subtractions in one, as
 // in Anderson's "Bit Twiddling Hacks". A borrow starts only in a byte for which it is true.
 inline bool has_control(const char* at) {
     constexpr std::uint64_t kOnes = 0x0101010101010101, kHighs = 0x8080808080808080;
@@ -55,7 +55,7 @@ inline bool has_control(const char* at) {
     return ((below_space | ((deleted - kOnes) & ~deleted)) & kHighs) != 0;
 }
 
-// `skip` for text, which is most of a head.
+// Does `skip` for text, which is most of a head.
 inline const char* skip_text(const char* at, const char* end) {
     for (;;) {
         while (end - at >= 8 && !has_control(at)) at += 8;

@@ -1,5 +1,5 @@
-// Writes heads and framing, each at the end of a string. Names and values come from outside: what
-// would break a line is left out, never written (RFC 9110 5.5).
+// Writes heads and framing, each at the end of a string. Names and values come from outside: those that
+// would break a line are left out, never written (RFC 9110 5.5).
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,13 @@
 
 namespace kvroute::http {
 
-// Which every client must skip, and one that waits with its body waits for (RFC 9110 15.2.1).
+// Every client must skip it; one that holds its body back waits for it (RFC 9110 15.2.1).
 inline constexpr std::string_view kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
 inline constexpr std::string_view kLineEnd = "\r\n";  // also behind the fields, and behind a chunk
 inline constexpr std::string_view kChunkEnd = kLineEnd;
 inline constexpr std::string_view kLastChunk = "0\r\n\r\n";
 
-// A reason that is no text is left out; one that is empty is that of the standard, where it has
-// one.
+// A reason that is no text is left out; for an empty one the standard's is written, where it has one.
 void append_status(std::string& to, int status, std::string_view reason = {});
 
 // False, with nothing appended, where method or target would break the line.

@@ -7,7 +7,7 @@
 namespace kvroute::tls {
 namespace {
 
-// As OpenSSL's headers have them.
+// Values from OpenSSL's headers.
 constexpr int kSetMode = 33, kSetSessionCacheMode = 44, kSetLeastVersion = 123;
 constexpr long kTls12 = 0x0303;
 constexpr long kPartialWrite = 1, kMovingWriteBuffer = 2, kReleaseBuffers = 16;
@@ -18,10 +18,10 @@ constexpr int kPem = 1;
 constexpr int kAlpnChosen = 0, kAlpnIgnored = 3;
 constexpr unsigned char kHttp11[] = {8, 'h', 't', 't', 'p', '/', '1', '.', '1'};
 
-// OpenSSL would ask at the terminal.
+// Without it, OpenSSL would ask at the terminal.
 int no_password(char*, int, int, void*) { return -1; }
 
-// http/1.1 where the client offers it. One that offers only others is served as one that offers none.
+// Chooses http/1.1 where the client offers it. One that offers only others is served as one with none.
 int choose(SSL*, const unsigned char** out, unsigned char* out_size, const unsigned char* in,
            unsigned in_size, void*) {
     for (unsigned at = 0; at < in_size; at += 1u + in[at]) {

@@ -1,4 +1,4 @@
-// Who one is, and whom one trusts: certificates, keys and authorities, read from files once.
+// One side's identity and trust: certificates, keys and authorities, read from files once.
 #pragma once
 
 #include <memory>
@@ -26,10 +26,10 @@ struct Files {
 // Never changes: certificates that were renewed make another one. From any thread.
 class Context {
 public:
-    // Of a server; with authorities, clients have to show a certificate of one of them.
+    // Returns a server's; with authorities, clients have to show a certificate of one of them.
     // Throws `Problem`.
     static std::shared_ptr<const Context> for_clients(const Files& files);
-    // Towards servers, which have to show a certificate of the authorities, or of the system's.
+    // Returns a client's; servers have to show a certificate of the authorities, or of the system's.
     static std::shared_ptr<const Context> for_servers(const Files& files);
 
     Context(const Context&) = delete;
@@ -48,7 +48,7 @@ private:
     SSL_CTX* made_;
 };
 
-// Those in use: replaced by any thread, asked for each new connection.
+// The contexts in use: replaced by any thread, read for each new connection.
 class Contexts {
 public:
     // Null: plain HTTP, or no replica can be reached by https.

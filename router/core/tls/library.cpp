@@ -21,7 +21,7 @@ bool find(void* handle, const char* name, Function& into) {
     return into != nullptr;
 }
 
-// The name of what is missing; null: nothing is.
+// Returns the name of a function that is missing; null: none is.
 const char* missing_in(void* handle, Library& made) {
 #define KVROUTE_FIND(name) \
     if (!find(handle, #name, made.name)) return #name

@@ -1,5 +1,5 @@
-// OpenSSL 3, found when it is first needed: nothing of it is needed to build. Only what is used here,
-// as its manual pages declare it; these functions are a stable interface since 3.0.
+// OpenSSL 3, found when it is first needed: nothing of it is needed to build. Declares only what is
+// used here, as its manual pages do; these functions are a stable interface since 3.0.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace kvroute::tls {
 
-// Of OpenSSL's own; never looked into.
+// OpenSSL's own types, which stay opaque.
 struct SSL_METHOD;
 struct SSL_CTX;
 struct SSL;
@@ -79,7 +79,7 @@ struct Library {
 // that is linked with it, or the library itself; nothing is loaded twice. Throws `Problem`.
 const Library& load(const std::vector<std::string>& places);
 
-// What was loaded; `load` has been called.
+// Returns the library; `load` has been called.
 const Library& library();
 
 }  // namespace kvroute::tls

@@ -7,7 +7,7 @@
 namespace kvroute::tls {
 namespace {
 
-// As OpenSSL's headers have them.
+// Values from OpenSSL's headers.
 constexpr int kRetryRead = 1 | 8, kRetries = 15;
 constexpr int kFlush = 11, kSourceSink = 0x0400;
 constexpr int kWantsRead = 2, kWantsWrite = 3, kEndOfData = 6;
@@ -80,7 +80,7 @@ void Session::begin(std::string& to_send) {
     to_send_ = nullptr;
 }
 
-// True once it is over.
+// Goes on with the handshake; true once it is over.
 bool Session::shake_hands() {
     const Library& openssl = library();
     openssl.ERR_clear_error();

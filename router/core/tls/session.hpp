@@ -1,4 +1,4 @@
-// One encrypted connection, without I/O: what has come goes in, what is to be sent comes out.
+// One encrypted connection, without I/O: received bytes go in, bytes to send come out.
 #pragma once
 
 #include <memory>
@@ -27,15 +27,15 @@ public:
     // Takes all received bytes and writes their plain text into `out`; it fits where there is room
     // for `came` and one record. Bytes for the other side are appended to `to_send`.
     Read receive(std::string_view came, char* out, std::size_t size, std::string& to_send);
-    // Nothing before the handshake is over. False: it is broken.
+    // Encrypts `bytes`; not before the handshake is over. False: the session is broken.
     bool send(std::string_view bytes, std::string& to_send);
-    // Begins the handshake, where that is for this side.
+    // Begins the handshake, where this side does.
     void begin(std::string& to_send);
-    // Says that nothing more comes.
+    // Sends close_notify.
     void end(std::string& to_send);
 
     bool is_established() const { return is_established_; }
-    // The other side sent what is no TLS at all; known once it is broken.
+    // True where the first bytes of the other side were no TLS at all; known once it is broken.
     bool is_foreign() const { return is_foreign_; }
     // Why it is broken.
     const std::string& problem() const { return problem_; }
@@ -59,10 +59,10 @@ private:
     std::string problem_;
 };
 
-// What OpenSSL reads from and writes to in place of a socket.
+// Returns the methods by which OpenSSL reads and writes in place of a socket.
 BIO_METHOD* make_pipe(Library& openssl);
 
-// The first error of the last call, in words; none is left.
+// Returns the first error of the last call, in words, and clears all.
 std::string last_error();
 
 }  // namespace kvroute::tls
