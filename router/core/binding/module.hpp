@@ -1,4 +1,4 @@
-// The parts of the module: each file of this directory adds what Python sees of one of them.
+// The parts of the module: each file of this directory binds one of them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// What Python sees of the data plane: events come as tuples, commands go as plain values.
+// Binds the data plane: events come as tuples, commands go as plain values.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -52,7 +52,7 @@ Fields fields_of(nb::handle from) {
     return found;
 }
 
-// What is decided here, and what is read elsewhere first.
+// Reads the options of requests that are decided in the core, or read in Python first.
 void take_prepared(nb::dict from, Options& options) {
     options.checks_hosts = nb::cast<bool>(from["checks_hosts"]);
     options.long_prompt_tokens = nb::cast<u64>(from["long_prompt_tokens"]);
@@ -100,8 +100,8 @@ std::vector<Address> addresses_of(nb::handle hosts, int port) {
     return found;
 }
 
-// Connections to one of `hosts`, addresses, and `port`; to a Unix socket where it is a path. By TLS to
-// who has the name `secure_host`, if that is not empty.
+// Connects to one of `hosts`, addresses, and `port`; to a Unix socket where it is a path. Uses TLS with
+// a server of the name `secure_host`, if that is not empty.
 void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, int port,
              std::string secure_host, nb::handle authority, nb::handle base_path, nb::handle target,
              nb::handle replaced,
@@ -129,7 +129,7 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
 }
 
 // A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
-// lengths to keep, whether the engine has to be told the model's name, and the class of the key.
+// lengths to keep, whether the model's name is written into the body, and the class of the key.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
            bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
@@ -157,13 +157,13 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
-// From an `OrderFacts` of router/fleet/engine_order.py.
+// Reads an `OrderFacts` of router/fleet/engine_order.py.
 Ordering ordering_of(nb::handle from) {
     return {read<double>(from, "ageing_tokens_per_s"), read<u64>(from, "usual_class"),
             read<int>(from, "class_bits"), read<u64>(from, "longest_tokens")};
 }
 
-// From a `Way` of router/seams/fleet.py.
+// Reads a `Way` of router/seams/fleet.py.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = read<std::string>(from, "origin");
@@ -182,14 +182,14 @@ Forward way_of(nb::handle from) {
     return made;
 }
 
-// From an `AtGateway` of router/seams/fleet.py.
+// Reads an `AtGateway` of router/seams/fleet.py.
 AtGateway at_gateway_of(nb::handle from) {
     return {std::to_string(read<u64>(from, "worker_id")), read<std::string>(from, "endpoint"),
             read<std::string>(from, "address"),
             read<std::vector<std::pair<int, u64>>>(from, "block_tokens")};
 }
 
-// From a `ServedName` of router/seams/fleet.py.
+// Reads a `ServedName` of router/seams/fleet.py.
 std::shared_ptr<Served> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
     made->model = read<std::string>(from, "model");
@@ -237,7 +237,7 @@ nb::dict counts_of(const Plane& plane) {
 
 using Secured = std::shared_ptr<kvroute::tls::Context>;
 
-// From PEM files; empty: none.
+// Reads PEM files; empty: none.
 template <auto make>
 Secured context(std::string certificate, std::string key, std::string authorities) {
     try {

@@ -1,4 +1,4 @@
-// What the files that bind the data plane have in common.
+// Shared by the files that bind the data plane.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ inline nanobind::bytes bytes_of(const std::string& text) {
     return nanobind::bytes(text.data(), text.size());
 }
 
-// What has happened since the last call; see `Plane` of router/_core.pyi.
+// Returns the events since the last call; see `Plane` of router/_core.pyi.
 nanobind::list events_of(plane::Plane& plane);
 
 void bind_bookings(nanobind::module_& module);

@@ -1,4 +1,4 @@
-// What the data plane tells Python: events as tuples, and bookings that go on there.
+// Binds the data plane's events, as tuples, and the bookings that Python goes on with.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -47,7 +47,7 @@ nb::tuple asked_of(const Asked& asked) {
                           asked.tokenization_s ? nb::cast(*asked.tokenization_s) : nb::none());
 }
 
-// The last of it may end a booking, and takes mutexes: meanwhile the interpreter is others'.
+// The last reference may end a booking, which takes mutexes: the interpreter lock is let go meanwhile.
 template <typename Held>
 void let_go_of(std::shared_ptr<Held>& held) {
     if (held == nullptr) return;
@@ -55,7 +55,7 @@ void let_go_of(std::shared_ptr<Held>& held) {
     held.reset();
 }
 
-// A booking of the core's. Its steps take mutexes, and leave the interpreter to others.
+// A booking of the core's. Its steps take mutexes, and let the interpreter lock go.
 struct BookingHandle {
     std::shared_ptr<Booking> booking;
 
@@ -97,7 +97,7 @@ struct PlaceHandle {
     ~PlaceHandle() { let_go_of(place); }
 };
 
-// The kind of an event, its exchange, and what there is to say; see router/_core.pyi.
+// The kind of an event, its exchange, and its fields; see router/_core.pyi.
 struct AsTuple {
     ExchangeId id;
 
@@ -231,7 +231,7 @@ nb::list kvroute::binding::events_of(Plane& plane) {
         }
         append_lost(plane, found);
         kvroute::binding::append_sums(plane.take_sums(), found);
-    } catch (const std::exception&) {  // not even for that: they are told of later, sums not at all
+    } catch (const std::exception&) {  // not even for that: events come later, sums are lost
         events.erase(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(at));
         plane.keep(std::move(events));
     }

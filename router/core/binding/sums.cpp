@@ -1,4 +1,4 @@
-// What Python sees of requests that are summed up: events, and by itself what sums them up.
+// Binds the sums of requests: their events, and the class that sums them up.
 #include "binding/sums.hpp"
 
 #include <nanobind/stl/optional.h>

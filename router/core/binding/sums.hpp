@@ -1,4 +1,4 @@
-// What Python sees of requests that are summed up.
+// Binds the sums of requests.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,9 +8,9 @@
 
 namespace kvroute::binding {
 
-// Each as the event `summed`; see router/_core.pyi.
+// Appends each as the event `summed`; see router/_core.pyi.
 void append_sums(const plane::Sums::Found& sums, nanobind::list& events);
-// From now on the usual requests are told of in sums. Takes the bounds of `SumBounds`.
+// Reports usual requests in sums from now on. Takes the bounds of `SumBounds`.
 void sum_up(plane::Plane& plane, std::vector<double> routing_s, std::vector<double> first_byte_s,
             std::vector<double> seconds, std::vector<double> error_tokens);
 

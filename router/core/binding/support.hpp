@@ -1,4 +1,4 @@
-// What every part of the binding needs: locks beside the interpreter's, buffers, text.
+// Helpers of every part of the binding: locks beside the interpreter's, buffers, text.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -31,11 +31,11 @@ private:
     PyThreadState* state_;
 };
 
-// For as long as it lives: wherever the thread has to wait for a mutex, the interpreter lock is let go,
-// and taken back at the end. So Python must not be touched meanwhile, and no mutex be held at the end.
+// While it exists, the interpreter lock is let go wherever the thread has to wait for a mutex, and
+// taken back at the end. So Python must not be touched meanwhile, and no mutex be held at the end.
 class Patient {
 public:
-    // `has_interpreter`: it has been let go already where it is false.
+    // `has_interpreter`: false where the lock has been let go already.
     explicit Patient(bool has_interpreter = true)
         : has_interpreter_(has_interpreter), waited_before_(before_waiting) {
         if (has_interpreter_) before_waiting = &let_go;
@@ -60,9 +60,9 @@ private:
     void (*waited_before_)();
 };
 
-// Holds a mutex, for a step that may not stop half-way. Nobody waits for the interpreter with the mutex in
-// hand: it is let go where the thread waits, for this mutex or for one that is taken after it, and taken
-// back when this one is free again.
+// Holds a mutex, for a step that may not stop half-way. No thread waits for the interpreter lock with
+// the mutex in hand: the lock is let go where the thread waits, for this mutex or for one that is taken
+// after it, and taken back when this one is free again.
 class Guarded {
 public:
     explicit Guarded(std::mutex& mutex, bool has_interpreter = true)
