@@ -62,10 +62,9 @@ struct Candidates {
 
     std::size_t size() const { return states.size(); }
 
+    // `cached` and `outlooks` stay: each decision overwrites them, as many as there are states.
     void clear() {
         states.clear();
-        cached.clear();
-        outlooks.clear();
         lower.clear();
         shares.clear();
     }

@@ -71,7 +71,7 @@ void Decider::add_what_is_known(const Wanted& asked, const Question& question, S
     const std::size_t count = out.size();
     out.cached.resize(count);
     out.lower.assign(count, Lower());
-    out.outlooks.assign(count, Outlook());
+    out.outlooks.resize(count);
     for (u32 number = 0; number < count; ++number) {
         const u32 cache = scratch.caches_[number];
         const Coming& coming = scratch.coming_[cache];
@@ -88,7 +88,11 @@ void Decider::add_what_is_known(const Wanted& asked, const Question& question, S
             add_lower(question, scratch, cache, number, out);
         }
     }
-    if (books_.mirror != nullptr && needs_outlook()) put_outlooks(question, scratch, out);
+    if (books_.mirror != nullptr && needs_outlook()) {
+        put_outlooks(question, scratch, out);
+    } else {
+        out.outlooks.assign(count, Outlook());
+    }
     if (books_.estimates != nullptr) put_estimates(asked, question, scratch, out);
 }
 
@@ -139,7 +143,7 @@ void Decider::put_estimates(const Wanted& asked, const Question& question, const
         const Conditions& conditions = *(*question.fleet)[state.replica].conditions;
         const Cache& cache = question.fleet->cache(scratch.caches_[number]);
         const std::optional<double> lost_since = conditions.lost_since(cache.dp_rank);
-        if (!lost_since) continue;
+        if (!lost_since || books_.estimates->waits(*lost_since, question.now)) continue;
         const auto& engine = conditions.engine;
         const auto known = books_.estimates->stand_in(
             cache.id, lost_since, engine ? engine->cache_tokens : std::nullopt, question.now);

@@ -145,6 +145,11 @@ public:
     std::shared_ptr<ApproximateCache> stand_in(CacheId cache, std::optional<double> lost_since,
                                                std::optional<Tokens> cache_tokens, double now);
 
+    // Returns true where `stand_in` returns none for events that are not whole: too short a time.
+    bool waits(double lost_since, double now) const {
+        return now - lost_since < options_.after_s;
+    }
+
     // A request is sent to a cache; null if no estimate stands in for it. `prompts`: the keys of each.
     // `hit_tokens`: that were predicted to be cached.
     std::shared_ptr<ApproximateVisit> visit(CacheId cache, std::vector<Keys> prompts,
@@ -164,7 +169,7 @@ private:
         return options_.max_keys / std::max<std::size_t>(count_, 1);
     }
     std::optional<double> lost_at(std::optional<double> since, double now) const {
-        return since && now - *since < options_.after_s ? std::nullopt : since;
+        return since && waits(*since, now) ? std::nullopt : since;
     }
     std::shared_ptr<ApproximateCache> begin(CacheId cache, double lost_at,
                                             std::size_t limit_keys) const;
