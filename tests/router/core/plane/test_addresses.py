@@ -93,13 +93,24 @@ def test_an_address_with_another_certificate_is_passed_over(tmp_path: Path) -> N
             assert read_all(client).endswith(b"found")
 
 
+@contextlib.contextmanager
+def _unserved() -> Iterator[int]:
+    """Reserve a port at which no one listens, at either address."""
+    with contextlib.ExitStack() as held:
+        while True:
+            at_other, at_name = (held.enter_context(socket.socket()) for _ in range(2))
+            at_other.bind((OTHER, 0))
+            port: int = at_other.getsockname()[1]
+            with contextlib.suppress(OSError):  # another test has it there
+                at_name.bind((NAME, port))
+                break
+        yield port
+
+
 def test_where_no_address_takes_a_connection_the_last_reason_is_told() -> None:
     """Once, with what the system said."""
-    with socket.socket() as reserved:
-        reserved.bind((OTHER, 0))
-        way = Way(reserved.getsockname()[1], [NAME, OTHER])
-        with serving(Secured(), way) as served:
-            assert b"502" in answered(served)
-            assert served.failed == [("connect", "Connection refused")]
-            served.until(lambda: served.plane.counts()["connect_failures"] == 1)
-            assert served.plane.counts()["connections"] == 0
+    with _unserved() as port, serving(Secured(), Way(port, [NAME, OTHER])) as served:
+        assert b"502" in answered(served)
+        assert served.failed == [("connect", "Connection refused")]
+        served.until(lambda: served.plane.counts()["connect_failures"] == 1)
+        assert served.plane.counts()["connections"] == 0
