@@ -7,8 +7,11 @@ import contextlib
 import io
 import logging
 import re
+import resource
 import socket
 import ssl
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +58,15 @@ def test_a_reset_tls_connection_is_closed_once() -> None:
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
             loop.run_until_complete(connecting)
         assert near.fileno() == -1
+
+
+def test_the_table_of_files_has_grown_before_threads_begin() -> None:
+    """Later each doubling would wait for all processors."""
+    code = (
+        "import router.process as p; p.allow_open_files(); print(open('/proc/self/status').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = re.search(r"^FDSize:\s*(\d+)$", done.stdout, re.M)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found is not None
+    assert int(found[1]) >= (16_384 if hard < 0 else min(16_384, hard))
