@@ -141,8 +141,7 @@ async def _measure(options: argparse.Namespace) -> None:
         port = free_port()
         config = {"server": {"port": port, "host_names": ["router"]}, "replicas": replicas}
         router = asyncio.create_task(serve(RouterConfig.model_validate(config)))
-        while not await _is_ready(port):
-            await asyncio.sleep(0.05)
+        await until_healthy(port)
         _say(clients, port)
         for megabytes in options.megabytes:
             for name in bodies(megabytes):
@@ -152,7 +151,13 @@ async def _measure(options: argparse.Namespace) -> None:
         await router
 
 
-async def _is_ready(port: int) -> bool:
+async def until_healthy(port: int) -> None:
+    """Wait until a router answers, and all of its replicas are healthy."""
+    while not await _is_healthy(port):
+        await asyncio.sleep(0.05)
+
+
+async def _is_healthy(port: int) -> bool:
     with contextlib.suppress(OSError):
         found = (await ask(port, "GET", "/replicas")).json
         return all(replica["state"] == "healthy" for replica in found["replicas"])

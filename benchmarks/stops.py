@@ -30,6 +30,7 @@ import uvloop
 import router
 from benchmarks.figures import report
 from benchmarks.load import stub_replica
+from benchmarks.stalls import until_healthy
 from benchmarks.text_path import write_model
 from router.config import RouterConfig
 from router.serve import serve
@@ -39,7 +40,7 @@ from tests.support.vllm_publisher import free_port
 _ROUTER = str(Path(router.__file__).parent)
 _ENTRY = "plane/data_plane.py", "_handle"
 """What the core asks of Python, and reports to it, goes through this function."""
-_RECORDS = frozenset({"running", "settled", "summed", "told", "ended"})
+_RECORDS = frozenset({"running", "settled", "summed", "looked_up", "ended"})
 """The events by which the core reports."""
 _REPORTED_S = 0.3
 """Within which what was noted of a request has been reported."""
@@ -134,8 +135,7 @@ async def _measure(walk: Walk, directory: Path, shows_path: bool) -> None:
         "models": [model],
     }
     served = asyncio.create_task(serve(RouterConfig.model_validate(config)))
-    while not await _is_ready(port):
-        await asyncio.sleep(0.05)
+    await until_healthy(port)
     for name, (path, body) in REQUESTS.items():
         for _ in range(2):
             walk.clear()
@@ -145,13 +145,6 @@ async def _measure(walk: Walk, directory: Path, shows_path: bool) -> None:
             _report(name, part, list(files), shows_path)
     signal.raise_signal(signal.SIGTERM)
     await served
-
-
-async def _is_ready(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        found = (await ask(port, "GET", "/replicas")).json
-        return all(replica["state"] == "healthy" for replica in found["replicas"])
-    return False
 
 
 async def _ask(port: int, path: str, body: Mapping[str, object]) -> None:
