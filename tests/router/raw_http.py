@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from async_timeout import timeout
 
 from router.config.origin import Origin
-
-
-def reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, as a crashed host or an impatient kernel does, not with FIN."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
+from tests.support.resets import abort_by_reset
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class RawConnection:
         self.gone.set()
 
     def reset(self) -> None:
-        reset(self.writer)
+        abort_by_reset(self.writer)
 
 
 Handler = Callable[[RawConnection], Awaitable[None]]
@@ -249,7 +242,7 @@ class RawClient:
         self.writer.close()
 
     def reset(self) -> None:
-        reset(self.writer)
+        abort_by_reset(self.writer)
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ import sys
 import pytest
 
 from router.process import EventLoop, _TextFormatter
-from tests.support.relay import close_by_reset
+from tests.support.resets import close_by_reset
 
 
 def test_a_name_from_outside_cannot_begin_a_line_of_its_own() -> None:

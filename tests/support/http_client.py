@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_timeout import timeout
 
+from tests.support.resets import abort_by_reset
 from tests.support.waiting import DEADLINE_S
 
 
@@ -126,9 +126,7 @@ class HttpClient:
     def leave(self, reset: bool = False) -> None:
         """Close at once; *reset*: with RST, as a crashed host does."""
         if reset:
-            sock = self.writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.writer.transport.abort()
+            abort_by_reset(self.writer)
         else:
             self.writer.close()
 

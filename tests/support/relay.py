@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import selectors
 import socket
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing_extensions import override
 from kvevents.codec import decode, encode
 from kvevents.events import EventBatch
 from kvevents.messages import END_MARKER, SNAPSHOT_START
+from tests.support.resets import close_by_reset
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,6 @@ class _Relay(ABC):
     def close(self) -> None:
         self._is_closing = True
         self._thread.join()
-
-
-def close_by_reset(end: socket.socket) -> None:
-    """Close a connection as a dying host does; what is not sent yet is lost."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    end.close()
 
 
 class LossyRelay(_Relay):
