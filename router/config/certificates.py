@@ -95,15 +95,14 @@ async def keep_fresh(
     certificates: Sequence[Certificate], on_renewed: Callable[[], None] = lambda: None
 ) -> None:
     """Read certificates again when their files change, until cancelled. While a pair does not
-    belong together, as between two writes, the old one stays; so it does while the router is short
-    of what reading it takes, so one that was refused is tried again.
+    belong together, as between two writes, or cannot be read, the old one stays and the new one is
+    tried again.
 
     Args:
         on_renewed: Called when one has been read again; may raise `ConfigError`.
     """
     seen = [await asyncio.to_thread(each.stamp) for each in certificates]
-    refused: dict[int, str] = {}
-    """Why, by index."""
+    refused: dict[int, str] = {}  # why, by index
     while True:
         await asyncio.sleep(_WATCH_S)
         for index, each in enumerate(certificates):

@@ -14,9 +14,15 @@ from router.config.section import Section
 from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
 
-def _check_name_server(text: str) -> str:
+def name_server(text: str) -> tuple[str, int]:
+    """Return the address and the port of a name server, `address` or `address#port`."""
     address, _, port = text.partition("#")
-    if not is_numeric(address) or int(port or 53) > 65_535:
+    return address, int(port or 53)
+
+
+def _check_name_server(text: str) -> str:
+    address, port = name_server(text)
+    if not is_numeric(address) or port > 65_535:
         raise broken_rule(f"{text!r}; expected an address, or address#port")
     return text
 

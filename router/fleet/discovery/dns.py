@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from kvevents.pacing import Backoff
 from router.config import DnsDiscovery, ReplicaConfig
+from router.config.discovery import name_server
 from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
 
 _LOOKUP_S = 5.0
@@ -95,13 +96,16 @@ class DnsProvider:
 
 
 def _resolver(nameserver: str | None) -> dns.asyncresolver.Resolver:
-    """Raises `dns.resolver.NoResolverConfiguration` where the system names none."""
+    """Make the resolver.
+
+    Raises:
+        NoResolverConfiguration: The system names no name server.
+    """
     found = dns.asyncresolver.Resolver(configure=nameserver is None)
     found.lifetime = _LOOKUP_S
     if nameserver is not None:
-        address, _, port = nameserver.partition("#")
+        address, found.port = name_server(nameserver)
         found.nameservers = [address]
-        found.port = int(port or 53)
     return found
 
 
