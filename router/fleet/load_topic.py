@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import zmq
 
-from kvevents.errors import KVEventsError
+from kvevents.errors import UNREADABLE, KVEventsError
 from kvevents.sockets import SocketConnection, SocketLimits
 from kvevents.tasks import begin_lasting
 from router.fleet.engine_load import MAX_REQUESTS, EngineLoad, EngineRankLoad
@@ -58,7 +58,7 @@ def read_load(frames: Sequence[bytes]) -> LoadStat | None:
         return None
     try:
         return _DECODER.decode(frames[2])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -256,7 +256,7 @@ def _replay_port(flag: str) -> int | None:
     one."""
     try:
         endpoint = msgspec.json.decode(flag, type=_SglangFlag).replay_endpoint or ""
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return None
     port = endpoint.rpartition(":")[2]
     return int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else None

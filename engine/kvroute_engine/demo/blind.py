@@ -21,6 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from kvevents.codec import decode
+from kvevents.errors import UNREADABLE
 from kvevents.events import (
     GPU,
     AllBlocksCleared,
@@ -82,7 +83,7 @@ class GroupBlindIndex(PrefixIndex):
         remaining = iter(records)
         try:
             copies = _copies_decoder.decode(next(remaining, b""))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise DumpError(f"index dump: not of a group-blind index: {error}") from None
         super().restore(remaining)
         self._copies = {source: Counter(counts) for source, counts in copies}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from kvroute_engine.http.chat import Chat
 from kvroute_engine.http.errors import InvalidRequest
 from kvroute_engine.http.faults import MAX_FACTOR, MAX_SECONDS
@@ -268,7 +269,7 @@ def _decode(body: bytes, kind: Any) -> Any:
         raise InvalidRequest(
             param[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise InvalidRequest(
             "body", f"{len(body)} bytes that are not JSON", "must be a JSON object in UTF-8"
         ) from None

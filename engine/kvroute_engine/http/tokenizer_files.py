@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from kvevents.errors import UNREADABLE
 from kvroute_engine.http.chat import Chat
 from kvroute_engine.http.chat_template import EngineChatTemplate
 from kvroute_engine.http.errors import ConversationError, TokenizerError
@@ -169,7 +170,7 @@ def _config(file: Path) -> dict[str, Any]:
     text = _read(file)
     try:
         return {} if text is None else msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise TokenizerError(f"{file}: must be a JSON object: {error}") from error
 
 

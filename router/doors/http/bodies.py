@@ -13,6 +13,7 @@ import msgspec
 from async_timeout import timeout
 from starlette.types import Message, Receive
 
+from kvevents.errors import UNREADABLE
 from router.errors import BadRequest, BodyTooLarge
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -110,7 +111,7 @@ def decode_body(body: bytes, kind: type[_Body]) -> _Body:
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
         raise BadRequest(place.strip("`") or "$", "of another form", rule) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
 
 
@@ -122,7 +123,7 @@ def decode_json(body: bytes) -> Any:
     """
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise BadRequest("$", f"{len(body)} bytes", "must be JSON") from None
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeGuard, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from kvevents.errors import UNREADABLE
 from router.prompt.body.anthropic_request import parse_messages
 from router.prompt.body.decoding import RETENTION_FIELD, SESSION_FIELDS, decode_fields
 from router.prompt.body.json_fields import (
@@ -483,7 +484,7 @@ def read_model(
     """
     try:
         read = msgspec.json.decode(body, type=_ModelAndPriority)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise RequestBodyError(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from kvevents.errors import UNREADABLE
 from router.prompt.body.json_fields import describe, encode_json
 from router.prompt.errors import RequestBodyError
 from router.prompt.prompts import PromptSpec
@@ -135,7 +136,7 @@ def with_tenant_salt(
     try:
         fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
         own = {name: msgspec.json.decode(fields[name]) for name in names if name in fields}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise RequestBodyError("$", f"{len(body)} bytes", "must be a JSON object") from None
     salts = {name: _salted(tenant_salt, own.get(name), name) for name in names}
     if own:
