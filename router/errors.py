@@ -381,11 +381,7 @@ class NoReplica(_NotNow):
 
 
 class KeyLimitReached(_NotNow):
-    """The holder of the key has reached a limit.
-
-    Args:
-        retry_after_s: When it has some left again, for the `Retry-After` header.
-    """
+    """The holder of the key has reached a limit."""
 
     status = 429
     type = "rate_limit_error"
@@ -398,11 +394,7 @@ class KeyLimitReached(_NotNow):
 
 
 class EnginesBusy(_NotNow):
-    """A replica has refused the request since there are too many, and no other can take it now.
-
-    Args:
-        retry_after_s: The replica's, for the `Retry-After` header.
-    """
+    """A replica has refused the request since there are too many, and no other can take it now."""
 
     status = 429
     type = "rate_limit_error"
@@ -417,12 +409,7 @@ class EnginesBusy(_NotNow):
 
 
 class QueueFull(_NotNow):
-    """The model's queue is full. The tenant with most waiting is refused first.
-
-    Args:
-        waiting: How many requests wait for it.
-        retry_after_s: When there may be room, for the `Retry-After` header.
-    """
+    """The model's queue is full. The tenant with most waiting is refused first."""
 
     status = 429
     type = "rate_limit_error"
@@ -437,12 +424,7 @@ class QueueFull(_NotNow):
 
 
 class QueueTimeout(_NotNow):
-    """No replica has room for the request before its deadline.
-
-    Args:
-        waiting: How many requests wait for it.
-        retry_after_s: When there may be room, for the `Retry-After` header.
-    """
+    """No replica has room for the request before its deadline."""
 
     code = "queue_timeout"
 

@@ -120,11 +120,7 @@ def _under_our_name(record: logging.LogRecord) -> bool:
 
 
 def set_up_logging(config: RouterConfig) -> None:
-    """Log to stderr.
-
-    Args:
-        config: The level and the form.
-    """
+    """Log to stderr."""
     handler = logging.StreamHandler()
     is_json = config.observability.log_format == "json"
     handler.setFormatter(_JsonFormatter() if is_json else _TextFormatter())
@@ -164,7 +160,6 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     Args:
-        host: An address, or a name for one.
         port: 0 lets the system choose.
     Raises:
         ConfigError: It cannot be listened on.

@@ -49,11 +49,7 @@ class Reloader:
                 logger.critical("a changed configuration was not taken over whole", exc_info=error)
 
     async def watch(self, path: Path, interval_s: float = 1.0) -> None:
-        """Ask whenever a file changes, until cancelled.
-
-        Args:
-            interval_s: Between two looks at it.
-        """
+        """Ask whenever a file changes, until cancelled."""
         seen: Stamp | None = await asyncio.to_thread(stamp_of, path)
         while True:
             await asyncio.sleep(interval_s)

@@ -217,8 +217,6 @@ async def serve(
     configuration again.
 
     Args:
-        config: The whole configuration.
-        new_index: Makes the index of a model; see `ModelSet`.
         source: Reads it again; None: nothing does.
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
@@ -507,8 +505,6 @@ def run(
     """Run `serve` on uvloop; return the exit code of the process.
 
     Args:
-        config: The whole configuration.
-        new_index: Makes the index of a model; see `ModelSet`.
         source: Reads it again while the router runs; None: nothing does.
     Raises:
         ConfigError: As for `serve`, or too few files may be open.

@@ -385,8 +385,6 @@ class RouterService(RouterParts):
         """Take over a configuration while requests run: replicas that it no longer names are
         drained first, and no request is cut.
 
-        Args:
-            config: The whole configuration, valid.
         Returns:
             Paths of the options that differ and need a restart, as `server.port`.
         """

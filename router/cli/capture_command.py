@@ -352,7 +352,6 @@ async def capture_lines(
         lines: From the router; empty ones only show that it is there.
         limits: When to stop; the seconds are the caller's.
         output: The file to write; compressed where it ends in `.gz`.
-        progress: Takes a line for people now and then.
     Raises:
         RecordingError: The file cannot be written, or a line is not a recording's.
     """

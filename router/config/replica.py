@@ -214,7 +214,6 @@ def read_replicas(path: Path, environ: Mapping[str, str]) -> tuple[ReplicaConfig
 
     Args:
         path: YAML or JSON.
-        environ: Where `${NAME}` is looked up.
     Raises:
         ConfigError: The file cannot be read, or has problems; the message lists all of them.
     """

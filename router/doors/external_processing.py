@@ -68,7 +68,6 @@ def make_picker(
     """Make the server for gateways.
 
     Args:
-        guard: Checks the keys of clients, where they need any.
         why_not_ready: Answers health checks; None: the router is ready.
     """
     server = config.server

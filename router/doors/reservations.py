@@ -297,9 +297,7 @@ class Reservations:
     """All reservations. Belongs to one event loop.
 
     Args:
-        limit: The most at once.
         idle_s: After so many seconds without a report one ends by itself.
-        clock: A monotonic clock, in seconds.
     """
 
     def __init__(

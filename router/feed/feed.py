@@ -140,7 +140,6 @@ class Feed:
             published: The addresses of one of the replica's ranks. Without a replay endpoint,
                 events that are lost stay lost and leave the source suspect, unless it makes
                 snapshots.
-            hints: The configuration of its cache.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.

@@ -341,10 +341,7 @@ class Pollers:
         """Follow a rank of a server; return its poller, and the function that makes a connection.
 
         Args:
-            endpoint: The URL, with its path.
-            rank: The rank whose events are wanted.
             headers: Sent along; those of the first rank that registers.
-            allows: Returns whether an address may be connected to.
 
         Raises:
             EndpointError: Nothing can be polled, or the rank is followed already.

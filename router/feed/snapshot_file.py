@@ -66,11 +66,7 @@ def _write(pieces: list[bytes], directory: Path) -> int:
 
 def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
     """Read the snapshot in a directory; None, with the reason in the log, where it has no usable
-    one. May take a while.
-
-    Args:
-        max_age_s: See `read`.
-    """
+    one. May take a while."""
     path = directory / FILE_NAME
     try:
         found = read(path.read_bytes(), max_age_s, time.time())

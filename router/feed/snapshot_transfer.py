@@ -75,8 +75,6 @@ def read_sealed(data: bytes | bytearray, secret: bytes, max_age_s: float) -> Ind
     """Read a snapshot that another process sent. May take a while.
 
     Args:
-        data: All bytes of it.
-        secret: See `Sender`.
         max_age_s: See `read`; also how far its clock may be ahead.
     Raises:
         SnapshotError: It is not whole, sealed with another secret, or too old.

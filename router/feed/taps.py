@@ -59,11 +59,7 @@ class Tap:
         lora: str | None,
         extra_keys: Iterable[Any] | None,
     ) -> int:
-        """Write a prompt that is about to be sent there; return its number.
-
-        Args:
-            salt: The request's `cache_salt`.
-        """
+        """Write a prompt that is about to be sent there; return its number."""
         self._numbers += 1
         found = {"salt": salt, "lora": lora, "extra_keys": extra_keys}
         shown = {name: value for name, value in found.items() if value is not None}

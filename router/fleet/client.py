@@ -131,8 +131,6 @@ class UpstreamClient:
         Args:
             target: Path and query as on the wire; the origin's base path is put before it.
             headers: Without host, content-length and hop-by-hop headers.
-            body: Whole; may be empty.
-            timeouts: For each phase of the exchange.
         Raises:
             UpstreamError: See `router.fleet.client_errors`.
             ValueError: A method, target or header that would break the framing of the request.
@@ -176,10 +174,6 @@ class UpstreamClient:
         request whose kept connection turns out to be closed is sent again, once.
 
         Args:
-            origin: See `send`.
-            body: Whole; may be empty.
-            timeouts: For each phase of the exchange.
-            max_bytes: Bound on the response's body.
             headers: Without those that the client sets.
         Raises:
             ResponseTooLarge: The body is longer than *max_bytes*; at most one buffer beyond it was

@@ -37,7 +37,6 @@ class EngineOrder:
     def __init__(self, config: OverloadConfig, clock: Callable[[], float] = time.time) -> None:
         """
         Args:
-            config: The classes, and how fast requests age.
             clock: The wall clock, in seconds since 1970.
         """
         self._classes = PriorityClasses(config)
@@ -63,9 +62,7 @@ class EngineOrder:
         """Return a function from one request's tokens to compute to its number; lower goes first.
 
         Args:
-            headers: The request's, names in lower case.
             of_key: The highest class of its key.
-            waited_s: Seconds since its arrival.
         Raises:
             BadRequest: Its header names no class.
         """

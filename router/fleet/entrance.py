@@ -64,7 +64,6 @@ class PriorityClasses:
         """A request's class; 0 goes first.
 
         Args:
-            headers: The request's, names in lower case.
             of_key: The highest class of its key.
         Raises:
             BadRequest: Its header names no class.
@@ -85,10 +84,6 @@ class Entrance:
     """Reads the places of requests."""
 
     def __init__(self, config: OverloadConfig, room: WaitingRoom) -> None:
-        """
-        Args:
-            config: Has the headers to read, and the classes.
-        """
         self.room = room
         self._max_wait_s = config.max_wait_s
         self._classes = PriorityClasses(config)
@@ -105,11 +100,7 @@ class Entrance:
         share: float = 1.0,
     ) -> Waiter:
         """Count a request without headers that has started, since none waited. Call `room.over`
-        at its end.
-
-        Args:
-            priority: The highest class of that key.
-        """
+        at its end."""
         waiter = self.waiter(model, {}, holder, priority, share)
         waiter.tokens = uncached_tokens
         self.room.passed(waiter)
@@ -125,9 +116,6 @@ class Entrance:
     ) -> Waiter:
         """Return a request that needs room at a replica.
 
-        Args:
-            headers: The request's, names in lower case.
-            priority: The highest class of that key.
         Raises:
             BadRequest: A header has no valid value.
         """

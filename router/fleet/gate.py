@@ -74,11 +74,7 @@ class Breaker(Enum):
 
 
 class ReplicaGate:
-    """The gate of one replica. The calls report what happens there.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """The gate of one replica. The calls report what happens there."""
 
     __slots__ = (
         "_back_off_until",

@@ -47,11 +47,7 @@ class MinuteCount:
         self._sum = 0
 
     def add(self, amount: int, now: float) -> None:
-        """Count.
-
-        Args:
-            now: The present time, in seconds.
-        """
+        """Count."""
         self.at(now)
         step = math.floor(now * _STEPS_PER_S)
         if self._steps and self._steps[-1][0] >= step:
@@ -70,11 +66,7 @@ class MinuteCount:
 
     def falls_in_s(self, amount: int, now: float) -> float:
         """After how many seconds the sum is less by *amount*, if nothing is added; the whole minute
-        where it never will be.
-
-        Args:
-            now: The present time, in seconds.
-        """
+        where it never will be."""
         for step, counted in self._steps:
             amount -= counted
             if amount <= 0:
@@ -83,11 +75,7 @@ class MinuteCount:
 
 
 class KeyUsage:
-    """Counts and limits the usage of one key's holder. Belongs to one event loop.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """Counts and limits the usage of one key's holder. Belongs to one event loop."""
 
     __slots__ = (
         "_clock",
@@ -229,11 +217,7 @@ def _is_over(limit: int, used: int, amount: int) -> bool:
 
 
 class KeyLimits:
-    """The usage of every key that has a limit.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """The usage of every key that has a limit."""
 
     def __init__(
         self, keys: Iterable[ClientKeyConfig], clock: Callable[[], float] = time.monotonic

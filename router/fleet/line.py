@@ -113,7 +113,6 @@ def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
     """Return a request's place; the lowest is next.
 
     Args:
-        arrived: In seconds.
         ageing_tokens_per_s: What a second of waiting is worth.
     """
     return min(tokens, LONGEST_TOKENS) + ageing_tokens_per_s * arrived

@@ -106,7 +106,6 @@ class LoadTracker:
         in a `with` statement.
 
         Args:
-            uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it; None if the engine chooses.
             visit: Records its first token and its end there.
         """
@@ -197,9 +196,7 @@ class InFlight:
         """The replica failed; the request is sent to another one, from the start.
 
         Args:
-            uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it there, if that is known.
-            visit: Records its first token and its end there.
         """
         if not self._flight.retried(replica_id, uncached_tokens, dp_rank):
             return

@@ -104,7 +104,6 @@ class LoadFollower:
     """Follows one replica's published load.
 
     Args:
-        clock: A monotonic clock, in seconds.
         allows: Returns whether an address may be connected to; None: every address.
     """
 
@@ -136,7 +135,6 @@ class LoadFollower:
         """Follow these from now on, and no others.
 
         Args:
-            topics: One for each rank.
             take: Called with the load of the whole replica whenever a rank has published, while all
                 of them are known. Only the tasks hold it: who is called holds us.
         """

@@ -25,7 +25,6 @@ class Pace:
 
     Args:
         config: The interval, and how many times longer it is without requests.
-        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, config: HealthConfig, clock: Callable[[], float]) -> None:

@@ -65,11 +65,7 @@ class QuietMoments:
         return (0, 0, -math.inf) if self._company is None else self._company.company(replica_id)
 
     def began(self, replica_id: str, now: float) -> QuietSample:
-        """A request is about to be sent; call `ended` when it is over.
-
-        Args:
-            now: Seconds.
-        """
+        """A request is about to be sent; call `ended` when it is over."""
         requests = self._replicas.get(replica_id)
         if requests is None:
             requests = self._replicas[replica_id] = _Requests()
@@ -82,12 +78,7 @@ class QuietMoments:
         return QuietSample(replica_id, number if is_alone else None)
 
     def ended(self, moment: QuietSample, now: float) -> bool:
-        """A request is over; returns whether it was alone from its beginning to its end.
-
-        Args:
-            moment: From `began`.
-            now: Seconds.
-        """
+        """A request is over; returns whether it was alone from its beginning to its end."""
         requests = self._replicas.get(moment.replica_id)
         if requests is None:
             return False  # the replica was removed meanwhile
@@ -113,11 +104,7 @@ class QuietMoments:
         return {name: count for name, count in found.items() if count}
 
     def disturbed(self, replica_id: str, now: float) -> None:
-        """Another router has a request there, or had one a moment ago.
-
-        Args:
-            now: Seconds.
-        """
+        """Another router has a request there, or had one a moment ago."""
         requests = self._replicas.setdefault(replica_id, _Requests())
         requests.others += 1
         requests.ended_at = now

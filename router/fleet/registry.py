@@ -33,11 +33,7 @@ class ReplicaListener(Protocol):
     """
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
-        """`replica.state` has changed.
-
-        Args:
-            before: Its state until now.
-        """
+        """`replica.state` has changed."""
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
         """Another check failed, after enough in a row to make the replica unhealthy.
@@ -48,20 +44,13 @@ class ReplicaListener(Protocol):
         """
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        """`replica.served` has changed.
-
-        Args:
-            before: What it served until now.
-        """
+        """`replica.served` has changed."""
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         """`replica.sources` have changed.
 
         They are announced only after the replica's models, and are empty once it is removed. A
         restart at the same addresses is not a change: the streams themselves show it.
-
-        Args:
-            before: Its sources until now.
         """
 
     def on_reconfigured(self, replica: Replica) -> None:
@@ -77,7 +66,6 @@ class ReplicaRegistry:
     Args:
         load: Read for views, and to separate this router's requests from others' in the engines'
             load.
-        clock: A monotonic clock, in seconds.
         gates: Makes their gates; None: every healthy replica gets requests.
     """
 
@@ -295,7 +283,6 @@ class ReplicaRegistry:
 
         Args:
             replica_id: It may have been removed since.
-            retry_after_s: From its `retry-after`.
             tenant: Whose requests it cannot take; empty: all.
         """
         replica = self._replicas.get(replica_id)
@@ -332,11 +319,7 @@ class ReplicaRegistry:
     # --- what watchers report -------------------------------------------------------------------
 
     def on_check(self, replica: Replica, error: str | None) -> None:
-        """Count a check.
-
-        Args:
-            error: Why the check failed; None if it passed.
-        """
+        """Count a check."""
         before = replica.state
         if error is None:
             replica.checks_fail_since = None
@@ -358,13 +341,7 @@ class ReplicaRegistry:
         sources: tuple[EventSource, ...] | None,
         notes: tuple[str, ...],
     ) -> None:
-        """Take over a replica's reports about itself.
-
-        Args:
-            served: Its models; None keeps the known ones.
-            sources: Its event sources; None keeps the known ones.
-            notes: Errors and assumptions; new ones are logged.
-        """
+        """Take over a replica's reports about itself."""
         if notes and notes != replica.notes:
             logger.warning("replica %s: %s", replica.id, "; ".join(notes))
         replica.notes = notes

@@ -231,7 +231,6 @@ class Replica:
         """Return whether it serves its requests and has room for another, as far as is known.
 
         Args:
-            now: On the registry's clock.
             engine_load_stale_after_s: The engine's own load is left out when it is older.
         """
         engine_load = self.engine_load
@@ -240,11 +239,7 @@ class Replica:
         return self.record.serves_requests and not waiting and self.obstacle(load) is None
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
-        """Everything about it.
-
-        Args:
-            now: On the registry's clock.
-        """
+        """Everything about it."""
         record = self.record
         return ReplicaView(
             id=self.id,

@@ -70,7 +70,6 @@ class WaitingRoom:
         """
         Args:
             listener: Receives the outcomes of requests.
-            clock: A monotonic clock, in seconds.
             random: Spreads the times at which clients are to come back.
         """
         self._limits = limits
@@ -88,8 +87,6 @@ class WaitingRoom:
     def enter(self, waiter: Waiter, is_room: bool) -> bool:
         """Admit a request, or let it wait.
 
-        Args:
-            is_room: True if a replica has room for it.
         Returns:
             True if it may start at once. Else it waits, unless it has been started meanwhile.
         Raises:
@@ -128,11 +125,7 @@ class WaitingRoom:
         self._listener.started(waiter.model, waiter.priority, 0.0)
 
     def over(self, waiter: Waiter, response_tokens: int | None = None) -> None:
-        """A request has ended, whether it had its turn or still waited.
-
-        Args:
-            response_tokens: Those of its response; None if that is not known.
-        """
+        """A request has ended, whether it had its turn or still waited."""
         line = waiter.line
         if line is not None and waiter.is_waiting:
             line.leave(waiter)

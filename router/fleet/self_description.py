@@ -143,8 +143,6 @@ def parse_server_info(body: bytes, host: str) -> ServerInfo:
     """Read SGLang's addresses of events and load, and what kvroute's engine takes, from the
     response to `GET /server_info`.
 
-    Args:
-        host: The replica's own, which replaces wildcards.
     Raises:
         InvalidReplicaResponse: The body has another form, or names an address that cannot be
             connected to.
@@ -216,7 +214,6 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
 
     Args:
         entries: The configured sources, in any order.
-        host: The replica's own, which replaces wildcards.
     """
     return tuple(
         EventSource(

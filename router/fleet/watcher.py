@@ -103,11 +103,7 @@ class Watcher:
 
     Args:
         replica: To be watched; its counts and times are written here.
-        listener: Receives every check and discovery.
         load: Separates this router's requests from others' in the engine's load.
-        clock: A monotonic clock, in seconds.
-        load_topics: Makes the sockets of those that publish their load.
-        pace: The interval for healthy replicas.
     """
 
     def __init__(

@@ -58,7 +58,6 @@ class ApproximateCaches:
             after_s: For how long they must have been incomplete.
             cache_tokens: Size of a cache where the engine does not report it.
             max_keys: Bound on the keys of all caches together.
-            clock: A monotonic clock, in seconds.
         """
         self.lost_since = lost_since
         self._clock = clock
@@ -73,7 +72,6 @@ class ApproximateCaches:
 
         Args:
             cache_tokens: Its size by the engine; None: not reported.
-            now: On the clock.
         """
         number, lost_since = self._mirror.number_of(source), self.lost_since(source)
         found = self._core.stand_in(number, lost_since, cache_tokens, now)

@@ -51,11 +51,7 @@ def load(data: bytes, index: PrefixIndex) -> None:
 
 
 class FrameWriter:
-    """Frames records, one after the other.
-
-    Args:
-        magic: The beginning of such a file.
-    """
+    """Frames records, one after the other."""
 
     def __init__(self, magic: bytes, version: int) -> None:
         self.head = magic + _VERSION.pack(version)
@@ -70,9 +66,6 @@ class FrameWriter:
 def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memoryview]:
     """Read the records that a `FrameWriter` framed.
 
-    Args:
-        data: The whole file.
-        magic: The beginning it must have.
     Raises:
         DumpError: It is incomplete, damaged, or of another version.
     """

@@ -72,7 +72,6 @@ class HashFinder:
 
         Args:
             event: Any; one that proves nothing is ignored.
-            hash_block_size: In tokens.
         """
         sample = _sample(event)
         if sample is not None and len(sample.tokens) <= self.BLOCKS_PER_TRY * hash_block_size:
@@ -90,7 +89,6 @@ class HashFinder:
 
         Args:
             spellings: From `extra_keys.spellings`.
-            hash_block_size: In tokens.
             lookahead: Tokens behind a block that its hash covers too.
         """
         longest = min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY)

@@ -155,7 +155,6 @@ class PrefixIndex:
         """Apply one batch of events; an unknown source is added.
 
         Args:
-            source: The cache the events are about.
             payload: The batch as it came over the wire, or already decoded.
         Raises:
             MalformedBatch: The payload breaks the format; nothing was applied.
@@ -329,7 +328,6 @@ class PrefixIndex:
         """Hash a prompt, so that matching it is cheap.
 
         Args:
-            token_ids: All tokens of the prompt.
             cache_salt: The request's salt; only equal salts share blocks.
             extra_keys: Further parts of a block's content, in the form of the events' `extra_keys`:
                 one entry per hash block.
@@ -343,8 +341,7 @@ class PrefixIndex:
 
     def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         """Return how much of a prompt each source would reuse, for every known source. The hits are
-        those of this moment, even if the index changes while they are read.
-        """
+        those of this moment, even if the index changes while they are read."""
         return self.core.match(prompt.hashed, self._slots, self.computed(prompt))
 
     def match(
@@ -383,7 +380,6 @@ class PrefixIndex:
         """Match like `match_prompt`, for one source.
 
         Args:
-            prompt: From `prepare`.
             source: No hit where it is unknown.
         """
         known = self._sources.get(source)
@@ -398,7 +394,6 @@ class PrefixIndex:
         source, in its units and by the hit rule. The source's other tiers do not count.
 
         Args:
-            prompt: From `prepare`.
             source: 0 where it is unknown.
             tier: Its name in events, in upper case.
         """
@@ -413,7 +408,6 @@ class PrefixIndex:
         """Return the prefix that each group of a source would allow, by group index.
 
         Args:
-            prompt: From `prepare`.
             source: Empty where it is unknown, or its layout is.
         """
         known = self._sources.get(source)

@@ -36,8 +36,6 @@ class SeenGroup:
 
         Args:
             kind: None or empty is ignored, as for the window.
-            sliding_window: In tokens.
-            block_size: The event's, in tokens.
         """
         before = (self.kind, self.sliding_window, self.block_size, self.smallest_size)
         self.kind = kind or self.kind
@@ -105,7 +103,6 @@ class LayoutLearner:
             lookahead: Tokens after a block that its hash covers too; None: unknown.
             group: Its index; None: nothing is learned of a group.
             is_on_gpu: False in a lower tier.
-            sliding_window: In tokens.
             block_size: In tokens, as far as the run shows it; else 0.
         """
         if lookahead is not None:

@@ -53,7 +53,6 @@ class Mirror:
             tier_prices: The price of a token from a tier, by its name in upper case, in tokens to
                 compute, until it is learned.
             other_price: The price of one from any other tier.
-            clock: A monotonic clock, in seconds.
         """
         self._clock = clock
         # Numbers begin anywhere: others must not take a prompt of this process for one of another
@@ -88,9 +87,7 @@ class Mirror:
 
         Args:
             prompts: The request's, as far as known.
-            uncached_tokens: Those to be computed there.
             hit_tokens: Those cached there now.
-            speed: The replica's, relative to others.
             loads: The part of the hit that comes from below the GPU.
             junction_tokens: Those behind the hit of which only full attention is there.
             keep: Lengths of the prompt at which the engine is asked to keep windows and states.
@@ -169,11 +166,7 @@ class Mirror:
         return self.core.load_prices(self.number_of(source))
 
     def reuse_probability(self, model: str, idle_s: float) -> float:
-        """Return the probability that a prefix will be used again.
-
-        Args:
-            idle_s: How long it has not been used.
-        """
+        """Return the probability that a prefix will be used again."""
         return self.core.reuse_probability(self.number_of_model(model), idle_s)
 
     def outlook(
@@ -200,7 +193,6 @@ class Mirror:
         """Return the tokens of a prompt that each cache is computing for another one now.
 
         Args:
-            prompt: It is about to be sent.
             tokens: Its length; 0 if it is unknown, then tokens behind the last key never count.
         """
         found = self.core.in_prefill(prompt.hashed, tokens)
@@ -218,7 +210,6 @@ class Mirror:
         requests in prefill there come first, store their prompts, and evict others.
 
         Args:
-            prompt: It is about to be sent.
             junction_tokens: Those behind these of which only full attention is there.
         """
         return self.core.expected(

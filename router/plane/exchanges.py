@@ -156,7 +156,6 @@ class PlaneExchange:
 
         Args:
             headers: All but those of the framing, names in lower case.
-            body: May be empty.
         """
         if self.is_gone or self.response_started:
             return

@@ -25,7 +25,6 @@ def error_body(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
 
     Args:
         kind: The error's `type`.
-        code: The error's `code`.
     """
     body: dict[str, object] = {"error": {"message": message, "type": kind, "code": code}}
     if dialect is Dialect.ANTHROPIC:
@@ -35,12 +34,7 @@ def error_body(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
 
 
 def error_event(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
-    """The event that ends a broken stream; it goes after a blank line.
-
-    Args:
-        kind: The error's `type`.
-        code: The error's `code`.
-    """
+    """The event that ends a broken stream; it goes after a blank line."""
     body = error_body(dialect, message, kind, code)
     if dialect is Dialect.ANTHROPIC:
         # These SDKs look at the event's name, and do not know [DONE].

@@ -98,7 +98,6 @@ class ProxyObserver(Protocol):
         """The candidate answered that it can take no request now.
 
         Args:
-            retry_after_s: From its `retry-after`.
             is_429: True if it may mean this client only.
         Returns:
             True if the request should go to another one, if there is one.

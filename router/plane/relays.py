@@ -64,10 +64,6 @@ class PlaneProxy:
     """Sends requests to replicas, and their responses to the clients, by the core's sockets."""
 
     def __init__(self, settings: ProxySettings, on_shortage: Callable[[str], object]) -> None:
-        """
-        Args:
-            on_shortage: Called with what the system refused.
-        """
         self.settings = settings
         self.addresses = Addresses()
         self.on_shortage = on_shortage

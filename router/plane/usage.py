@@ -99,7 +99,6 @@ class UsageReader:
         Args:
             is_json: Whether it is one JSON body; else it is a stream of events.
             last: The tail of the body, or the last event with a usage.
-            first: The first such event, where it is another one.
         """
         self._is_json = is_json
         if is_json:

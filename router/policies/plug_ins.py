@@ -48,7 +48,6 @@ class PlugIn:
         """Return the costs of one replica's ranks, where it `chooses_ranks`.
 
         Args:
-            request: The fields that the policy sees.
             standings: The ranks; all have the same `replica_id`.
         Raises:
             PolicyError: See `rank`.

@@ -109,7 +109,6 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
 
     Args:
         name: A built-in policy or a plug-in; a built-in one wins over a plug-in of the same name.
-        settings: None: the defaults.
 
     Raises:
         PolicyError: The name is unknown, its plug-in cannot be used, or a built-in policy has

@@ -30,7 +30,6 @@ def reasons_of(name: str, core: CorePolicy, request: RouteRequest, mean_congesti
 
     Args:
         core: Knows the parts of a cost.
-        mean_congestion: The value that the order was found with.
     """
     if name == "least_delay":
         return partial(_delay, core, request, mean_congestion)

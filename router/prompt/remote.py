@@ -80,7 +80,6 @@ class RemoteTokenizer:
         """Send nothing yet.
 
         Args:
-            fetch: Sends a body to a replica.
             cache_bytes: Room for whole prompts; 0 caches nothing.
             large_work: Reads large responses; None reads them here.
         """

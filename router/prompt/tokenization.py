@@ -132,11 +132,7 @@ class Tokenization:
     def tokenize_now(
         self, spec: PromptSpec, *, lora_name: str | None = None
     ) -> list[TokenizedPrompt] | None:
-        """Do what `tokenize` does, without waiting; None where that may take a thread or a replica.
-
-        Args:
-            lora_name: The adapter that `spec.model` turned out to be.
-        """
+        """Do what `tokenize` does, without waiting; None where that may take a thread or a replica."""
         first = spec.prompts[0]
         if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
             # What most gateways send.
@@ -288,11 +284,7 @@ def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage, MessageEnds]:
 
 
 class _Threads:
-    """A pool of threads and a bounded queue before it.
-
-    Args:
-        max_waiting: The bound.
-    """
+    """A pool of threads and a bounded queue before it."""
 
     def __init__(self, pool: ThreadPoolExecutor, max_waiting: int) -> None:
         self._pool = pool

@@ -96,7 +96,6 @@ class Dispatcher:
         Args:
             endpoint: The form of the body; None for a request without a prompt to generate from,
                 as `/tokenize`: it goes to the least loaded.
-            terms: What else is known of it.
             encoding: Of the body; `/route` takes both.
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
         Raises:

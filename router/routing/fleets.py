@@ -55,7 +55,6 @@ class FleetKeeper:
     ) -> None:
         """
         Args:
-            books: Keep the load of replicas.
             suspects: The sources of which events were lost; it changes with them.
             lost_since: Returns since when a source's events have been incomplete; None: nothing is
                 estimated in their place.

@@ -102,7 +102,6 @@ class ModelSet:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             new_index: Makes the index of a model; `secret=` gives it the keys of all that have it.
-            large_work: Reads the replicas' responses where they are large.
             key_secret: Routers with the same one have the same keys for prefixes; None: no other
                 router has.
             versions: The names that stand for several models.

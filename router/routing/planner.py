@@ -42,8 +42,6 @@ class RoutePlanner:
         """Keep the parts that a ranking is made from.
 
         Args:
-            policy: Orders the replicas that can serve the request.
-            clock: A monotonic clock, in seconds.
             weights: What things cost, for the choice among the ranks of a replica.
         """
         self._known = known
@@ -98,12 +96,7 @@ class RoutePlanner:
         )
 
     def remember(self, prompts: Sequence[HashedPrompt], source: SourceId) -> None:
-        """Count on the prefixes of *prompts* in a cache before its events report them.
-
-        Args:
-            prompts: From `prepare`.
-            source: Where the request is about to be sent.
-        """
+        """Count on the prefixes of *prompts* in a cache before its events report them."""
         if self._known.recent is not None:
             now = self._clock()
             for prompt in prompts:
@@ -207,9 +200,5 @@ def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
 
     What it is already computing for another request does not count: otherwise a burst of equal
     prompts would look like a queue and scatter.
-
-    Args:
-        prompt_tokens: Length of the prompt.
-        candidate: The replica, as it was ranked for this prompt.
     """
     return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)

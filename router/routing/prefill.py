@@ -84,12 +84,7 @@ class PrefillPlanner:
     def prefiller(
         self, question: RankQuestion, serving: Serving, chosen: Candidate
     ) -> Candidate | None:
-        """Choose the replica that computes the prompt; None: the chosen one itself.
-
-        Args:
-            serving: Those that may be chosen.
-            chosen: The replica of the response.
-        """
+        """Choose the replica that computes the prompt; None: the chosen one itself."""
         # What the replica only waits for counts as well: its engine would not wait for it again.
         if question.prompt_tokens - chosen.cached_tokens < self._least:
             return None

@@ -137,7 +137,6 @@ class Ranker:
 
         Args:
             replicas: Not to be changed any more.
-            now: Seconds.
         Raises:
             PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
         """

@@ -35,7 +35,6 @@ class RecentPrefixes:
     clock.
 
     Args:
-        books: The core's, which decide by it.
         ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
         max_entries: Bound on keys over all caches, some 80 bytes each, and 150 for each prompt.
     """
@@ -49,13 +48,7 @@ class RecentPrefixes:
         self._books = books
 
     def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
-        """Remember that a prompt was just sent to a cache.
-
-        Args:
-            source: A data-parallel rank of a replica.
-            keys: The prompt's keys, from its start.
-            now: Seconds.
-        """
+        """Remember that a prompt was just sent to a cache."""
         self.core.remember(self._books.cache_id(*source), keys, now)
 
     def match(self, source: SourceId, keys: Sequence[int], step: int, now: float) -> int:

@@ -84,8 +84,6 @@ class Steering:
 
         Args:
             keys: Its prefixes' keys, one for every `STEP` tokens.
-            ends: Where it is expected to part from others.
-            continuation: The request's sign of whether it will be continued.
         """
         known = self._tenants.pop(tenant, None) or Tenant()
         self._tenants[tenant] = known

@@ -105,7 +105,6 @@ class StoredResponses:
         """The replica that has a response; None if none of *replicas* is known to have it.
 
         Args:
-            response_id: From the path or the body of a request.
             replicas: By id, all that may have it.
         """
         known = self._holders.get(response_id)

@@ -80,8 +80,6 @@ class Tenant:
 
         Args:
             keys: Its prefixes' keys, one for each whole step.
-            ends: Where it is expected to part from others.
-            continuation: The request's sign of whether it will be continued.
         """
         seen = self.branches.record(keys, token_ids)
         goes_on = self._goes_on[continuation]

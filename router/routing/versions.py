@@ -19,7 +19,6 @@ class Versions:
     """All names that stand for several models.
 
     Args:
-        configured: `versioned_models` of the configuration.
         random: Draws for requests without a session.
     """
 
@@ -51,8 +50,6 @@ class Versions:
         """Return the model for a request; None if its name stands for itself.
 
         Args:
-            headers: The request's, names in lower case.
-            session: The client's; None if it names none.
             is_served: Returns whether a healthy replica serves a model. Others are left out where
                 there is a choice, unless the client made it.
         """

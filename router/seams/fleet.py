@@ -133,8 +133,6 @@ class NativeDecisions(ReplicaListener):
     ) -> None:
         """
         Args:
-            service: Has the models and replicas.
-            ranker: Has the core decide.
             shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
@@ -393,11 +391,7 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 def native_decisions(
     service: RouterService, addresses: Addresses, shows_hits: bool
 ) -> NativeDecisions | None:
-    """Return the core's decisions; None where the configuration asks for more than the core knows.
-
-    Args:
-        shows_hits: True if clients see hits.
-    """
+    """Return the core's decisions; None where the configuration asks for more than the core knows."""
     ranker = service.ranker
     if ranker.asks_a_plug_in:
         return None

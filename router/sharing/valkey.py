@@ -84,11 +84,7 @@ class Credentials(NamedTuple):
 
 
 def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> ValkeyBoard:
-    """A board on a server, which is connected to when it runs.
-
-    Args:
-        credentials: The router's to the server.
-    """
+    """A board on a server, which is connected to when it runs."""
     tls: dict[str, Any] = {
         "ssl_ca_certs": credentials.ca,
         "ssl_certfile": credentials.certificate,
@@ -115,11 +111,7 @@ class _Message(NamedTuple):
 
 class ClockDoubt:
     """Separates a clock that is off from a pause of this process. Old messages come after either;
-    only with a wrong clock do they come for seconds.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    only with a wrong clock do they come for seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -160,7 +152,6 @@ class ValkeyBoard(Board):
     Args:
         server: Has no connection yet; closed at the end of `run`.
         prefix: Of the key and the channel; it separates boards.
-        clock: A monotonic clock, in seconds.
         wall_clock: The time of day, in seconds; within `MOST_OFF_S` that of the others.
     """
 

@@ -77,7 +77,6 @@ class Removals:
         """Return the removed blocks, by KV cache group.
 
         Args:
-            removed: Every source's, by its index.
             applied: How many of its blocks this process has seen removed, from any tier.
         """
         self._before = {

@@ -363,7 +363,6 @@ class RouterMetrics:
 
         Args:
             label: `replica` or `model`.
-            value: The replica's id or the model's name.
         """
         self._served.clear()
         for spec in metrics_of(RouterMetrics):
@@ -377,7 +376,6 @@ class RouterMetrics:
         """Render the whole registry and *collected*, iterating over both in a thread.
 
         Args:
-            collected: The parts' metrics.
             has_exemplars: True for OpenMetrics, which has room for them; else Prometheus' text.
         """
         return await asyncio.to_thread(self._render, collected, has_exemplars)
@@ -476,7 +474,6 @@ class ServedMetrics:
 
         Args:
             expected: Prompt tokens that were to be cached there by then.
-            actual: Prompt tokens the engine reported as cached.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.expected.labels(model, replica).inc(expected)
@@ -514,7 +511,6 @@ class ServedMetrics:
 
         Args:
             estimated: Prompt tokens that may have been cached there.
-            actual: Prompt tokens the engine reported as cached.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.approximate_predicted.labels(model, replica).inc(estimated)

@@ -69,14 +69,7 @@ def summarize_source(
     cache: SourceStatistics | None,
     trust: TrustStatistics | None = None,
 ) -> SourceSummary:
-    """One event stream in brief.
-
-    Args:
-        dp_rank: The data-parallel rank that publishes it.
-        feed: The stream; None before it is followed.
-        cache: Its statistics in the index; None before it is followed.
-        trust: The trust in its predictions; None before one was compared.
-    """
+    """One event stream in brief."""
     # Where the engine's hash function is known, blocks without a known prefix are found by hash.
     key_problem = None if cache is None else cache.key_problem
     is_found = cache is None or cache.hash_algorithm is not None or key_problem is not None

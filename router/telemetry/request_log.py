@@ -33,7 +33,6 @@ def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdic
     """Compare a prediction with the truth.
 
     Args:
-        predicted: Cached tokens.
         is_approximate: An estimate is never exact, and near within its resolution.
     """
     if is_approximate and abs(predicted - actual) < STEP:
@@ -220,11 +219,7 @@ class Totals(msgspec.Struct):
 
 
 class RollingTotals:
-    """The totals of the last 60 seconds, kept second by second.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """The totals of the last 60 seconds, kept second by second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -342,7 +337,6 @@ class RequestLog:
 
         Args:
             summed: It holds all of them; each was served whole.
-            compared: Those whose responses reported their cached tokens.
         """
         self._requests += summed.requests
         self.totals.now().add_sum(summed, compared)
@@ -356,7 +350,6 @@ class RequestLog:
 
         Args:
             change: The number of a change; 0 for everything.
-            limit: Bound on the requests returned.
         """
         return list(
             islice(takewhile(lambda request: request.change > change, self._latest()), limit)

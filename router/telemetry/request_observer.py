@@ -72,9 +72,6 @@ class RequestObservers:
     ) -> RequestObserver:
         """Log a request that has been decided on, and make its observer.
 
-        Args:
-            request_id: Ties the logs of client, router and engine together.
-            trace_id: Of the distributed trace that it belongs to.
         Raises:
             NoReplica: The ranking is empty; the request is logged as refused.
             KeyLimitReached: The same, since replicas take nothing more of its tenant.
@@ -129,7 +126,6 @@ class RequestObservers:
         """Show that the response to a request that the data plane has decided has begun.
 
         Args:
-            number: The request's, in the data plane.
             seconds: Since it was decided.
         """
         request = self._shown.get(number)
@@ -138,11 +134,7 @@ class RequestObservers:
             self.log.update(request)
 
     def shown_failed(self, number: int, failure: Failure) -> None:
-        """Show how a replica failed a request that the data plane has decided.
-
-        Args:
-            number: The request's, in the data plane.
-        """
+        """Show how a replica failed a request that the data plane has decided."""
         request = self._shown.get(number)
         if request is not None:
             request.last_failure = failure.value
@@ -163,23 +155,13 @@ class RequestObservers:
         return not self.replicas.is_healthy(replica_id)
 
     def forget(self, number: int) -> None:
-        """Show no more of a request that the data plane has decided.
-
-        Args:
-            number: The request's, in the data plane.
-        """
+        """Show no more of a request that the data plane has decided."""
         shown = self._shown.pop(number, None)
         if shown is not None:
             self.log.forget(shown)
 
     def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
-        """Log a request that the data plane has decided and that is still being served.
-
-        Args:
-            number: The request's, in the data plane.
-            settled: What is known of it so far.
-            policy: The name of the policy that chose.
-        """
+        """Log a request that the data plane has decided and that is still being served."""
         request = self._shown.get(number)
         if request is None:
             request = self._shown[number] = self._logged(settled, path, policy)
@@ -213,9 +195,6 @@ class RequestObservers:
     def settle(self, number: int, settled: Settled, path: str, policy: str) -> RoutedRequest:
         """Count and log a request that was decided and served elsewhere; it is over.
 
-        Args:
-            number: The request's, in the data plane.
-            policy: The name of the policy that chose.
         Returns:
             As the log shows it.
         """
@@ -245,11 +224,7 @@ class RequestObservers:
         return request
 
     def add(self, summed: RequestSum, policy: str) -> None:
-        """Count requests that were decided and served elsewhere, and that are not logged.
-
-        Args:
-            policy: The name of the policy that chose.
-        """
+        """Count requests that were decided and served elsewhere, and that are not logged."""
         model, replica = summed.model, summed.replica
         is_known = replica in self.replicas
         served = self.metrics.served(model, replica if is_known else "removed")

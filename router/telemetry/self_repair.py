@@ -251,12 +251,7 @@ class SelfRepair:
         self._trusts: dict[SourceId, SourceTrust] = {}
 
     def compare(self, model: str, source: SourceId, comparison: Comparison) -> None:
-        """Count a comparison that was made in a quiet moment.
-
-        Args:
-            source: The cache that the request met.
-            comparison: Its prediction and its result.
-        """
+        """Count a comparison that was made in a quiet moment."""
         if not self.is_judged(model, source):
             return
         trust = self._trusts.setdefault(source, SourceTrust(self.times))

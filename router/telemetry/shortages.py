@@ -31,11 +31,7 @@ RESOURCES = tuple(_SENTENCES)
 
 
 class Shortages:
-    """Counts shortages. Belongs to one event loop.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """Counts shortages. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,7 +1,6 @@
 """Records the steps of a request and their times; the trace is handed over at the request's end.
 Only times and names are recorded here. Spans are made of them later, in another thread, so a traced
-request costs the event loop little; one that is not traced costs it nothing.
-"""
+request costs the event loop little; one that is not traced costs it nothing."""
 
 from __future__ import annotations
 
@@ -50,10 +49,6 @@ class TracedAttempt:
     )
 
     def __init__(self, attempt: Attempt, span_id: str, began: int) -> None:
-        """
-        Args:
-            span_id: The replica's parent span.
-        """
         self.attempt = attempt
         self.span_id = span_id
         self.began = began
@@ -100,7 +95,6 @@ class RequestTrace:
         Args:
             trace_id: 32 hexadecimal digits.
             is_sampled: True if it is recorded; if not, only its ids are passed on.
-            sink: Takes it at its end, if it is recorded.
         """
         self.trace_id = trace_id
         self.span_id = _new_id(16)
@@ -182,7 +176,6 @@ class RequestTrace:
         """It is over.
 
         Args:
-            status: Sent to the client; None without one.
             at: When, by the monotonic clock in nanoseconds; None: now.
         """
         if self.is_sampled:

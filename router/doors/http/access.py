@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 Role: TypeAlias = Literal["client", "operator", "peer"]
 Scope: TypeAlias = MutableMapping[str, Any]
 Headers: TypeAlias = Mapping[bytes, bytes]
+"""A request's, names in lower case."""
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
 """Where OpenAI's SDKs and Anthropic's put the client's key."""
@@ -88,8 +89,7 @@ class WrongKeys:
     """Counts and logs wrong keys, and slows down addresses that try many. An address gets some free
     attempts; after those, each of its refusals is held back, at first for a tenth of the bound,
     then for twice as long each time. A right key never waits. Memory is bounded: addresses are
-    forgotten after a while, the oldest first.
-    """
+    forgotten after a while, the oldest first."""
 
     max_delay_s: float
     """The bound on each delay."""
@@ -182,8 +182,6 @@ class Guard:
     def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
         """Check that a request may go to an endpoint; return its key where one is needed.
 
-        Args:
-            headers: The request's, names in lower case.
         Raises:
             Unauthorized: The key is missing or wrong.
             ForeignHost: `Host` names another machine.
@@ -229,11 +227,7 @@ class Guard:
 
     def known_hosts(self, port: int) -> Iterator[bytes]:
         """Yield the values of `Host` that stand for this router, as far as they are known by
-        configuration.
-
-        Args:
-            port: The one it listens on.
-        """
+        configuration."""
         for name in {"localhost", "127.0.0.1", "::1", *self._own} - {_ANY_HOST}:
             yield in_url(name).encode("latin-1")
             yield f"{in_url(name)}:{port}".encode("latin-1")
@@ -253,9 +247,6 @@ class Guard:
     def check_change(self, method: str, headers: Headers) -> None:
         """Check that a request to change something is not a foreign page's.
 
-        Args:
-            method: Of the request; one that only reads passes.
-            headers: The request's, names in lower case.
         Raises:
             ForeignOrigin: A page on another origin sends it.
             NotJson: It is of a type that pages may send anywhere without being asked.
@@ -329,11 +320,7 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
-    """Return the salt of a client's key, and its fields; None where none is to be added.
-
-    Args:
-        key: The client's, where one is needed.
-    """
+    """Return the salt of a client's key, and its fields; None where none is to be added."""
     if key is None or key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))

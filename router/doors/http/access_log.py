@@ -73,8 +73,6 @@ class AccessLine:
         """Write the line: the request has ended.
 
         Args:
-            status: The response's; None without one.
-            body_bytes: Bytes of its body that were sent.
             request_id: Ties the logs of client, router and engine together; requests that ASGI
                 served have none.
             seconds: Its duration; None: since the line was begun.

@@ -83,12 +83,7 @@ _MAX_NUMBER = 2**53 - 1
 def create_api(
     parts: ApiParts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
-    """Make the application for all paths that are not proxied.
-
-    Args:
-        parts: What the endpoints read or change.
-        lifespan: Entered at the server's start, left at its end.
-    """
+    """Make the application for all paths that are not proxied."""
     app = FastAPI(
         title="kvroute",
         version=version("kvroute"),

@@ -55,7 +55,6 @@ async def read_body(
     """Read the whole body of a request.
 
     Args:
-        headers: The request's, names in lower case.
         timeout_s: Time within which a body that comes in pieces must be complete.
         hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
     Raises:

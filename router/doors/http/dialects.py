@@ -1,7 +1,6 @@
 """The paths of other indexers, under a prefix for each: `/mooncake`, `/dynamo`. A program's base
 URL of one of those can be replaced by this router's. None of them knows KV cache groups, so their
-one number is the hit that all groups allow; the groups' own stand beside it.
-"""
+one number is the hit that all groups allow; the groups' own stand beside it."""
 
 from __future__ import annotations
 
@@ -121,12 +120,7 @@ _Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
 def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
-    """Add the endpoints.
-
-    Args:
-        access: For questions about caches.
-        operator: For registering replicas.
-    """
+    """Add the endpoints."""
     dialects = _DialectEndpoints(parts)
     asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
 
@@ -350,11 +344,7 @@ class Holding(NamedTuple):
 
 def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
     """Return the tokens of a prompt that each replica would reuse, by replica and rank, without
-    zeros.
-
-    Args:
-        prompt: Prepared for its index.
-    """
+    zeros."""
     found: defaultdict[str, list[Holding]] = defaultdict(list)
     for source, hit in model.index.match_prompt(prompt).items():
         if hit.cached_tokens:
@@ -384,11 +374,7 @@ def _as_holding(
 
 
 def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
-    """Answer as `POST /query` of a conductor does.
-
-    Args:
-        found: From `holdings`.
-    """
+    """Answer as `POST /query` of a conductor does."""
     return {
         tenant: {
             replica: {
@@ -406,11 +392,7 @@ def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict
 
 
 def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
-    """Answer as `POST /query` of an indexer does, which names workers by numbers.
-
-    Args:
-        found: From `holdings`.
-    """
+    """Answer as `POST /query` of an indexer does, which names workers by numbers."""
     named = {str(worker_number(replica)): ranks for replica, ranks in found.items()}
     return {
         "scores": {

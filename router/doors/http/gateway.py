@@ -59,11 +59,6 @@ class Gateway:
     """Serves the proxied paths: a `Handler`."""
 
     def __init__(self, router: RouterParts, guard: Guard, paths: ProxiedPaths) -> None:
-        """
-        Args:
-            router: Decides where requests go, sends them there, and observes them to their end.
-            paths: The paths that go to a replica.
-        """
         config = router.config
         self.router, self.server, self.guard = router, config.server, guard
         self.forwarding = Forwarding(config.server, guard, router.dispatcher.owns_priority)
@@ -91,8 +86,6 @@ class Gateway:
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once, or in a coroutine if it has to wait.
 
-        Args:
-            usage: Its key's, if it is limited.
         Raises:
             RequestError: It is refused.
         """
@@ -136,13 +129,7 @@ class Gateway:
         salt: TenantSalt | None,
         version: str | None = None,
     ) -> Terms:
-        """Return the terms of a request.
-
-        Args:
-            headers: The request's, names in lower case.
-            key: The client's, where one is needed.
-            version: The model's, if chosen already.
-        """
+        """Return the terms of a request."""
         session = headers.get(self._session_header)
         return Terms(
             session=session.decode("latin-1") if session else None,
@@ -157,12 +144,7 @@ class Gateway:
 
     def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
         """The tenant of a request: the holder of its key, where there are several, or the value of
-        its header, where that separates tenants.
-
-        Args:
-            key: The client's, where one is needed.
-            headers: The request's, names in lower case.
-        """
+        its header, where that separates tenants."""
         named = "" if self.router.entrance is None else self.router.entrance.tenant(headers)
         return named or ("" if key is None or key.owner is None else key.name)
 

@@ -59,8 +59,6 @@ class Networks:
     async def check(self, place: str, host: str) -> None:
         """Check that every address of a host lies in them.
 
-        Args:
-            place: Where the host was given.
         Raises:
             BadRequest: One does not, or the name has none.
         """

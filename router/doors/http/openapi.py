@@ -133,13 +133,7 @@ def described(
 def sends(
     kind: type[Any], description: str, content_types: Sequence[str] = (JSON,)
 ) -> dict[str, Any]:
-    """A response whose body is a *kind*.
-
-    Args:
-        kind: A type of `views`, or the configuration.
-        description: Its content, in one line.
-        content_types: The encodings it may have.
-    """
+    """A response whose body is a *kind*."""
     media: dict[str, Any] = {"schema": _reference(kind)}
     if kind in view_examples.EXAMPLES:
         media["examples"] = {"example": {"$ref": _EXAMPLES + kind.__name__}}
@@ -150,7 +144,6 @@ def sends_text(description: str, content_type: str) -> dict[str, Any]:
     """A response that is text.
 
     Args:
-        description: Its content, in one line.
         content_type: Its type; parameters are left out.
     """
     return {
@@ -162,13 +155,7 @@ def sends_text(description: str, content_type: str) -> dict[str, Any]:
 def takes(
     *kinds: type[Any], description: str, content_types: Sequence[str] = (JSON,)
 ) -> dict[str, Any]:
-    """A request body that is one of *kinds*.
-
-    Args:
-        kinds: Types of `request_bodies`, or the configuration of a replica.
-        description: What it is, in one line.
-        content_types: The encodings it may have.
-    """
+    """A request body that is one of *kinds*."""
     references = [_reference(kind) for kind in kinds]
     names = [name for kind in kinds for name in request_bodies.EXAMPLES[kind]]
     media = {
@@ -214,7 +201,6 @@ def document(app: FastAPI, client: Access) -> dict[str, Any]:
 
     Args:
         app: With all endpoints that are not proxied.
-        client: The key of proxied paths.
     """
     found = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes

@@ -153,13 +153,7 @@ class Overview(View, frozen=True, kw_only=True):
 def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:
     """The router at a glance: what is wrong, the last minute, and of each replica the fields that a
     person looks at first. Every open page asks for it once a second; all of `/replicas` would be a
-    megabyte for some hundred replicas.
-
-    Args:
-        fleet: All replicas at this moment.
-        policy: The name of the routing policy.
-        under_way: Requests admitted and not ended.
-    """
+    megabyte for some hundred replicas."""
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
     replicas = [

@@ -112,22 +112,14 @@ class RouteQuestion(Passage):
 
 
 def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
-    """Return the encoding of a question's body.
-
-    Args:
-        headers: The request's, names in lower case.
-    """
+    """Return the encoding of a question's body."""
     named = headers.get(b"content-type", b"").split(b";")[0].strip()
     return "msgpack" if named.decode("latin-1") in _MSGPACK_NAMES else "json"
 
 
 def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes]:
     """Return the type and the body of an answer: msgpack where the client accepts it, or sent it
-    and accepts anything.
-
-    Args:
-        headers: The request's, names in lower case.
-    """
+    and accepts anything."""
     accepted = headers.get(b"accept", b"*/*").decode("latin-1")
     if any(name in accepted for name in _MSGPACK_NAMES) or (
         "json" not in accepted and encoding_of(headers) == "msgpack"

@@ -49,7 +49,6 @@ def requests_view(log: RequestLog, after: int, limit: int) -> RequestsView:
 
     Args:
         after: Only those that changed after this change.
-        limit: At most this many.
     """
     return RequestsView(
         started_at=round(log.started_at, 3),

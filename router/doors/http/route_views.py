@@ -256,7 +256,6 @@ def selection_view(
     """Return the replica for a gateway's request. Some replica must be able to serve it.
 
     Args:
-        attempt: The booked one, if it is booked.
         selection_id: The reservation's, or that of a selection that may be reserved later.
     """
     best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)

@@ -224,7 +224,6 @@ def take_report(
         reservation_id: The reservation may have ended meanwhile.
         kind: `first_token`, `output` or `end`.
         body: As received, without compression.
-        at: When, by the clock.
     """
     try:
         reservation = reservations.get(reservation_id, "")
@@ -310,11 +309,7 @@ def _caller(request: Request) -> Caller:
 
 
 def caller_of(key: Key | None, path: str) -> Caller:
-    """The caller, and its rights.
-
-    Args:
-        key: The client's, where one is needed.
-    """
+    """The caller, and its rights."""
     if key is None:
         return ANONYMOUS
     salt = tenant_salt(key, path)

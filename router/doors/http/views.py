@@ -108,7 +108,6 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
     """One model: a `ModelEntry`, and all else that the first replica reports.
 
     Args:
-        parent: The model that an adapter is for.
         serving: The healthy replicas that serve it.
     """
     entry = ModelEntry(id=name, created=int(time.time()), root=parent or name, parent=parent)

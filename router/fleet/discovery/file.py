@@ -21,7 +21,6 @@ class FileProvider:
 
         Args:
             config: Which file; see `router.config.read_replicas` for what it holds.
-            environ: Where `${NAME}` is looked up.
         """
         self.name = config.title
         self._path = Path(config.path)

@@ -91,7 +91,6 @@ class ReplicaKeeper:
 
         Args:
             linger_s: How long a replica that is no longer named is kept, draining.
-            clock: A monotonic clock, in seconds.
             restart_s: When to follow a provider again that has ended, as none should.
         """
         self.linger_s = linger_s
@@ -138,7 +137,6 @@ class ReplicaKeeper:
 
         Args:
             replicas: All of its replicas; of those with one id the first counts.
-            broken: Entries that cannot be replicas, each with the reason.
         """
         provided = self._provided.setdefault(provider, _ProviderState())
         provided.reports += 1

@@ -183,12 +183,7 @@ class KubernetesProvider:
     """Follows pods, endpoints or a pool."""
 
     def __init__(self, config: KubernetesDiscovery, environ: Mapping[str, str]) -> None:
-        """Ask nothing yet.
-
-        Args:
-            config: Selects the pods, and has the API server's address.
-            environ: Has a pod's address of the server, as `os.environ`.
-        """
+        """Ask nothing yet."""
         self.name = config.title
         self._config = config
         self._environ = environ

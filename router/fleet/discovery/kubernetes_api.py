@@ -227,12 +227,7 @@ class Collection(Generic[T]):
     def __init__(
         self, api: KubernetesApi, path: str, selector: Mapping[str, str], kind: type[T]
     ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            selector: `labelSelector` or `fieldSelector`.
-            kind: The type that an object is read as.
-        """
+        """Ask nothing yet."""
         self._api = api
         self._path = path
         self._selector = selector
@@ -248,7 +243,6 @@ class Collection(Generic[T]):
         """Keep the objects true until cancelled.
 
         Args:
-            changed: Called whenever they may have changed.
             on_failure: Called with the reason when the server cannot be asked; the objects stay.
         """
         while True:

@@ -25,9 +25,6 @@ def parse_messages(
 ) -> ChatPrompt | OpaquePrompt:
     """Read system prompt, messages, tools and thinking options.
 
-    Args:
-        limits: Bounds on messages, tools and nesting.
-        truncation: The request's `truncate_prompt_tokens`.
     Raises:
         RequestBodyError: A field that shapes the prompt breaks a rule.
     """

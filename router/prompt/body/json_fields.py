@@ -1,5 +1,5 @@
-"""Reading values of a parsed body, with errors that name the place and the rule but never the
-value."""
+"""Reading values of a parsed body, with errors that name the place, a JSON path, and the rule but
+never the value."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ def describe(value: object) -> str:
 def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any:
     """Return a field that must be present and not null.
 
-    Args:
-        place: JSON path of the object, for the error.
-        rule: What the field must be, for the error.
     Raises:
         RequestBodyError: It is missing or null.
     """
@@ -66,7 +63,6 @@ def optional_text(
     """Return a string field; None if it is absent or null.
 
     Args:
-        place: JSON path of the object, for the error.
         max_chars: Longest string allowed; None sets no bound.
     Raises:
         RequestBodyError: It is not a string, or is too long.
@@ -86,8 +82,6 @@ def optional_text(
 def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[str, Any] | None:
     """Return an object field; None if it is absent or null.
 
-    Args:
-        place: JSON path of the outer object, for the error.
     Raises:
         RequestBodyError: It is not an object.
     """
@@ -100,9 +94,6 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
 def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
     """Check that a value is a list of objects within the bounds, and return it.
 
-    Args:
-        place: Its JSON path, for the error.
-        limits: Bounds on items, nesting and values.
     Raises:
         RequestBodyError: It is not such a list.
     """
@@ -126,7 +117,6 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
     two in the event loop; both must be known before they start.
 
     Args:
-        place: Its JSON path, for the error.
         limits: `max_nesting` and `max_values` count.
     Raises:
         RequestBodyError: A bound is exceeded.
@@ -156,7 +146,6 @@ def check_int64(value: object, place: str) -> None:
 
     Args:
         value: A number, or the text of one.
-        place: Its JSON path or its header, for the error.
     Raises:
         RequestBodyError: It is out of range.
     """

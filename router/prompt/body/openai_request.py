@@ -56,8 +56,6 @@ def parse_chat(
 def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
     """Check the shape of `messages` as far as anything here relies on it.
 
-    Args:
-        limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
     """
@@ -149,9 +147,6 @@ def parse_responses(
     An assistant turn may span several items (reasoning, text, calls); they are gathered into one
     message.
 
-    Args:
-        limits: Bounds on messages, tools and nesting.
-        truncation: The request's `truncate_prompt_tokens`.
     Raises:
         RequestBodyError: A field that shapes the prompt breaks a rule.
     """

@@ -81,7 +81,6 @@ def parse_request(
     Args:
         body: The bytes as received; the caller has bounded their number.
         encoding: `msgpack` only where the caller offers it (`/route`).
-        limits: Bounds on the prompt; the defaults where None.
         pack: The compiled index's; None without one.
     Raises:
         RequestBodyError: The body is malformed, or its prompt breaks a rule.

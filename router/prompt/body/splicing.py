@@ -1,5 +1,5 @@
-"""Fields of a JSON body, replaced or taken out. All other bytes stay: the body is neither decoded
-nor encoded again."""
+"""Fields of a JSON body, replaced or taken out. All other bytes stay: the body, an object that was
+parsed before, is neither decoded nor encoded again."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ def with_model(body: bytes, name: str) -> bytes:
     """Return the body with another `model`; the same object if it names none.
 
     A name that appears twice is replaced twice: parsers disagree on which one counts.
-
-    Args:
-        body: A JSON object that was parsed before.
     """
     replacement = msgspec.json.encode(name)
     return with_changed(body, "model", lambda _: replacement)
@@ -41,7 +38,6 @@ def with_changed(body: bytes, name: str, change: Callable[[bytes], bytes]) -> by
     changed.
 
     Args:
-        body: A JSON object that was parsed before.
         change: Makes the new value of the old one, both as JSON; the same object leaves it.
     """
     pieces, at = [], 0
@@ -66,11 +62,7 @@ def with_field(body: bytes, name: str, value: bytes) -> bytes:
 
 
 def without_field(body: bytes, name: str) -> bytes:
-    """Return the body without a field, however often it is there; the same object if it is not.
-
-    Args:
-        body: A JSON object that was parsed before.
-    """
+    """Return the body without a field, however often it is there; the same object if it is not."""
     pieces, at, is_last = [], 0, False
     for start, _, end in _members(body, name):
         pieces.append(body[at:start])
@@ -88,9 +80,7 @@ def without_members(body: bytes, name: str, members: Sequence[str]) -> bytes:
     none of them.
 
     Args:
-        body: A JSON object that was parsed before.
         name: The field's; every one of that name is searched.
-        members: Names to take out.
     """
 
     def without(value: bytes) -> bytes:

@@ -19,8 +19,6 @@ from router.prompt.limits import PromptLimits
 def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read `tools` of a chat completion; None without the field.
 
-    Args:
-        limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
     """
@@ -37,8 +35,6 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
 
     Other kinds of tools (web search, MCP) stay at the server and reach no template.
 
-    Args:
-        limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
     """
@@ -55,8 +51,6 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
 def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type.
 
-    Args:
-        limits: Bounds on the list and its nesting.
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
     """

@@ -215,11 +215,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's hook for calls.
-
-        Args:
-            __obj: What is called.
-        """
+        """Jinja's hook for calls."""
         if type(__obj) is Macro:  # it pays for itself
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)

@@ -236,7 +236,6 @@ def merge_system_messages(messages: Sequence[_Message], separator: str) -> list[
 
     Args:
         messages: Normalised messages; they stay as they are.
-        separator: Between two joined texts.
     """
     system = [
         _plain_text(message.get("content")) for message in messages if message["role"] == "system"

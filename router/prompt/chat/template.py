@@ -97,7 +97,6 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            place: Where the text came from, for the error.
             form: Overrides the detected form (`--chat-template-content-format` of the engine).
             max_chars: Longest text that `render` returns.
             now: Clock of `strftime_now`; it should show the engine's local time.

@@ -58,7 +58,6 @@ def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenI
     """Tokenise one text; the interpreter lock is free meanwhile.
 
     Args:
-        backend: From `build_backend`.
         add_special_tokens: Let the post-processor add BOS, EOS and the like.
     Raises:
         UntokenizableError: See `encode_all`.
@@ -75,7 +74,6 @@ def encode_all(
     form skips the offsets, which take a third of the time and are not needed here.
 
     Args:
-        backend: From `build_backend`.
         add_special_tokens: Let the post-processor add BOS, EOS and the like to each.
     Raises:
         UntokenizableError: A text is not valid Unicode, or the library crashed, as it does with

@@ -186,7 +186,6 @@ class SegmentedTokenizer:
 
     Args:
         segmenter: Cuts the texts; None leaves them whole.
-        max_bytes: Bound on the memory of the cache.
     """
 
     def __init__(self, backend: Tokenizer, segmenter: Segmenter | None, max_bytes: int) -> None:
@@ -195,11 +194,7 @@ class SegmentedTokenizer:
         self._cache = SegmentCache(max_bytes)
 
     def look_up(self, text: str, salt: str | None) -> LookedUp:
-        """Cut a text and look its segments up.
-
-        Args:
-            salt: Only equal salts share segments.
-        """
+        """Cut a text and look its segments up."""
         segments = [text] if self._segmenter is None else self._segmenter.split(text)
         keys: list[SegmentKey] = [(salt, segment) for segment in segments]
         found = self._cache.get_all(keys)

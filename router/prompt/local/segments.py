@@ -285,12 +285,7 @@ _MAX_TOKENS_TRIED = 24
 def choose_segmenter(
     backend: Tokenizer, rules: TokenizerRules
 ) -> tuple[Segmenter | None, str | None]:
-    """Return a segmenter, or None and the reason why texts must be tokenised whole.
-
-    Args:
-        backend: From `build_backend`.
-        rules: From `tokenizer.json`.
-    """
+    """Return a segmenter, or None and the reason why texts must be tokenised whole."""
     if rules.obstacle is not None:
         return None, rules.obstacle
     if backend.encode_special_tokens:
@@ -313,7 +308,6 @@ def survives_self_test(
     """Return whether the pieces of a few dozen hard texts have the ids of the whole.
 
     Args:
-        backend: From `build_backend`.
         added_tokens: Texts of the tokenizer's added tokens, to mix in.
     """
     try:
