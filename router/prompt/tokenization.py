@@ -132,7 +132,7 @@ class Tokenization:
     def tokenize_now(
         self, spec: PromptSpec, *, lora_name: str | None = None
     ) -> list[TokenizedPrompt] | None:
-        """Do what `tokenize` does, without waiting; None where that may take a thread or a replica."""
+        """Do what `tokenize` does without waiting; None where that may take a thread or replica."""
         first = spec.prompts[0]
         if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
             # What most gateways send.

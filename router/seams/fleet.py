@@ -391,7 +391,7 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 def native_decisions(
     service: RouterService, addresses: Addresses, shows_hits: bool
 ) -> NativeDecisions | None:
-    """Return the core's decisions; None where the configuration asks for more than the core knows."""
+    """Return the core's decisions; None where the configuration asks for more than it knows."""
     ranker = service.ranker
     if ranker.asks_a_plug_in:
         return None
