@@ -14,7 +14,8 @@ import time
 from benchmarks.figures import BLOCK_SIZE, processor_seconds, prompt_tokens, report
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId
+from router.index.index import PrefixIndex
 
 _BATCH_BLOCKS = 4096
 

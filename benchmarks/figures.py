@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 BLOCK_SIZE = 16
 

@@ -20,7 +20,8 @@ from benchmarks.figures import (
 )
 from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 
 class HashHolders:

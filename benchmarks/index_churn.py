@@ -30,12 +30,8 @@ from kvevents.events import (
     EventBatch,
     TierBlocksCleared,
 )
-from router.index import (
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-    SourceLimits,
-)
+from router.index.base import LayoutHints, SourceId, SourceLimits
+from router.index.index import PrefixIndex
 
 _RUN = 32
 """Blocks of a run."""

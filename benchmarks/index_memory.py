@@ -13,7 +13,8 @@ from benchmarks.figures import (
     stored_events,
 )
 from kvevents.events import Event, EventBatch
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 
 def main() -> None:

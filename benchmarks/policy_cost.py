@@ -21,11 +21,12 @@ from random import Random
 
 from benchmarks.figures import report
 from kvevents.events import BlockStored, EventBatch
-from router.config import ReplicaConfig
+from router.config.replica import ReplicaConfig
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 from router.policies import (

@@ -24,7 +24,8 @@ from kvevents.stream_state import SourceState
 from router.feed.snapshot_records import restore
 from router.feed.snapshot_transfer import Sender, read_sealed
 from router.feed.source_feed import SavedSource
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 SECRET = b"shared"
 _PROMPT_BLOCKS = 500

@@ -26,12 +26,8 @@ from annotated_types import Ge, Le, MaxLen
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
-from router.config import (
-    RouterConfig,
-    board,
-    discovery,
-    values,
-)
+from router.config import board, discovery, values
+from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
 from router.service import RouterService

@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
 from router.app import RouterApp
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.service import RouterService
 
 _BESIDE = re.compile(r"\]\((\.\./[^)#]+)")

@@ -13,13 +13,13 @@ from kvevents.errors import KVEventsError
 from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
-from router.doors import address_of
+from router.doors.names import address_of
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import SourceOptions
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
-from router.index import SourceId
+from router.index.base import SourceId
 from router.routing.models import Model
 from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts

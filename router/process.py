@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 from typing_extensions import override
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 
 BACKLOG = 4096

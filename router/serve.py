@@ -28,7 +28,6 @@ from async_timeout import timeout
 from kvevents.tasks import begin_lasting
 from kvevents.threads import begun_pool
 from router.app import RouterApp
-from router.config import RouterConfig
 from router.config.certificates import (
     LISTENER,
     REPLICAS,
@@ -37,25 +36,18 @@ from router.config.certificates import (
     listener_certificate,
 )
 from router.config.origin import KEPT_S, in_url
-from router.doors import Adopted
-from router.doors.adopted import RESERVE_PATH
+from router.config.schema import RouterConfig
+from router.doors.adopted import RESERVE_PATH, Adopted
 from router.doors.http.proxied_paths import dialect_of
 from router.doors.http.selection import SELECT_PATH, take_report
 from router.errors import ConfigError, ConfigProblem
-from router.index import PrefixIndex
+from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
-from router.plane import (
-    DIALECTS,
-    BehindPlane,
-    DataPlane,
-    NoTls,
-    PemFiles,
-    PlaneListener,
-    PlaneOptions,
-    Secured,
-    load_openssl,
-)
-from router.policies import LEAST_DELAY
+from router.plane.control import BehindPlane
+from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
+from router.plane.relays import DIALECTS
+from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
+from router.policies.policies import LEAST_DELAY
 from router.process import (
     BACKLOG,
     allow_open_files,
@@ -65,7 +57,7 @@ from router.process import (
     run_on_event_loop,
     set_up_logging,
 )
-from router.prompt import Endpoint
+from router.prompt.endpoints import Endpoint
 from router.reload import Reloader
 from router.routing.admission import Elsewhere
 from router.seams.fleet import native_decisions, opened_with, prepared_with

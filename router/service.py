@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import GPU
 from kvevents.stream_state import SourceState
 from kvevents.tasks import begin_lasting
-from router.config import RouterConfig
 from router.config.certificates import PEERS, replica_certificate
-from router.doors import Reservations, ReservationStatistics
+from router.config.schema import RouterConfig
+from router.doors.reservations import Reservations, ReservationStatistics
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper, read_file
@@ -27,7 +27,7 @@ from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
 from router.feed.snapshot_records import IndexSnapshot
 from router.feed.snapshot_transfer import Sender
 from router.fleet.client import UpstreamClient
-from router.fleet.discovery import CONFIGURATION, ReplicaKeeper, make_providers
+from router.fleet.discovery.keeper import CONFIGURATION, ReplicaKeeper, make_providers
 from router.fleet.entrance import Entrance, line_limits
 from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker
@@ -35,10 +35,11 @@ from router.fleet.probes import ProbeFetch
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.room import RoomListener, WaitingRoom
 from router.follower import ReplicaFollower
-from router.index import PrefixIndex, SourceId
-from router.plane import PlaneProxy
-from router.policies import LEAST_DELAY, PolicySettings, make_policy
-from router.prompt import LargeWork
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
+from router.plane.relays import PlaneProxy
+from router.policies.policies import LEAST_DELAY, PolicySettings, make_policy
+from router.prompt.processes import LargeWork
 from router.routing.admission import Admission
 from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher

@@ -17,8 +17,8 @@ from kvevents.replay import ReplayLimits
 from kvevents.sealing import hold_key, read_hash_key
 from kvevents.sockets import SocketLimits
 from kvevents.subscriber import SubscriberOptions
-from router.config import RouterConfig
 from router.config.origin import Timeouts
+from router.config.schema import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.feed.feed import Feed
 from router.fleet.client import UpstreamClient

@@ -24,10 +24,12 @@ from pydantic.fields import FieldInfo
 from docs import reference
 from router.app import RouterApp
 from router.cli import main as command_line
-from router.config import ReplicaOptions, RouterConfig
+from router.config.replica import ReplicaOptions
+from router.config.schema import RouterConfig
 from router.feed.feed import Feed
 from router.fleet.types import EventSource
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from router.service import RouterService
 from tests.support.following import QUICK
 from tests.support.waiting import DEADLINE_S, eventually

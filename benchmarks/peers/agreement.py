@@ -35,7 +35,7 @@ from benchmarks.peers.publishing import Publisher
 from kvevents.codec import encode
 from kvevents.events import BlockStored, EventBatch
 from router.cli.recordings import Header, Query, RecordingReader
-from router.doors import worker_number
+from router.doors.names import worker_number
 from tests.support.router_process import RouterProcess, router_process
 
 STREAMS = Path("tests/conformance/streams")

@@ -40,7 +40,8 @@ from benchmarks.peers.publishing import (
     run_tokens,
     stored,
 )
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId
+from router.index.index import PrefixIndex
 
 _Made = TypeVar("_Made")
 

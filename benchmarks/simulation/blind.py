@@ -12,7 +12,8 @@ from typing_extensions import override
 from kvevents.codec import decode
 from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvroute_engine.demo.blind import GroupBlindIndex
-from router.index import ApplyResult, PrefixIndex, SourceId
+from router.index.base import ApplyResult, SourceId
+from router.index.index import PrefixIndex
 
 
 class GroupZeroIndex(GroupBlindIndex):

@@ -12,22 +12,24 @@ from benchmarks.simulation.blind import BLIND_INDEXES
 from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
-from router.config import PeerTierConfig
-from router.config import ReplicaConfig as RouterReplicaConfig
+from router.config.replica import PeerTierConfig
+from router.config.replica import ReplicaConfig as RouterReplicaConfig
 from router.fleet.engine_load import EngineLoad
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
+from router.index.prompt import HashedPrompt
 from router.policies import (
     PolicySettings,
     RouteRequest,
     Weights,
     make_policy,
 )
-from router.prompt import NO_ENDS, MessageEnds
+from router.prompt.prompts import NO_ENDS, MessageEnds
 from router.routing.booking import Bookings
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.question import Placement, RankQuestion

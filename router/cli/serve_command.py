@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.config import Overrides, RouterConfig, read_text
 from router.config.certificates import listener_certificate, replica_certificate
-from router.policies import PolicySettings, make_policy
+from router.config.document import read_text
+from router.config.schema import Overrides, RouterConfig
+from router.policies.policies import PolicySettings, make_policy
 from router.routing.models import ModelSet
 from router.serve import ConfigSource
 from router.serve import run as run_server

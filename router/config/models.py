@@ -15,7 +15,7 @@ from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
 from router.config.document import Location
 from router.config.section import Section
 from router.config.values import PLAIN, DrafterGroups, FilePath, Items, Name, Tokens, Window
-from router.index import LayoutHints, StoreHint, TierHint
+from router.index.base import LayoutHints, StoreHint, TierHint
 
 TOKENIZER_AT_REPLICA = "replica"
 

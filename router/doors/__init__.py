@@ -16,15 +16,3 @@ The files; each imports only what is listed above it:
     http/                   everything that knows ASGI or FastAPI
     external_processing.py  how Envoy's questions arrive; imported only where it listens
 """
-
-from router.doors.adopted import Adopted
-from router.doors.names import address_of, worker_number
-from router.doors.reservations import Reservations, ReservationStatistics
-
-__all__ = [
-    "Adopted",
-    "ReservationStatistics",
-    "Reservations",
-    "address_of",
-    "worker_number",
-]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import msgspec
 
 from router.fleet.limits import KeyUsage
-from router.prompt import Endpoint
+from router.prompt.endpoints import Endpoint
 from router.routing.stored_responses import ResponseOwner
 from router.routing.terms import IsEligible, TenantSalt
 

@@ -15,7 +15,8 @@ import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
-from router.config import ExtProcConfig, RouterConfig
+from router.config.doors import ExtProcConfig
+from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.http.access import KEY_HEADERS, Guard
@@ -36,7 +37,7 @@ from router.doors.messages import (
 from router.doors.names import address_of
 from router.doors.picker import Pick, PickerParts
 from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
-from router.prompt import Endpoint
+from router.prompt.endpoints import Endpoint
 from router.routing.decision import RANK_HEADER, Decision
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from router.fleet.replica import Replica
 from router.plane.attempts import Attempt
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
-from router.prompt import Endpoint
+from router.prompt.endpoints import Endpoint
 from router.routing.admission import Admission, BodyBuffer
 from router.routing.decision import RANK_HEADER
 from router.routing.terms import IsEligible

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from router.feed.feed import Feed
 from router.feed.snapshot_records import IndexSnapshot, restore
-from router.index import PrefixIndex
+from router.index.index import PrefixIndex
 
 
 @dataclass(eq=False, repr=False)

@@ -35,7 +35,8 @@ from router.feed.source_feed import SavedSource, SourceFeed, SourceFeedStatistic
 from router.feed.taps import Tap, Taps
 from router.fleet.client import UpstreamClient
 from router.fleet.types import EventSource
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId
+from router.index.index import PrefixIndex
 
 _log = logging.getLogger(__name__)
 

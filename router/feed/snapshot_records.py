@@ -15,8 +15,9 @@ from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
 from router.feed.feed import Feed
 from router.feed.source_feed import SavedSource
-from router.index import DumpError, PrefixIndex, SourceId
+from router.index.base import DumpError, SourceId
 from router.index.dump import FrameWriter, read_frames
+from router.index.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberStatistics
 from router.feed.taps import Taps
-from router.index import ApplyResult, PrefixIndex, SourceId
+from router.index.base import ApplyResult, SourceId
+from router.index.index import PrefixIndex
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import msgspec
 from async_timeout import timeout
 
 from router.errors import NotRecordable
-from router.index import SourceId
+from router.index.base import SourceId
 
 MAX_TAPS = 4
 MAX_WAITING_BYTES = 64 * 2**20

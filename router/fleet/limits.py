@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from router.config import ClientKeyConfig
+from router.config.keys import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 
 _WINDOW_S = 60

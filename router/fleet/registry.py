@@ -10,7 +10,8 @@ from random import Random
 from typing import Protocol
 
 from kvevents.tasks import begin_lasting
-from router.config import HealthConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord

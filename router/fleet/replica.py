@@ -7,15 +7,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from router.config import PriorityOrder, ReplicaConfig, key_bytes
 from router.config.origin import Header
+from router.config.replica import PriorityOrder, ReplicaConfig, key_bytes
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import ReplicaLoad
 from router.fleet.self_description import ServerInfo, configured_sources
 from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
-from router.index import SourceId
+from router.index.base import SourceId
 
 
 class Replica:

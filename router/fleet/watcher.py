@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 from kvevents.tasks import begin_lasting
-from router.config import HealthConfig
+from router.config.health import HealthConfig
 from router.config.origin import Header, Origin
 from router.errors import InvalidReplicaResponse
 from router.fleet.client_errors import OutOfResources, UpstreamError

@@ -22,27 +22,3 @@ The files:
     control.py           requests for the application behind the plane: pages, probes, scrapes
     data_plane.py        the core's threads, and the handlers of their events
 """
-
-from router.plane.addresses import Addresses
-from router.plane.control import BehindPlane
-from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
-from router.plane.exchanges import FailedFirst, PlaneExchange
-from router.plane.relays import DIALECTS, PlaneProxy, PlaneRelay
-from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
-
-__all__ = [
-    "DIALECTS",
-    "Addresses",
-    "BehindPlane",
-    "DataPlane",
-    "FailedFirst",
-    "NoTls",
-    "PemFiles",
-    "PlaneExchange",
-    "PlaneListener",
-    "PlaneOptions",
-    "PlaneProxy",
-    "PlaneRelay",
-    "Secured",
-    "load_openssl",
-]

@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from router.config.origin import Header, Origin
-from router.policies import Candidate
+from router.policies.types import Candidate
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -12,19 +12,18 @@ from router.config.origin import Header
 from router.errors import KeyLimitReached, NoReplica
 from router.fleet.gate import PASSING, TENANT_BACKING_OFF
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, SourceId
+from router.index.base import SourceId
 from router.index.mirror_types import STEP
+from router.index.prompt import HashedPrompt
 from router.plane.attempts import Attempt
-from router.policies import Candidate, Ranked, empty_reason
-from router.prompt import (
-    FORMS,
-    PromptSpec,
-    TokenizedPrompt,
-    with_hints,
-    with_model,
-    with_priority,
-    with_source,
-)
+from router.policies.reasons import empty_reason
+from router.policies.types import Candidate, Ranked
+from router.prompt.body.priority import with_priority
+from router.prompt.body.pulling import with_source
+from router.prompt.body.retention import with_hints
+from router.prompt.body.splicing import with_model
+from router.prompt.endpoints import FORMS
+from router.prompt.prompts import PromptSpec, TokenizedPrompt
 from router.routing.models import Model
 from router.routing.planner import source_of, uncached_tokens
 from router.routing.question import Placement, RankQuestion

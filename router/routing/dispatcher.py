@@ -15,23 +15,16 @@ from msgspec.structs import replace
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, pack_token_ids
-from router.policies import RouteRequest
-from router.prompt import (
-    FORMS,
-    ChatPrompt,
-    Endpoint,
-    LargeWork,
-    ProcessEndedError,
-    PromptLimits,
-    PromptSpec,
-    RequestBodyError,
-    TokenizedPrompt,
-    holds_mostly_ids,
-    read_model,
-    read_request,
-    with_model,
-)
+from router.index.prompt import HashedPrompt, pack_token_ids
+from router.policies.types import RouteRequest
+from router.prompt.body.decoding import holds_mostly_ids
+from router.prompt.body.requests import read_model, read_request
+from router.prompt.body.splicing import with_model
+from router.prompt.endpoints import FORMS, Endpoint
+from router.prompt.errors import ProcessEndedError, RequestBodyError
+from router.prompt.limits import PromptLimits
+from router.prompt.processes import LargeWork
+from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision
 from router.routing.lengths import check_length, common_length
 from router.routing.models import Model, ModelSet

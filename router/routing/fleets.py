@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 from router._core import Books, Conditions, Fleet, SharedIndex
 from router.fleet.replica import Replica
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 MAX_FLEETS = 256
 """The most fleets: of models, and of adapters that not all replicas of a model serve."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from router.errors import PromptTooLong
 from router.fleet.replica import Replica
-from router.prompt import FORMS, Endpoint, TokenizedPrompt
+from router.prompt.endpoints import FORMS, Endpoint
+from router.prompt.prompts import TokenizedPrompt
 
 _CUTS = "sglang"
 """Owner of the models of an engine that has an option to cut instead of refusing."""

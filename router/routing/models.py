@@ -8,21 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from router.config import ModelConfig, StoreConfig
-from router.config.models import TOKENIZER_AT_REPLICA
+from router.config.models import TOKENIZER_AT_REPLICA, ModelConfig, StoreConfig
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
-from router.index import LayoutHints, PrefixIndex, SourceId, SourceStatistics
-from router.prompt import (
-    ChatSettings,
-    HintForm,
-    LargeWork,
-    LocalTokenizer,
-    ModelFilesError,
-    RemoteTokenizer,
-    Tokenization,
-    read_model_files,
-)
+from router.index.base import LayoutHints, SourceId, SourceStatistics
+from router.index.index import PrefixIndex
+from router.prompt.body.retention import HintForm
+from router.prompt.chat.renderer import ChatSettings
+from router.prompt.errors import ModelFilesError
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import read_model_files
+from router.prompt.processes import LargeWork
+from router.prompt.remote import RemoteTokenizer
+from router.prompt.tokenization import Tokenization
 from router.routing.steering import Steering
 from router.routing.versions import Versions
 

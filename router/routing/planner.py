@@ -15,10 +15,12 @@ from random import Random
 
 from router._core import EstimatedVisit, Visit
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
-from router.policies import Candidate, Policy, Ranked, Weights
-from router.prompt import TokenizedPrompt
+from router.index.prompt import HashedPrompt
+from router.policies.types import Candidate, Policy, Ranked, Weights
+from router.prompt.prompts import TokenizedPrompt
 from router.routing.question import Placement, RankQuestion
 from router.routing.ranker import Known, Ranker
 

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import msgspec
 
 from router.fleet.replica import Replica
-from router.index import HashedPrompt
-from router.policies import Candidate
-from router.prompt import FORMS, PromptSpec
+from router.index.prompt import HashedPrompt
+from router.policies.types import Candidate
+from router.prompt.endpoints import FORMS
+from router.prompt.prompts import PromptSpec
 from router.routing.planner import RoutePlanner
 from router.routing.question import RankChoice, RankQuestion
 

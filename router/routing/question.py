@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.index import HashedPrompt, PrefixIndex, SourceId
-from router.policies import Candidate, RouteRequest
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
+from router.index.prompt import HashedPrompt
+from router.policies.types import Candidate, RouteRequest
 
 
 class RankChoice(NamedTuple):

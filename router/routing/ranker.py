@@ -27,25 +27,16 @@ from router.fleet.gate import (
 )
 from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.index import PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
-from router.policies import (
-    BuiltInPolicy,
-    Candidate,
-    CandidateLoad,
-    Lower,
-    PlugIn,
-    Policy,
-    Ranked,
-    Ranking,
-    RouteRequest,
-    Standings,
-    Weights,
-    Why,
-    session_bytes,
-)
+from router.policies.plug_ins import PlugIn
+from router.policies.policies import BuiltInPolicy, session_bytes
+from router.policies.reasons import Why
+from router.policies.standings import Lower, Ranking, Standings
+from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 from router.routing.fleets import FleetKeeper, KnownFleet
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes

@@ -15,7 +15,7 @@ from typing import Annotated
 from kvevents.field_docs import gauge
 from router._core import Books
 from router._core import RecentPrefixes as CoreRecentPrefixes
-from router.index import SourceId
+from router.index.base import SourceId
 
 
 @dataclass(frozen=True, slots=True)

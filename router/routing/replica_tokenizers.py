@@ -27,16 +27,12 @@ from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import ReplicaState
-from router.prompt import (
-    ChatPrompt,
-    LocalTokenizer,
-    RemoteTokenizer,
-    ReplicaAnswerError,
-    TextPrompt,
-    UntokenizableError,
-    read_model,
-    with_model,
-)
+from router.prompt.body.requests import read_model
+from router.prompt.body.splicing import with_model
+from router.prompt.errors import ReplicaAnswerError, UntokenizableError
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.prompts import ChatPrompt, TextPrompt
+from router.prompt.remote import RemoteTokenizer
 from router.routing.models import Model
 
 logger = logging.getLogger(__name__)

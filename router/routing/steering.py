@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 
 from kvevents.field_docs import counter
 from router.index.mirror_types import STEP
-from router.prompt import NO_ENDS, MessageEnds
+from router.prompt.prompts import NO_ENDS, MessageEnds
 from router.routing.tenant import ContinuationSign, Found, Tenant
 
 MAX_TENANTS = 1024

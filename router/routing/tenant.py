@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from router.index.mirror_types import STEP
-from router.prompt import MessageEnds
+from router.prompt.prompts import MessageEnds
 from router.routing.branches import BranchPoints, PromptBranches
 from router.routing.fading import FadingRatio
 from router.routing.tails import Tails

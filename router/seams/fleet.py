@@ -21,18 +21,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from async_timeout import timeout
 from typing_extensions import override
 
-from router.config import RouterConfig
 from router.config.origin import Header
-from router.doors import address_of, worker_number
+from router.config.schema import RouterConfig
+from router.doors.names import address_of, worker_number
 from router.errors import UnknownModel
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import headers_read
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
-from router.index import PrefixIndex, SourceId
-from router.plane import Addresses, DataPlane
-from router.prompt import PRIORITY_HEADER, HintForm, PromptLimits
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
+from router.plane.addresses import Addresses
+from router.plane.data_plane import DataPlane
+from router.prompt.body.priority import PRIORITY_HEADER
+from router.prompt.body.retention import HintForm
+from router.prompt.limits import PromptLimits
 from router.routing.decision import RANK_HEADER
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain

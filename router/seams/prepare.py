@@ -23,18 +23,11 @@ from router.doors.http.gateway import Begun
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
 from router.fleet.limits import KeyUsage
-from router.index import SourceId
+from router.index.base import SourceId
 from router.index.mirror_types import STEP
-from router.prompt import (
-    ChatPrompt,
-    Endpoint,
-    HintForm,
-    OpaquePrompt,
-    TextPrompt,
-    TokenizedPrompt,
-    TokenPrompt,
-    with_hints,
-)
+from router.prompt.body.retention import HintForm, with_hints
+from router.prompt.endpoints import Endpoint
+from router.prompt.prompts import ChatPrompt, OpaquePrompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model

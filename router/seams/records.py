@@ -12,8 +12,8 @@ from router.doors.http.access import of_key
 from router.doors.http.access_log import AccessLine
 from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
-from router.plane import FailedFirst
 from router.plane.attempts import Attempt
+from router.plane.exchanges import FailedFirst
 from router.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from router.config import BoardConfig
+from router.config.board import BoardConfig
 from router.errors import ConfigError, ConfigProblem
 from router.fleet.limits import KeyCounts, KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.types import Health
-from router.index import SourceId, pack_keys, unpack_keys
+from router.index.base import SourceId, pack_keys, unpack_keys
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Prefilling
 from router.routing.models import ModelSet

@@ -24,19 +24,18 @@ from kvevents.stream_state import SourceState
 from router.errors import UnknownModel
 from router.feed.polled import PollerStatistics
 from router.feed.source_feed import SourceFeedStatistics
-from router.fleet.discovery import ProviderStatistics
+from router.fleet.discovery.keeper import ProviderStatistics
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import Breaker
 from router.fleet.limits import KeyLimits
 from router.fleet.load import ReplicaLoad
 from router.fleet.room import Waiting
 from router.fleet.types import ReplicaState, ReplicaView
-from router.index import SourceId, SourceStatistics
-from router.index.base import WaitingStatistics
+from router.index.base import SourceId, SourceStatistics, WaitingStatistics
 from router.index.mirror import Mirror
 from router.index.mirror_types import ApproximateStatistics, MirrorStatistics
-from router.prompt import TokenizationStatistics
 from router.prompt.local.cache import SegmentCacheStatistics
+from router.prompt.tokenization import TokenizationStatistics
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentStatistics
 from router.routing.steering import SteeringStatistics

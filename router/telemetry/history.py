@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import nan
 
-from router.index import SourceId
+from router.index.base import SourceId
 from router.telemetry.metrics import RouterMetrics
 
 STEPS = 120

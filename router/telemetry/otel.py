@@ -46,10 +46,10 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from router.config import TracingConfig
+from router.config.observability import TracingConfig
 from router.errors import ConfigError, ConfigProblem
 from router.plane.usage import ReportedUsage
-from router.prompt import FORMS, PROMPT_ENDPOINTS
+from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS
 from router.telemetry.metrics import WrittenCounter
 from router.telemetry.spans import RequestTrace, TracedAttempt, Tracer
 from router.telemetry.trace_context import TraceContext

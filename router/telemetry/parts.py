@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper
 from router.feed.snapshot_peers import Peers
 from router.feed.snapshot_transfer import Sender
-from router.fleet.discovery import ReplicaKeeper
+from router.fleet.discovery.keeper import ReplicaKeeper
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyLimits
 from router.fleet.registry import ReplicaRegistry
 from router.index.approximate import ApproximateCaches
 from router.index.mirror import Mirror
-from router.plane import PlaneProxy
+from router.plane.relays import PlaneProxy
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet

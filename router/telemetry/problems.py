@@ -10,7 +10,7 @@ import msgspec
 from kvevents.stream_state import SourceState
 from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.types import ReplicaView
-from router.index import SourceStatistics
+from router.index.base import SourceStatistics
 from router.telemetry.labels import duration
 from router.telemetry.self_repair import TrustStatistics
 

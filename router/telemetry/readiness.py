@@ -15,7 +15,7 @@ from router.feed.feed import Feed
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import ReplicaState
-from router.index import SourceId
+from router.index.base import SourceId
 from router.routing.admission import Admission
 
 _NAMED = 8

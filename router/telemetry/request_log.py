@@ -18,7 +18,7 @@ import msgspec
 
 from router.errors import RequestError
 from router.index.mirror_types import STEP
-from router.policies import Ranked
+from router.policies.types import Ranked
 from router.routing.decision import Decision
 from router.telemetry.sums import Comparisons, RequestSum
 

@@ -15,8 +15,8 @@ from router.fleet.registry import ReplicaRegistry
 from router.plane.attempts import OWN_LIMITS, RETRIED, Attempt, Failure, Unretried, failure_of
 from router.plane.proxy_types import End, ProxyObserver
 from router.plane.usage import ResponseIdReader, UsageReader
-from router.policies import Candidate
-from router.prompt import Endpoint
+from router.policies.types import Candidate
+from router.prompt.endpoints import Endpoint
 from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
 from router.routing.planner import source_of

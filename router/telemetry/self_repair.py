@@ -25,7 +25,7 @@ from typing import Annotated, NamedTuple
 
 from kvevents.field_docs import counter, flag
 from router.fleet.quiet_moments import QuietMoments
-from router.index import SourceId
+from router.index.base import SourceId
 
 WINDOW = 16
 """The number of last comparisons that count."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from router.plane.attempts import Failure, failure_of
 from router.plane.usage import UsageReader
-from router.policies import Candidate
+from router.policies.types import Candidate
 
 BY_CORE = "; decided by the data plane"
 """Ends the reason of a request that the core has decided."""

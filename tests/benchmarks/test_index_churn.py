@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.index_churn import Churn
-from router.index import SourceLimits
+from router.index.base import SourceLimits
 from tests.router.index.implementations import CORE
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index import SourceId
+from router.index.base import SourceId
 
 NAMES = ("a", "b", "c")
 REPLICA = replica_config("gptoss", 20_000)

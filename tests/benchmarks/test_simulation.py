@@ -42,7 +42,7 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from kvroute_engine.demo.blind import GroupBlindIndex
-from router.index import Hit, SourceId
+from router.index.base import Hit, SourceId
 
 SMALL = partial(
     Chats,

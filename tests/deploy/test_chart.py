@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from tests.deploy.files import DEPLOY, KEYS, PROMETHEUS, ROOT, load, run, succeeds, tool, version
 
 CHART = DEPLOY / "chart"

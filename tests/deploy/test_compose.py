@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from tests.deploy.dockerfile import stages
 from tests.deploy.files import (
     CONFIG_PATH,

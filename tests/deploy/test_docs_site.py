@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from router.app import RouterApp
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.service import RouterService
 from tests.deploy.files import ROOT, succeeds, tool
 

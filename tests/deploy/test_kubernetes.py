@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from tests.deploy.files import (
     CONFIG_PATH,
     DEPLOY,

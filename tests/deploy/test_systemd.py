@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from router.cli import main as command_line
-from router.config import TimeoutsConfig
+from router.config.server import TimeoutsConfig
 from tests.deploy.files import DEPLOY, ROUTER_COMMAND, succeeds, tool
 
 UNIT = DEPLOY / "systemd/kvroute.service"

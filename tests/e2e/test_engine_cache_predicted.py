@@ -11,7 +11,8 @@ from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from tests.support.cache_driver import CHAIN, CacheDriver
 from tests.support.cache_layouts import variants, with_blocks
 from tests.support.cache_workload import CacheWorkload

@@ -17,7 +17,8 @@ from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed.feed import Feed
 from router.fleet.types import EventSource
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import copies_held
 from tests.support.following import QUICK
 from tests.support.random_engine import LAYOUT, RandomEngine

@@ -17,7 +17,8 @@ from kvevents.events import GPU, BlockRemoved, BlockStored, CacheLayout, Event, 
 from kvevents.layout import GroupKind
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from tests.support.cache_driver import CHAIN, Job
 from tests.support.cache_layouts import GROUPS, config_of, variants
 from tests.support.cache_workload import LONGEST, CacheWorkload

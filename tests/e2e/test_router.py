@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import yaml
 
-from router.prompt import PROMPT_ENDPOINTS
+from router.prompt.endpoints import PROMPT_ENDPOINTS
 from tests.support.engine_stub import (
     DONE,
     Behaviour,

@@ -12,7 +12,8 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import announce
 from kvevents.sealing import HashKey, hold_key, make_hash_key, read_hash_key, sealed
 from offload.config import CacheConfig
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from router.telemetry.problems import summarize_source
 from tests.support.actual_hits import hits, until_told
 from tests.support.cache_driver import CHAIN, CacheDriver

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId
+from router.index.index import PrefixIndex
 from tests.interop.offloading_engine import OffloadingEngine
 from tests.interop.record_offloading import Workload, variants
 

@@ -24,7 +24,8 @@ from kvevents.sealing import hold_key, make_hash_key, read_hash_key
 from kvroute_vllm.hints import RETENTION_HINTS
 from kvroute_vllm.layout import describe
 from kvroute_vllm.plugin import register
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.interop.hinted_engine import PROMPT_TOKENS, HintedEngine
 from tests.interop.plugging import skip_unknown_drafters, unplug_later
 from tests.interop.record_hinted import LAYOUTS, hints_for

@@ -28,7 +28,7 @@ from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from router.cli.recordings import Query, RecordingReader
-from router.index import LayoutHints, SourceId
+from router.index.base import LayoutHints, SourceId
 from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvevents.codec import decode
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import Prefix, tokens
 
 SOURCE = SourceId("mooncake")

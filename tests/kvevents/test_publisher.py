@@ -36,7 +36,7 @@ from kvevents.publisher import (
 )
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.stream import OfferResult, Stream
-from router.index import SourceId
+from router.index.base import SourceId
 from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until

@@ -16,7 +16,8 @@ from kvevents.codec import MAX_UNREADABLE, decode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, Event
 from kvevents.trtllm import TrtllmTranslator, read_response
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import tokens
 from tests.support.trtllm_engine import BLOCK, TrtllmCache
 

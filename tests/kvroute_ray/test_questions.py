@@ -16,7 +16,7 @@ from kvroute_ray.options import RoutingOptions, key_of, router_kwargs
 from kvroute_ray.outcomes import CallRefused
 from kvroute_ray.questions import MOST_NAMES, prompt_of, question
 from router.client import SelectionError
-from router.config import ReplicaConfig
+from router.config.replica import ReplicaConfig
 from router.errors import BadRequest, BodyTooLarge, KeyLimitReached, ModelNotAllowed, QueueFull
 from tests.support.router_process import ROOT
 

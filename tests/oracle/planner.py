@@ -14,15 +14,10 @@ from msgspec.structs import replace
 
 from kvevents.events import CPU
 from router.fleet.replica import Replica
-from router.index import (
-    NO_HIT,
-    HashedPrompt,
-    Hit,
-    PrefixIndex,
-    SourceId,
-    token_columns,
-)
+from router.index.base import NO_HIT, Hit, SourceId, token_columns
+from router.index.index import PrefixIndex
 from router.index.mirror_types import Coming
+from router.index.prompt import HashedPrompt
 from router.policies import (
     PEER,
     Candidate,

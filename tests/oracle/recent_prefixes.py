@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 
-from router.index import SourceId
+from router.index.base import SourceId
 from router.routing.recent_prefixes import RecentStatistics
 
 

@@ -10,7 +10,7 @@ import msgspec
 from router.fleet.engine_load import EngineLoad
 from router.fleet.load import NO_LOAD, ReplicaLoad
 from router.fleet.replica import Replica
-from router.index import SourceId
+from router.index.base import SourceId
 from router.policies import State
 
 

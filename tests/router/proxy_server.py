@@ -14,21 +14,16 @@ from dataclasses import dataclass, field
 import uvloop
 
 from router.config.origin import Header, Origin, Timeouts
-from router.plane import (
-    DataPlane,
-    PlaneListener,
-    PlaneOptions,
-    PlaneProxy,
-)
 from router.plane.attempts import (
     Attempt,
     Failure,
     RetryLimits,
     Unretried,
 )
+from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import End, ProxyRequest, ProxySettings
-from router.plane.relays import PlaneRelay
+from router.plane.relays import PlaneProxy, PlaneRelay
 from router.plane.secured import Secured
 from tests.support.waiting import DEADLINE_S, eventually
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.reload import REFUSED, TAKEN, Reloader
 from router.telemetry.metrics import RouterMetrics
 from tests.support.waiting import eventually

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents.hashing import HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.oracle.index.block_table import GroupTier
 from tests.oracle.index.index import ReferenceIndex
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher_config import PublisherConfig
-from router.prompt import PROMPT_ENDPOINTS
+from router.prompt.endpoints import PROMPT_ENDPOINTS
 from tests.support.blocks import FULL, Prefix
 
 BLOCK = FULL.block_size

@@ -12,7 +12,7 @@ from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.layouts import ReplicaConfig
 from kvevents.events import EventBatch
 from kvroute_engine.demo.blind import GroupBlindIndex
-from router.index import SourceId
+from router.index.base import SourceId
 
 
 @dataclass(slots=True)

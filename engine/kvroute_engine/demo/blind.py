@@ -35,8 +35,9 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.layout import GroupKind
-from router.config import RouterConfig
-from router.index import ApplyResult, DumpError, LayoutHints, PrefixIndex, SourceId
+from router.config.schema import RouterConfig
+from router.index.base import ApplyResult, DumpError, LayoutHints, SourceId
+from router.index.index import PrefixIndex
 from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])

@@ -28,8 +28,10 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import SecretStr
 
-from router.config import ClientKeyConfig, ServerConfig, key_bytes
+from router.config.keys import ClientKeyConfig
 from router.config.origin import in_url
+from router.config.replica import key_bytes
+from router.config.server import ServerConfig
 from router.doors.http.proxied_paths import salt_names
 from router.errors import (
     ForeignHost,

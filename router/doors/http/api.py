@@ -15,7 +15,8 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.responses import StreamingResponse
 
-from router.config import ReplicaConfig, RouterConfig, read_replica
+from router.config.replica import ReplicaConfig, read_replica
+from router.config.schema import RouterConfig
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import decode_json, read_body
 from router.doors.http.dialects import add_dialects
@@ -69,8 +70,8 @@ from router.errors import (
     UnknownReplica,
 )
 from router.feed.taps import Tap
-from router.index import SourceId
-from router.prompt import Endpoint
+from router.index.base import SourceId
+from router.prompt.endpoints import Endpoint
 from router.routing.terms import Terms
 from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
 from router.telemetry.request_log import MAX_REQUESTS

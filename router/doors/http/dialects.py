@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 
 from kvevents.events import BlockHash
-from router.config import read_replica
+from router.config.replica import read_replica
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import decode_body, read_body
 from router.doors.http.networks import Networks
@@ -22,8 +22,9 @@ from router.doors.http.parts import ApiParts
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica
-from router.index import GroupHit, HashedPrompt, HashesFound, Hit, SourceId
-from router.prompt import tenant_salt_of
+from router.index.base import GroupHit, HashesFound, Hit, SourceId
+from router.index.prompt import HashedPrompt
+from router.prompt.body.rewriting import tenant_salt_of
 from router.routing.models import Model
 
 _TokenIds = Annotated[

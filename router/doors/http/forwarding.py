@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.config import ServerConfig
 from router.config.origin import Header, Timeouts
+from router.config.server import ServerConfig
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.networks import Networks
 from router.doors.http.proxied_paths import dialect_of
 from router.doors.names import SIDECAR_HEADERS
-from router.plane import PlaneExchange
+from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import ProxyRequest
-from router.prompt import PRIORITY_HEADER
+from router.prompt.body.priority import PRIORITY_HEADER
 from router.routing.decision import RANK_HEADER, Decision
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE
 

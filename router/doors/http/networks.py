@@ -13,8 +13,8 @@ from async_timeout import timeout
 from kvevents.endpoints import ZmqEndpoint
 from kvevents.listener import LISTENED_TO
 from kvevents.lookups import addresses
-from router.config import ReplicaConfig
 from router.config.origin import Origin
+from router.config.replica import ReplicaConfig
 from router.config.values import POLLED, reachable
 from router.errors import BadRequest
 

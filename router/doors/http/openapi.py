@@ -15,7 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from kvevents.field_docs import field_docs
-from router.config import ReplicaConfig, RouterConfig
+from router.config.replica import ReplicaConfig
+from router.config.schema import RouterConfig
 from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
 from router.doors.http.overview import Overview

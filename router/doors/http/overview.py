@@ -13,7 +13,7 @@ from router.doors.http.replica_views import ApproximateView, Fleet, approximate_
 from router.doors.http.views import View
 from router.fleet.engine_load import EngineLoad
 from router.fleet.types import ReplicaView
-from router.index import SourceId, SourceStatistics
+from router.index.base import SourceId, SourceStatistics
 from router.telemetry.labels import (
     KIND_LABELS,
     duration,

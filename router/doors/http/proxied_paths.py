@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from router.plane.proxy_types import Dialect
-from router.prompt import FORMS, PROMPT_ENDPOINTS, Endpoint
+from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS, Endpoint
 
 
 class RoutedBy(Enum):

@@ -20,8 +20,8 @@ from router.doors.http.openapi import JSON, MSGPACK
 from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
 from router.doors.http.route_views import RouteView, route_view
 from router.errors import RequestError
-from router.plane import PlaneExchange
-from router.prompt import Endpoint
+from router.plane.exchanges import PlaneExchange
+from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
 from router.routing.terms import Terms

@@ -12,7 +12,7 @@ from kvevents.listener import ListenerStatistics
 from router.doors.http.views import View
 from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.types import EventSource, ReplicaView
-from router.index import SourceId, SourceStatistics
+from router.index.base import SourceId, SourceStatistics
 from router.index.mirror_types import ApproximateStatistics
 from router.telemetry.self_repair import TrustStatistics
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from router.config import ReplicaConfig
+from router.config.replica import ReplicaConfig
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}

@@ -11,13 +11,13 @@ import msgspec
 
 from router.doors.http.views import View
 from router.doors.names import address_of, worker_number
-from router.index import GroupHit, SourceId
+from router.index.base import GroupHit, SourceId
 from router.routing.planner import uncached_tokens
 
 if TYPE_CHECKING:
     from router.fleet.replica import Replica
     from router.plane.attempts import Attempt
-    from router.policies import Candidate, Ranked
+    from router.policies.types import Candidate, Ranked
     from router.routing.decision import Decision
 
 

@@ -43,7 +43,7 @@ from router.errors import (
 )
 from router.fleet.replica import Replica
 from router.plane.attempts import Failure
-from router.prompt import Endpoint
+from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
 from router.routing.terms import IsEligible
 

@@ -13,7 +13,7 @@ from router.doors.http.route_views import (
     RouteView,
 )
 from router.doors.http.views import ModelEntry, ModelList, RemovedReplica, StatusView, View
-from router.index import GroupHit
+from router.index.base import GroupHit
 
 _HIT = HitView(gpu_cached_tokens=960, cached_tokens=1008, suspect=False)
 _ROUTE = RouteView(

@@ -12,20 +12,3 @@ The files; each imports only what is listed above it:
     kubernetes.py      pods, endpoints of a service, an InferencePool
     keeper.py          adds, drains and removes replicas as the providers report
 """
-
-from router.fleet.discovery.keeper import (
-    CONFIGURATION,
-    ProviderStatistics,
-    ReplicaKeeper,
-    make_providers,
-)
-from router.fleet.discovery.provider import ProviderListener, ReplicaProvider
-
-__all__ = [
-    "CONFIGURATION",
-    "ProviderListener",
-    "ProviderStatistics",
-    "ReplicaKeeper",
-    "ReplicaProvider",
-    "make_providers",
-]

@@ -13,8 +13,8 @@ import dns.resolver
 from pydantic import ValidationError
 
 from kvevents.pacing import Backoff
-from router.config import DnsDiscovery, ReplicaConfig
-from router.config.discovery import name_server
+from router.config.discovery import DnsDiscovery, name_server
+from router.config.replica import ReplicaConfig
 from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
 
 _LOOKUP_S = 5.0

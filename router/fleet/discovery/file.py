@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.config import FileDiscovery, read_replicas
+from router.config.discovery import FileDiscovery
 from router.config.files import Stamp, stamp_of
+from router.config.replica import read_replicas
 from router.errors import ConfigError
 from router.fleet.discovery.provider import ProviderListener
 

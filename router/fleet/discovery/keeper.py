@@ -16,7 +16,8 @@ from functools import partial
 from typing import Annotated
 
 from kvevents.field_docs import counter, flag, gauge
-from router.config import DiscoveryConfig, ReplicaConfig
+from router.config.discovery import DiscoveryConfig
+from router.config.replica import ReplicaConfig
 from router.errors import RouterError
 from router.fleet.discovery.dns import DnsProvider
 from router.fleet.discovery.file import FileProvider

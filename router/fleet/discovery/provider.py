@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.config import ReplicaConfig
+from router.config.replica import ReplicaConfig
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 """The delay after a failure, and after many in a row."""

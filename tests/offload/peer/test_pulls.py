@@ -24,7 +24,8 @@ from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
 from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 
 CONFIG = EngineConfig(
     preset="gemma", num_blocks=600, max_num_batched_tokens=100, cpu_blocks=600, device="cpu"

@@ -20,7 +20,7 @@ from kvevents.events import (
     EventBatch,
 )
 from router.cli.recordings import Query, RecordingReader
-from router.index import SourceLimits
+from router.index.base import SourceLimits
 from tests.oracle.index.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
 from tests.oracle.index.index import PromptKeys, hit_and_junction
 from tests.oracle.index.keys import KeySpace

@@ -17,7 +17,7 @@ from itertools import compress
 
 from kvevents.events import GPU
 from kvevents.layout import GroupKind, KVCacheLayout
-from router.index import TierHint
+from router.index.base import TierHint
 from tests.oracle.index.block_table import GroupTier
 
 

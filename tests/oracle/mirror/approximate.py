@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.index import SourceId
+from router.index.base import SourceId
 from router.index.mirror_types import STEP, ApproximateHit, ApproximateStatistics
 from router.routing.fading import FadingRatio
 from tests.oracle.mirror.mirror import ReferenceMirror

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from router.index import HashedPrompt
 from router.index.mirror_types import STEP, Coming
+from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.layout import UNKNOWN, Layout
 from tests.oracle.mirror.prefix_tree import PrefixTree, equal_keys
 

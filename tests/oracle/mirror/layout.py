@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from kvevents.events import GPU
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index import PrefixIndex, SourceId, SourceStatistics
+from router.index.base import SourceId, SourceStatistics
+from router.index.index import PrefixIndex
 from router.index.mirror_types import STEP
 
 DENSE = 0.97

@@ -19,12 +19,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvevents.layout import GroupKind
-from router.index import (
-    HashedPrompt,
-    Hit,
-    PrefixIndex,
-    SourceId,
-)
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror_types import (
     STEP,
     WORTH_PUBLISHING,
@@ -34,6 +30,7 @@ from router.index.mirror_types import (
     MirrorStatistics,
     Prefilling,
 )
+from router.index.prompt import HashedPrompt
 from router.policies import Outlook
 from router.routing.fading import FadingRatio
 from tests.oracle.mirror.eviction import EvictionOrder, Forecast

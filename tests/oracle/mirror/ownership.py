@@ -21,7 +21,7 @@ from itertools import repeat
 
 import msgspec
 
-from router.index import HashedPrompt
+from router.index.prompt import HashedPrompt
 
 USE_KEYS = 4
 """A request that has ended takes as much memory as so many keys, besides those of its prompt."""

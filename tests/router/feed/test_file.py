@@ -20,7 +20,8 @@ from router.feed.feed import Feed
 from router.feed.snapshot_file import FILE_NAME, SnapshotKeeper
 from router.feed.snapshot_records import SnapshotError
 from router.fleet.types import EventSource
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher

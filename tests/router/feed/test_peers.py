@@ -22,7 +22,8 @@ from router.feed.feed import Feed
 from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
 from router.feed.snapshot_transfer import MAX_AT_ONCE, Sender
 from router.fleet.types import EventSource
-from router.index import Hit, PrefixIndex, SourceId
+from router.index.base import Hit, SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher

@@ -18,7 +18,8 @@ from router.feed.feed import Feed, SourceOptions
 from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import IdleTimeout
 from router.fleet.types import EventSource
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import tokens
 from tests.support.engine_stub import EngineStub, Exchange
 from tests.support.following import QUICK

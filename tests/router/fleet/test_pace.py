@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.config import HealthConfig
+from router.config.health import HealthConfig
 from router.config.origin import Header, Origin
 from router.config.schema import ReplicaConfig
 from router.fleet.load import LoadTracker, ReplicaLoad

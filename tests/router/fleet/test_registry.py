@@ -18,7 +18,8 @@ from async_timeout import timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import HealthConfig, ReplicaConfig, read_replica
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig, read_replica
 from router.config.values import reachable
 from router.errors import (
     BadRequest,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from router.config import OverloadConfig
+from router.config.overload import OverloadConfig
 from router.errors import (
     BadRequest,
     NoReplica,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.index import PrefixIndex
+from router.index.index import PrefixIndex
 from tests.router.index.implementations import CORE, Implementation
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.index import PrefixIndex, SourceLimits
+from router.index.base import SourceLimits
+from router.index.index import PrefixIndex
 
 
 class Implementation:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router._core import EstimatedVisit
-from router.index import PrefixIndex, SourceId
 from router.index.approximate import ApproximateCache, ApproximateCaches
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 

@@ -11,7 +11,8 @@ from kvevents.events import BlockStored, CacheLayout, Event, GroupSpec
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheGroup
 from kvevents.sealing import HashKey, hold_key, sealed
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
 
 GROUPS = (FULL, window(48), mamba(32))

@@ -10,12 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from router.index import (
-    CORE_VERSION,
-    CoreUnavailable,
-    check_core,
-    compiled,
-)
+from router.index import compiled
+from router.index.compiled import CORE_VERSION, CoreUnavailable, check_core
 
 
 def test_a_core_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

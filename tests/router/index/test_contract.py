@@ -29,14 +29,12 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
-from router.index import (
+from router.index.base import (
     NO_HIT,
     ApplyResult,
     GroupHit,
-    HashedPrompt,
     Hit,
     LayoutHints,
-    PrefixIndex,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -45,6 +43,8 @@ from router.index import (
     token_columns,
     unpack_keys,
 )
+from router.index.index import PrefixIndex
+from router.index.prompt import HashedPrompt
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 

@@ -28,9 +28,8 @@ from kvevents.events import (
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
 from kvevents.sealing import HashKey, hold_key, sealed
-from router.index import (
+from router.index.base import (
     LayoutHints,
-    PrefixIndex,
     SourceId,
     SourceLimits,
     StoreHint,
@@ -39,6 +38,7 @@ from router.index import (
 )
 from router.index.dump import dump, load
 from router.index.hash_finder import HashForm
+from router.index.index import PrefixIndex
 from tests.oracle.index.index import ReferenceIndex
 from tests.router.index.implementations import CORE
 

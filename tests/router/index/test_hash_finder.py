@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvevents.events import BlockHash, BlockStored, CacheLayout, GroupSpec
 from kvevents.hashing import DEFAULT_SEED, HashChain, hash_algorithms, to_wire_int
-from router.index import LayoutHints
+from router.index.base import LayoutHints
 from router.index.hash_finder import HashFinder, HashForm, engine_hashes
 from tests.support.blocks import Prefix, tokens
 

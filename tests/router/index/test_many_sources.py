@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index import LayoutHints, PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId
+from router.index.index import PrefixIndex
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, tokens, window
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
-from router.index import LayoutHints, PrefixIndex, SourceLimits
+from router.index.base import LayoutHints, SourceLimits
+from router.index.index import PrefixIndex
 from tests.support.blocks import FULL, SOURCE, Prefix, tokens
 
 MANY = 20_000

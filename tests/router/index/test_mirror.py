@@ -21,17 +21,11 @@ from kvevents.publisher import announce
 from kvroute_engine.core.build import EngineConfig
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router._core import Visit
-from router.index import (
-    NO_HIT,
-    HashedPrompt,
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-    StoreHint,
-    token_columns,
-)
+from router.index.base import NO_HIT, LayoutHints, SourceId, StoreHint, token_columns
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming, Prefilling
+from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.support.blocks import FULL
 

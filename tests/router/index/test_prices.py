@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 
 SOURCE = SourceId("r0")

@@ -18,16 +18,9 @@ from kvevents.events import (
     GroupSpec,
     TierBlocksCleared,
 )
-from router.index import (
-    ApplyResult,
-    Hit,
-    LayoutHints,
-    PrefixIndex,
-    SourceId,
-    SourceLimits,
-    StoreHint,
-)
+from router.index.base import ApplyResult, Hit, LayoutHints, SourceId, SourceLimits, StoreHint
 from router.index.dump import dump, load
+from router.index.index import PrefixIndex
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, mamba, tokens, window
 

@@ -16,13 +16,9 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.layout import KVCacheGroup
-from router.index import (
-    LayoutHints,
-    PrefixIndex,
-    SourceLimits,
-    TierHint,
-)
+from router.index.base import LayoutHints, SourceLimits, TierHint
 from router.index.dump import dump, load
+from router.index.index import PrefixIndex
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
 

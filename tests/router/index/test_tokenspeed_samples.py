@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvevents.codec import decode
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
-from router.index import Hit, PrefixIndex
+from router.index.base import Hit
+from router.index.index import PrefixIndex
 from tests.support.blocks import SOURCE
 from tests.support.wire_samples import END_OF_REPLAY, live, replay_frames, replayed, versions
 

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.plane import DataPlane, PlaneProxy, Secured
+from router.plane.data_plane import DataPlane
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import ProxySettings
+from router.plane.relays import PlaneProxy
+from router.plane.secured import Secured
 from tests.router.proxy_server import NOBODY_LISTENS, TIMEOUTS, NothingPrepared, plane_options
 from tests.support.http_client import HttpClient, connect
 from tests.support.waiting import eventually

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from router.errors import PolicyError
 from router.fleet.load import InFlight, LoadTracker
-from router.index import SourceId
+from router.index.base import SourceId
 from router.policies import (
     Candidate,
     CandidateLoad,

@@ -21,7 +21,8 @@ from tokenizers import (
     trainers,
 )
 
-from router.prompt import LocalTokenizer, ModelFiles, read_model_files
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import ModelFiles, read_model_files
 
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog. Don't panic, it's only a test; we'll see what "

@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from router.prompt import (
-    LocalTokenizer,
-    ModelFiles,
-    ModelFilesError,
-    TextPrompt,
-    read_model_files,
-)
+from router.prompt.errors import ModelFilesError
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import ModelFiles, read_model_files
+from router.prompt.prompts import TextPrompt
 
 _Write = Callable[..., ModelFiles]
 

@@ -10,16 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.prompt import (
-    Endpoint,
-    LargeWork,
-    ProcessEndedError,
-    PromptLimits,
-    processes,
-    read_request,
-)
-from router.prompt.errors import RequestBodyError
-from router.prompt.processes import PIECE_BYTES
+from router.prompt import processes
+from router.prompt.body.requests import read_request
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import ProcessEndedError, RequestBodyError
+from router.prompt.limits import PromptLimits
+from router.prompt.processes import PIECE_BYTES, LargeWork
 from tests.support.waiting import eventually
 
 

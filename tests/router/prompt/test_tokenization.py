@@ -21,25 +21,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from router.prompt import (
+from router.prompt.body.requests import parse_request
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import ReplicaAnswerError, RequestBodyError, UntokenizableError
+from router.prompt.limits import PromptLimits
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import ModelFiles
+from router.prompt.processes import LargeWork
+from router.prompt.prompts import (
     ChatPrompt,
     Coverage,
-    Endpoint,
-    LargeWork,
-    LocalTokenizer,
-    ModelFiles,
-    PromptLimits,
     PromptSpec,
-    RemoteTokenizer,
-    ReplicaAnswerError,
-    RequestBodyError,
     TextPrompt,
-    Tokenization,
     TokenizedPrompt,
     Truncation,
-    UntokenizableError,
-    parse_request,
 )
+from router.prompt.remote import RemoteTokenizer
+from router.prompt.tokenization import Tokenization
 from router.prompt.truncation import Ends, ends_of
 from router.routing.replica_tokenizers import find_disagreements
 from tests.router.prompt.bodies import bodies

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.config import HealthConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig
 from router.errors import Overloaded, ShuttingDown
 from router.fleet.health import HealthRecord
 from router.fleet.replica import Replica

@@ -11,11 +11,12 @@ import pytest
 
 from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
-from router.index import PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.policies import Candidate, RouteRequest, make_policy
-from router.prompt import TokenizedPrompt
+from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Bookings
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvevents.events import BlockStored, EventBatch
-from router.config import HealthConfig, ModelConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.models import ModelConfig
+from router.config.replica import ReplicaConfig
 from router.errors import (
     BadRequest,
     NoReplica,
@@ -18,9 +20,10 @@ from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ServedModels
-from router.index import SourceId
+from router.index.base import SourceId
 from router.policies import make_policy
-from router.prompt import Endpoint, LargeWork
+from router.prompt.endpoints import Endpoint
+from router.prompt.processes import LargeWork
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, uncached_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.config import ModelConfig, StoreConfig
-from router.index import StoreHint
+from router.config.models import ModelConfig, StoreConfig
+from router.index.base import StoreHint
 from router.routing.models import ModelSet
 
 

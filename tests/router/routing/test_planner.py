@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from kvevents.events import BlockStored, EventBatch
-from router.config import PeerTierConfig, ReplicaConfig
+from router.config.replica import PeerTierConfig, ReplicaConfig
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
-from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
+from router.index.prompt import HashedPrompt
 from router.policies import (
     LEAST_DELAY,
     Candidate,
@@ -28,7 +30,7 @@ from router.policies import (
     RouteRequest,
     make_policy,
 )
-from router.prompt import TokenizedPrompt
+from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Booking, Bookings
 from router.routing.planner import (
     MAX_MATCHED_PROMPTS,

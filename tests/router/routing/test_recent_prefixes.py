@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router._core import Books
-from router.index import SourceId
+from router.index.base import SourceId
 from router.routing.recent_prefixes import RecentPrefixes
 
 STEP = 16

@@ -10,11 +10,14 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from router.config import HealthConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.prompt import LocalTokenizer, Tokenization, read_model_files
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import read_model_files
+from router.prompt.tokenization import Tokenization
 from router.routing.models import Model
 from router.routing.replica_tokenizers import TokenizerCheck
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from random import Random
 
-from router.prompt import MessageEnds
+from router.prompt.prompts import MessageEnds
 from router.routing.steering import MAX_TENANTS, Hints, Steering
 from router.routing.tails import Tails
 from router.routing.tenant import MOST_BOUNDARIES

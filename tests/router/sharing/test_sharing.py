@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from router._core import Visit
-from router.config import ClientKeyConfig, HealthConfig, read_replica
+from router.config.health import HealthConfig
+from router.config.keys import ClientKeyConfig
 from router.config.origin import Header, Origin
+from router.config.replica import read_replica
 from router.errors import KeyLimitReached
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.limits import KeyCounts, KeyLimits
@@ -19,9 +21,10 @@ from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.index import HashedPrompt, SourceId
+from router.index.base import SourceId
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming
+from router.index.prompt import HashedPrompt
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.sharing.board import MOST_DELAY_S

@@ -7,7 +7,7 @@ from math import isnan
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.index import SourceId
+from router.index.base import SourceId
 from router.telemetry.history import (
     STEP_S,
     STEPS,

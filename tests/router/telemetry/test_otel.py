@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.config import RouterConfig, TracingConfig
+from router.config.observability import TracingConfig
+from router.config.schema import RouterConfig
 from router.errors import ConfigError
 from router.service import RouterService
 from router.telemetry.metrics import RouterMetrics

@@ -12,7 +12,7 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
 from router.fleet.types import ReplicaLoad, ReplicaView
-from router.index import PrefixIndex
+from router.index.index import PrefixIndex
 from router.telemetry.problems import (
     Level,
     ReplicaProblem,

@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from router.config import HealthConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig
 from router.feed.feed import Feed
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
-from router.index import PrefixIndex, SourceId
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.routing.admission import Admission
 from router.telemetry.readiness import Readiness
 from tests.support.following import QUICK

@@ -11,17 +11,20 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import BlockStored, EventBatch
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
-from router.config import HealthConfig, ModelConfig, ReplicaConfig
+from router.config.health import HealthConfig
+from router.config.models import ModelConfig
+from router.config.replica import ReplicaConfig
 from router.feed.taps import Taps
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.types import EventSource
-from router.index import SourceId
+from router.index.base import SourceId
 from router.index.mirror import Mirror
 from router.plane.attempts import Failure
 from router.plane.proxy_types import End
 from router.policies import make_policy
-from router.prompt import Endpoint, LargeWork
+from router.prompt.endpoints import Endpoint
+from router.prompt.processes import LargeWork
 from router.routing.booking import Bookings
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher

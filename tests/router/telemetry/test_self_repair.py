@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.fleet.quiet_moments import QuietMoments
-from router.index import SourceId
+from router.index.base import SourceId
 from router.telemetry.self_repair import (
     TABLE,
     WINDOW,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from router.index import HashedPrompt, SourceId
+from router.index.base import SourceId
 from router.index.mirror import Mirror
 from router.index.mirror_types import Coming, Prefilling
+from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
 
 

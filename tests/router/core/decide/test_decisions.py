@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from kvevents.events import BlockStored, EventBatch
-from router.config import PeerTierConfig, ReplicaConfig
+from router.config.replica import PeerTierConfig, ReplicaConfig
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import InFlight, LoadTracker, ReplicaLoad
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
-from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.index.approximate import ApproximateCaches
+from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
+from router.index.prompt import HashedPrompt
 from router.policies import (
     Candidate,
     Policy,
@@ -32,7 +34,7 @@ from router.policies import (
     RouteRequest,
     make_policy,
 )
-from router.prompt import TokenizedPrompt
+from router.prompt.prompts import TokenizedPrompt
 from router.routing.planner import RECENT_STEP, RoutePlanner, prepare
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.ranker import Known

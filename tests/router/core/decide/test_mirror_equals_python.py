@@ -16,14 +16,10 @@ from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index import (
-    NO_HIT,
-    HashedPrompt,
-    PrefixIndex,
-    SourceId,
-    token_columns,
-)
+from router.index.base import NO_HIT, SourceId, token_columns
+from router.index.index import PrefixIndex
 from router.index.mirror_types import STEP, Prefilling
+from router.index.prompt import HashedPrompt
 from tests.router.core.decide.both import BothMirrors, BothVisits
 from tests.support.blocks import FULL, Prefix, mamba, window
 

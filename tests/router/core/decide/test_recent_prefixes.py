@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index import SourceId
+from router.index.base import SourceId
 from tests.oracle.recent_prefixes import ReferenceRecent
 
 core = import_module("router._core")

@@ -15,7 +15,7 @@ from benchmarks.simulation.layouts import replica_config, with_memory_tier
 from benchmarks.simulation.plans import Chats, Pause
 from benchmarks.simulation.run import Setting, Simulation
 from benchmarks.simulation.sessions import Sessions
-from router.index import SourceId
+from router.index.base import SourceId
 from tests.router.core.decide.both import BothMirrors, BothVisits
 
 CHATS = partial(

@@ -16,12 +16,8 @@ from typing import Any
 
 import trustme
 
-from router.plane import (
-    PemFiles,
-    PlaneOptions,
-    Secured,
-    load_openssl,
-)
+from router.plane.data_plane import PlaneOptions
+from router.plane.secured import PemFiles, Secured, load_openssl
 
 NAME = "127.0.0.1"
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.plane import Secured
+from router.plane.secured import Secured
 from tests.router.core.plane.harness import (
     DEADLINE_S,
     LAST,

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.prompt import (
-    Endpoint,
-    PromptLimits,
-    RequestBodyError,
-    TokenPrompt,
-    read_request,
-)
+from router.prompt.body.requests import read_request
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import RequestBodyError
+from router.prompt.limits import PromptLimits
+from router.prompt.prompts import TokenPrompt
 from tests.support.native import what_the_compiled_index_lacks
 
 pytestmark = pytest.mark.skipif(

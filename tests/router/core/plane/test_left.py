@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from router.plane import Secured
+from router.plane.secured import Secured
 from tests.router.core.plane.harness import DEADLINE_S, LAST, NAME, read_all, serving
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt import with_model
-from router.prompt.body.splicing import with_field
+from router.prompt.body.splicing import with_field, with_model
 from tests.support.native import what_the_compiled_index_lacks
 
 pytestmark = pytest.mark.skipif(

@@ -12,13 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from router.plane import (
-    NoTls,
-    PemFiles,
-    Secured,
-    load_openssl,
-)
 from router.plane.relays import IS_CONTROL
+from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from tests.router.core.plane.harness import (
     DEADLINE_S,
     LAST,

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     load(Path(sys.argv[1]))  # before anything imports the one that is not sanitized
 
 from router import _core as core
-from router.plane import Secured
+from router.plane.secured import Secured
 from tests.router.core.plane.harness import NAME, OPTIONS, Authority, secured
 
 CLIENTS, REQUESTS = 6, 25

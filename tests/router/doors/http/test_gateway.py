@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from router.app import RouterApp
-from router.config import RouterConfig
+from router.config.schema import RouterConfig
 from router.errors import Unauthorized
-from router.plane import DataPlane, Secured
+from router.plane.data_plane import DataPlane
+from router.plane.secured import Secured
 from router.routing.dispatcher import INLINE_BODY_BYTES
 from router.service import RouterService
 from tests.router.proxy_server import NOBODY_LISTENS, NothingPrepared, plane_options

@@ -13,7 +13,8 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator
 
 from router.app import RouterApp
-from router.config import ReplicaConfig, RouterConfig, read_replica
+from router.config.replica import ReplicaConfig, read_replica
+from router.config.schema import RouterConfig
 from router.doors.http import request_bodies
 from router.doors.http.request_bodies import (
     DetokenizeRequest,
@@ -26,8 +27,9 @@ from router.doors.http.request_bodies import (
     TokenIdsRequest,
     TokenizeRequest,
 )
-from router.prompt import PROMPT_ENDPOINTS, Endpoint, parse_request
 from router.prompt.body.decoding import FIELD_NAMES
+from router.prompt.body.requests import parse_request
+from router.prompt.endpoints import PROMPT_ENDPOINTS, Endpoint
 from router.service import RouterService
 
 REPLICA = {

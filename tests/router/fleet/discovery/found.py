@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from router.config import ReplicaConfig
-from router.fleet.discovery import ReplicaProvider
+from router.config.replica import ReplicaConfig
+from router.fleet.discovery.provider import ReplicaProvider
 
 
 class Found:

@@ -9,7 +9,8 @@ import dns.resolver
 import pytest
 from pydantic import ValidationError
 
-from router.config import DnsDiscovery, ReplicaOptions
+from router.config.discovery import DnsDiscovery
+from router.config.replica import ReplicaOptions
 from router.fleet.discovery.dns import DnsProvider
 from tests.router.fleet.discovery.found import following
 from tests.support.dns_server import dns_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from router.config import FileDiscovery
+from router.config.discovery import FileDiscovery
 from router.fleet.discovery.file import FileProvider
 from tests.router.fleet.discovery.found import following
 from tests.support.waiting import eventually

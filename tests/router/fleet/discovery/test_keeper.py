@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.config import HealthConfig, ReplicaConfig
-from router.fleet.discovery import CONFIGURATION, ProviderListener, ReplicaKeeper
+from router.config.health import HealthConfig
+from router.config.replica import ReplicaConfig
+from router.fleet.discovery.keeper import CONFIGURATION, ReplicaKeeper
+from router.fleet.discovery.provider import ProviderListener
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from tests.support.waiting import eventually

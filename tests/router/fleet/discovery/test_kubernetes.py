@@ -10,7 +10,8 @@ import pytest
 import trustme
 from async_timeout import timeout
 
-from router.config import KubernetesDiscovery, ReplicaOptions
+from router.config.discovery import KubernetesDiscovery
+from router.config.replica import ReplicaOptions
 from router.fleet.discovery.kubernetes import KubernetesProvider
 from tests.router.fleet.discovery.found import Found, following
 from tests.router.raw_http import answer, answering, raw_server

@@ -6,13 +6,11 @@ import json
 
 import pytest
 
-from router.prompt import (
-    Endpoint,
-    PromptLimits,
-    read_request,
-    with_source,
-)
+from router.prompt.body.pulling import with_source
+from router.prompt.body.requests import read_request
 from router.prompt.body.retention import strip_hints
+from router.prompt.endpoints import Endpoint
+from router.prompt.limits import PromptLimits
 
 
 def test_the_peer_is_named_as_engines_read_it() -> None:

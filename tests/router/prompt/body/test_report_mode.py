@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt import (
-    Endpoint,
-    RequestBodyError,
-    parse_request,
-    strip_report_mode,
-)
+from router.prompt.body.requests import parse_request
+from router.prompt.body.rewriting import strip_report_mode
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import RequestBodyError
 
 _KEY = "kv_cache_report_mode"
 

@@ -12,23 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index import pack_token_ids
-from router.prompt import (
+from router.index.prompt import pack_token_ids
+from router.prompt.body.decoding import holds_mostly_ids
+from router.prompt.body.requests import parse_request, read_model, read_request
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import RequestBodyError
+from router.prompt.limits import PromptLimits
+from router.prompt.prompts import (
+    ChatPiece,
     ChatPrompt,
-    Endpoint,
     OpaquePrompt,
-    PromptLimits,
     PromptSpec,
-    RequestBodyError,
     TextPrompt,
     TokenPrompt,
     Truncation,
-    holds_mostly_ids,
-    parse_request,
-    read_request,
 )
-from router.prompt.body.requests import read_model
-from router.prompt.prompts import ChatPiece
 from tests.router.prompt.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}

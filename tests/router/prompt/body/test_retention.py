@@ -6,14 +6,10 @@ import json
 
 import pytest
 
-from router.prompt import (
-    Endpoint,
-    HintForm,
-    PromptLimits,
-    read_request,
-    with_hints,
-)
-from router.prompt.body.retention import strip_hints
+from router.prompt.body.requests import read_request
+from router.prompt.body.retention import HintForm, strip_hints, with_hints
+from router.prompt.endpoints import Endpoint
+from router.prompt.limits import PromptLimits
 
 LIMITS = PromptLimits()
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt import with_model
-from router.prompt.body.splicing import with_members, without_field, without_members
+from router.prompt.body.splicing import with_members, with_model, without_field, without_members
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

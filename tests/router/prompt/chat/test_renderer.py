@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from router.prompt import (
-    ChatPrompt,
-    ChatSettings,
-    Endpoint,
-    ModelFiles,
-    OpaquePrompt,
-    UntokenizableError,
-    parse_request,
-)
+from router.prompt.body.requests import parse_request
 from router.prompt.chat.conversation import has_media, normalise
-from router.prompt.chat.renderer import ChatRenderer
+from router.prompt.chat.renderer import ChatRenderer, ChatSettings
+from router.prompt.endpoints import Endpoint
+from router.prompt.errors import UntokenizableError
+from router.prompt.model_files import ModelFiles
+from router.prompt.prompts import ChatPrompt, OpaquePrompt
 
 _CHATML = """
 {%- for tool in tools or [] %}

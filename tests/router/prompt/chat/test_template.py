@@ -12,9 +12,9 @@ import pytest
 from jinja2 import Environment, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.prompt import ModelFilesError, UntokenizableError
 from router.prompt.chat.bounded_jinja import BoundedSandbox
 from router.prompt.chat.template import ChatTemplate, content_form
+from router.prompt.errors import ModelFilesError, UntokenizableError
 
 _USER = {"role": "user", "content": "hi <&>"}
 
@@ -149,7 +149,7 @@ def test_a_bomb_costs_a_bounded_time_and_memory(source: str) -> None:
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (90, 90))\n"
-        "from router.prompt import ModelFilesError, UntokenizableError\n"
+        "from router.prompt.errors import ModelFilesError, UntokenizableError\n"
         "from router.prompt.chat.template import ChatTemplate\n"
         "messages = [{'role': 'user', 'content': 'hi'}]\n"
         "try:\n"

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.prompt import (
-    NO_ENDS,
-    ChatPrompt,
-    LocalTokenizer,
-    MessageEnds,
-    Truncation,
-)
-from router.prompt.prompts import ChatPiece, TokenIds
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.prompts import NO_ENDS, ChatPiece, ChatPrompt, MessageEnds, TokenIds, Truncation
 
 TEMPLATES = {
     "qwen": (

@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer
 
-from router.config import RouterConfig
-from router.prompt import (
-    LocalTokenizer,
-    ModelFiles,
-    TextPrompt,
-    Tokenization,
-    UntokenizableError,
-)
+from router.config.schema import RouterConfig
+from router.prompt.errors import UntokenizableError
 from router.prompt.local import native
 from router.prompt.local.native import (
     TEST_TEXTS,
@@ -34,6 +28,10 @@ from router.prompt.local.native import (
     reason_against,
     survives_self_test,
 )
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import ModelFiles
+from router.prompt.prompts import TextPrompt
+from router.prompt.tokenization import Tokenization
 from router.service import RouterService
 
 LISTED = ("llama3", "qwen", "llama2", "gemma", "phi3")

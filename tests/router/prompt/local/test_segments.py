@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from router.prompt import LocalTokenizer
 from router.prompt.local.backend import encode_all
 from router.prompt.local.segments import (
     Segmenter,
@@ -20,6 +19,7 @@ from router.prompt.local.segments import (
     segmenter_for,
     survives_self_test,
 )
+from router.prompt.local.tokenizer import LocalTokenizer
 
 # Text that tokenizers have rules about: blanks of all kinds, composing accents, case that changes
 # the length, emoji in several code points, control characters, marks of SentencePiece.

@@ -11,16 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from router.prompt import (
-    LocalTokenizer,
-    ModelFiles,
-    ModelFilesError,
-    PromptLimits,
-    TextPrompt,
-    TokenIds,
-    Truncation,
-    UntokenizableError,
-)
+from router.prompt.errors import ModelFilesError, UntokenizableError
+from router.prompt.limits import PromptLimits
+from router.prompt.local.tokenizer import LocalTokenizer
+from router.prompt.model_files import ModelFiles
+from router.prompt.prompts import TextPrompt, TokenIds, Truncation
 
 _SETTINGS = settings(
     max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
