@@ -67,7 +67,7 @@ class ProxyObserver(Protocol):
     """Receives what happens to one request, on the event loop: it must not block.
 
     For each attempt `on_attempt` and, if the replica fails, `on_failure`; `on_first_byte` at most
-    once, then `on_chunk` for every piece of the body. `on_end` comes last, exactly once, in every
+    once, and what is known of the body as it passes. `on_end` comes last, exactly once, in every
     case.
     """
 
@@ -115,21 +115,17 @@ class ProxyObserver(Protocol):
             seconds: Since the call of `PlaneProxy.start`.
         """
 
-    def on_chunk(self, data: bytes) -> None:
-        """A piece of the body, before it is sent on."""
-
     wants_beginning: bool = False
-    """True if it wants the beginning of the body, where the proxy does not pass it all."""
+    """True if it wants the beginning of the body."""
 
     def on_events(self, count: int) -> None:
-        """So many more events of a stream have passed. In place of `on_chunk`, where bodies pass
-        without being looked at here."""
+        """So many more events of a stream have passed."""
 
     def on_beginning(self, data: bytes) -> None:
-        """A part of the beginning of the body has passed, likewise."""
+        """A part of the beginning of the body has passed."""
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """Take the body's reports, likewise: before `on_end`.
+        """Take the body's reports, before `on_end`.
 
         Args:
             is_json: Whether it is one JSON body; else it is a stream of events.

@@ -18,9 +18,9 @@ The files; each imports only what is listed above it:
     problems.py           problems of a replica, in sentences
     readiness.py          is the router ready, and what does it wait for?
     settled.py            a request that the data plane decided by itself
-    request_observer.py   one proxied request: load, health, metrics, log, prediction
     trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end
+    request_observer.py   one proxied request: load, health, metrics, log, prediction
     parts.py              the parts of a router
     collector.py          metrics read at a scrape, from the parts' statistics
     otel.py               spans made of that and sent, in a thread; needs the extra `otel`

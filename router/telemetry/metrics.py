@@ -13,7 +13,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Generic, TypeVar
 
@@ -44,13 +44,11 @@ _ROUTING_SECONDS = (
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
+@dataclass(slots=True, eq=False)
 class CounterSeries:
     """One counter."""
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
+    value: int = 0
 
     def inc(self, amount: int = 1) -> None:
         """Count *amount* more."""
@@ -385,30 +383,18 @@ class RouterMetrics:
         return (openmetrics_text if has_exemplars else generate_latest)(self._registry)
 
 
+@dataclass(slots=True, eq=False)
 class ServedMetrics:
     """Counts the requests that one replica served for one model. Each series is looked up once,
     when it is first needed: before that it would stand in `/metrics` as a zero."""
 
-    __slots__ = (
-        "_compared",
-        "_first_byte",
-        "_metrics",
-        "_model",
-        "_replica",
-        "_requests",
-        "_total",
-    )
-
-    def __init__(self, metrics: RouterMetrics, model: str, replica: str) -> None:
-        self._metrics = metrics
-        self._model = model
-        self._replica = replica
-        self._first_byte: HistogramSeries | None = None
-        self._total: HistogramSeries | None = None
-        self._requests: dict[tuple[str, int | None], CounterSeries] = {}
-        self._compared: (
-            tuple[CounterSeries, CounterSeries, CounterSeries, HistogramSeries] | None
-        ) = None
+    _metrics: RouterMetrics
+    _model: str
+    _replica: str
+    _first_byte: HistogramSeries | None = None
+    _total: HistogramSeries | None = None
+    _requests: dict[tuple[str, int | None], CounterSeries] = field(default_factory=dict)
+    _compared: tuple[CounterSeries, CounterSeries, CounterSeries, HistogramSeries] | None = None
 
     def began(self, seconds: float, trace_id: str | None = None) -> None:
         """A response has begun.

@@ -27,6 +27,7 @@ from router.telemetry.request_log import RequestLog, RoutedRequest, routed
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Settled, in_words
 from router.telemetry.shortages import Shortages
+from router.telemetry.spans import RequestTrace
 from router.telemetry.sums import Comparisons, RequestSum
 
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
@@ -305,47 +306,41 @@ class RequestObservers:
         self.metrics.forget("model", model)
 
 
+@dataclass(slots=True, eq=False)
 class RequestObserver(ProxyObserver):
     """Observes one request."""
 
-    __slots__ = (
-        "_booking",
-        "_events",
-        "_of_all",
-        "_prefill",
-        "_queries",
-        "_responded",
-        "_response_id",
-        "decision",
-        "exemplar",
-        "request",
-        "usage",
-        "waited_s",
-    )
+    _of_all: RequestObservers
+    decision: Decision
+    request: RoutedRequest
+    """As the log shows it."""
+    waited_s: float = 0.0
+    """For room at a replica, before it was sent."""
+    usage: UsageReader = field(default_factory=UsageReader)
+    """Reads what the response reports."""
+    exemplar: str | None = None
+    """The id of its trace, where that is recorded."""
+    _trace: RequestTrace | None = None
+    """That trace, which records its attempts."""
+    _queries: tuple[tuple[Tap, int], ...] = ()
+    _booking: Booking | None = None
+    """From the first time that it is sent."""
+    _prefill: Booking | None = None
+    """Its prompt, where another replica computes it."""
+    _response_id: ResponseIdReader | None = None
+    _events: int = 0
+    _responded: str | None = None
 
-    def __init__(
-        self, of_all: RequestObservers, decision: Decision, request: RoutedRequest
-    ) -> None:
-        self._of_all = of_all
-        self.decision = decision
-        self.request = request
-        """As the log shows it."""
-        self.waited_s = 0.0
-        """For room at a replica, before it was sent."""
-        self._queries: tuple[tuple[Tap, int], ...] = ()
-        self._booking: Booking | None = None
-        """From the first time that it is sent."""
-        spec = decision.spec
-        stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
-        self._response_id = ResponseIdReader() if stores else None
-        self._prefill: Booking | None = None
-        """Its prompt, where another replica computes it."""
-        self.usage = UsageReader()
-        """Reads what the response reports."""
-        self.exemplar: str | None = None
-        """The id of its trace, where that is recorded."""
-        self._events = 0
-        self._responded: str | None = None
+    def __post_init__(self) -> None:
+        spec = self.decision.spec
+        if spec is not None and spec.endpoint is Endpoint.RESPONSES:
+            self._response_id = ResponseIdReader()
+
+    def record_in(self, trace: RequestTrace) -> None:
+        """Record its attempts in a trace, if that is recorded."""
+        if trace.is_sampled:
+            self._trace, self.exemplar = trace, trace.trace_id
+            trace.request, trace.usage = self.request, self.usage
 
     @property
     def prompt_tokens(self) -> int:
@@ -373,9 +368,13 @@ class RequestObserver(ProxyObserver):
         if self._booking.expected_tokens is not None:
             self.request.expected_tokens = self._booking.expected_tokens
         of_all.log.update(self.request)
+        if self._trace is not None:
+            self._trace.sent(attempt, self.request.cached_tokens)
 
     @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        if self._trace is not None:
+            self._trace.failed(failure)
         self.request.last_failure = failure.value
         if self._prefill is None or failure not in _PASSED_ON:
             return self._of_all.failed(attempt.replica_id, failure)
@@ -398,6 +397,8 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        if self._trace is not None:
+            self._trace.began_response()
         replica_id = self._responded = attempt.replica_id
         seconds += self.waited_s
         if self._booking is not None:
@@ -413,8 +414,8 @@ class RequestObserver(ProxyObserver):
                 seconds, self.exemplar
             )
 
-    @override
     def on_chunk(self, data: bytes) -> None:
+        """A piece of the body, which a gateway passes on."""
         self.on_beginning(data)
         usage = self.usage
         usage.feed(data)
@@ -444,6 +445,8 @@ class RequestObserver(ProxyObserver):
 
     @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        if self._trace is not None:
+            self._trace.ended_response()
         booking = self._booking
         was_quiet = booking is not None and booking.ended()
         self._end_prefill()

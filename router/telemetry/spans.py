@@ -7,18 +7,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from typing_extensions import override
 
 from router.config.origin import Header
-from router.plane.attempts import Attempt, Failure, Unretried
-from router.plane.proxy_types import End, ProxyObserver
+from router.plane.attempts import Attempt, Failure
 from router.plane.usage import UsageReader
 from router.telemetry.request_log import RoutedRequest
-from router.telemetry.request_observer import RequestObserver
 from router.telemetry.settled import Settled
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 
@@ -34,86 +31,48 @@ class Step(NamedTuple):
     ended: int
 
 
+@dataclass(slots=True, eq=False)
 class TracedAttempt:
     """One attempt at a replica."""
 
-    __slots__ = (
-        "attempt",
-        "began",
-        "ended",
-        "failure",
-        "first_byte",
-        "predicted_tokens",
-        "resent",
-        "span_id",
-    )
-
-    def __init__(self, attempt: Attempt, span_id: str, began: int) -> None:
-        self.attempt = attempt
-        self.span_id = span_id
-        self.began = began
-        self.first_byte: int | None = None
-        self.ended: int | None = None
-        self.failure: str | None = None
-        self.predicted_tokens = 0
-        self.resent = 0
-        """Times it was sent again since a kept connection had been closed."""
+    attempt: Attempt
+    span_id: str
+    """The replica's parent span."""
+    began: int
+    first_byte: int | None = None
+    ended: int | None = None
+    failure: str | None = None
+    predicted_tokens: int = 0
+    resent: int = 0
+    """Times it was sent again since a kept connection had been closed."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestTrace:
     """One request's place in its trace, and what happened to it."""
 
-    __slots__ = (
-        "_next_id",
-        "_sink",
-        "attempts_made",
-        "began",
-        "context",
-        "ended",
-        "error",
-        "is_sampled",
-        "method",
-        "path",
-        "request",
-        "route",
-        "span_id",
-        "started_at",
-        "status",
-        "steps",
-        "trace_id",
-        "usage",
-    )
-
-    def __init__(
-        self,
-        trace_id: str,
-        context: TraceContext | None,
-        is_sampled: bool,
-        sink: Callable[[RequestTrace], object],
-    ) -> None:
-        """
-        Args:
-            trace_id: 32 hexadecimal digits.
-            is_sampled: True if it is recorded; if not, only its ids are passed on.
-        """
-        self.trace_id = trace_id
-        self.span_id = _new_id(16)
-        self.context = context
-        self.is_sampled = is_sampled
-        self.started_at = time.time_ns()
-        """Unix time, in nanoseconds."""
-        self.began = time.perf_counter_ns()
-        self.ended = 0
-        self.method = self.path = ""
-        self.route: str | None = None
-        self.steps: list[Step] = []
-        self.attempts_made: list[TracedAttempt] = []
-        self.request: RoutedRequest | None = None
-        self.usage: UsageReader | None = None
-        self.status: int | None = None
-        self.error: str | None = None
-        self._next_id = ""
-        self._sink = sink
+    trace_id: str
+    """32 hexadecimal digits."""
+    context: TraceContext | None
+    is_sampled: bool
+    """True if it is recorded; if not, only its ids are passed on."""
+    _sink: Callable[[RequestTrace], object]
+    method: str
+    path: str
+    route: str | None
+    """The path's label of a fixed set, if it has one."""
+    span_id: str = field(default_factory=lambda: _new_id(16))
+    started_at: int = field(default_factory=time.time_ns)
+    """Unix time, in nanoseconds."""
+    began: int = field(default_factory=time.perf_counter_ns)
+    ended: int = 0
+    steps: list[Step] = field(default_factory=list)
+    attempts_made: list[TracedAttempt] = field(default_factory=list)
+    request: RoutedRequest | None = None
+    usage: UsageReader | None = None
+    status: int | None = None
+    error: str | None = None
+    _next_id: str = ""
 
     @property
     def state(self) -> tuple[Header, ...]:
@@ -154,16 +113,7 @@ class RequestTrace:
             parent = (TRACEPARENT, self.parent(self._next_id))
             yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
-    def observing(self, observer: RequestObserver) -> ProxyObserver:
-        """Return an observer that records the attempts, too; *observer* where nothing is
-        recorded."""
-        if not self.is_sampled:
-            return observer
-        self.request, self.usage = observer.request, observer.usage
-        observer.exemplar = self.trace_id
-        return _TracingObserver(observer, self)
-
-    def sent(self, attempt: Attempt) -> None:
+    def sent(self, attempt: Attempt, predicted_tokens: int) -> None:
         """Record an attempt."""
         made = self.attempts_made
         if made and made[-1].attempt is attempt:
@@ -171,6 +121,23 @@ class RequestTrace:
             made[-1].failure = made[-1].ended = None
         elif len(made) < _MAX_ATTEMPTS:
             made.append(TracedAttempt(attempt, self._next_id, time.perf_counter_ns()))
+        if made:
+            made[-1].predicted_tokens = predicted_tokens
+
+    def failed(self, failure: Failure) -> None:
+        """Record how the last attempt failed."""
+        last = self.attempts_made[-1]
+        last.failure, last.ended = failure.value, time.perf_counter_ns()
+
+    def began_response(self) -> None:
+        """Record the first byte of the last attempt."""
+        self.attempts_made[-1].first_byte = time.perf_counter_ns()
+
+    def ended_response(self) -> None:
+        """Record the end of the last attempt, if there was one and it has not failed."""
+        last = self.attempts_made[-1] if self.attempts_made else None
+        if last is not None and last.ended is None:
+            last.ended = time.perf_counter_ns()
 
     def end(self, status: int | None, at: int | None = None) -> None:
         """It is over.
@@ -183,16 +150,14 @@ class RequestTrace:
             self._sink(self)
 
 
+@dataclass(slots=True, eq=False)
 class PlacedTrace:
     """The trace of a request that the compiled data plane serves, which reports attempts when they
     are over."""
 
-    __slots__ = ("_span_id", "_tokenised", "trace")
-
-    def __init__(self, trace: RequestTrace) -> None:
-        self.trace = trace
-        self._span_id = _new_id(16)
-        self._tokenised: Step | None = None
+    trace: RequestTrace
+    _span_id: str = field(default_factory=lambda: _new_id(16))
+    _tokenised: Step | None = None
 
     def placed(self, tokenization_s: float) -> tuple[Header, ...]:
         """Record that its token ids are known and it is about to be sent.
@@ -241,78 +206,6 @@ class PlacedTrace:
         return made
 
 
-class _TracingObserver(ProxyObserver):
-    """Records when the attempts of a request begin, get their first byte, and end."""
-
-    __slots__ = ("_inner", "_trace")
-
-    def __init__(self, inner: RequestObserver, trace: RequestTrace) -> None:
-        self._inner = inner
-        self._trace = trace
-
-    @override
-    def on_attempt(self, attempt: Attempt) -> None:
-        self._inner.on_attempt(attempt)
-        self._trace.sent(attempt)
-        if self._trace.attempts_made:
-            self._trace.attempts_made[-1].predicted_tokens = self._inner.request.cached_tokens
-
-    @override
-    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        last = self._trace.attempts_made[-1]
-        last.failure, last.ended = failure.value, time.perf_counter_ns()
-        return self._inner.on_failure(attempt, failure)
-
-    @override
-    def is_at_ease(self, attempt: Attempt) -> bool:
-        return self._inner.is_at_ease(attempt)
-
-    @override
-    def on_busy(self, attempt: Attempt, retry_after_s: int, is_429: bool) -> bool:
-        return self._inner.on_busy(attempt, retry_after_s, is_429)
-
-    @override
-    def on_unretried(self, reason: Unretried) -> None:
-        self._inner.on_unretried(reason)
-
-    @override
-    def on_tried(self, failure: Failure) -> None:
-        self._inner.on_tried(failure)
-
-    @override
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
-        self._trace.attempts_made[-1].first_byte = time.perf_counter_ns()
-        self._inner.on_first_byte(attempt, seconds)
-
-    @override
-    def on_chunk(self, data: bytes) -> None:
-        self._inner.on_chunk(data)
-
-    @property
-    @override
-    def wants_beginning(self) -> bool:  # type: ignore[override]
-        return self._inner.wants_beginning
-
-    @override
-    def on_beginning(self, data: bytes) -> None:
-        self._inner.on_beginning(data)
-
-    @override
-    def on_events(self, count: int) -> None:
-        self._inner.on_events(count)
-
-    @override
-    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        self._inner.on_usage(is_json, last, first)
-
-    @override
-    def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        last = self._trace.attempts_made[-1] if self._trace.attempts_made else None
-        if last is not None and last.ended is None:
-            last.ended = time.perf_counter_ns()
-        self._inner.on_end(end, status, seconds)
-
-
 @dataclass(eq=False, repr=False)
 class Tracer:
     """Begins the trace of each request, or goes on with its client's."""
@@ -325,15 +218,10 @@ class Tracer:
     def begin(
         self, context: TraceContext | None, method: str, path: str, route: str | None
     ) -> RequestTrace:
-        """Begin the trace of a request.
-
-        Args:
-            route: The path's label of a fixed set, if it has one.
-        """
+        """Begin the trace of a request."""
         trace_id = _new_id(32) if context is None else context.trace_id
-        trace = RequestTrace(trace_id, context, self.is_sampled(trace_id, context), self.sink)
-        trace.method, trace.path, trace.route = method, path, route
-        return trace
+        is_sampled = self.is_sampled(trace_id, context)
+        return RequestTrace(trace_id, context, is_sampled, self.sink, method, path, route)
 
 
 def _ns(seconds: float) -> int:

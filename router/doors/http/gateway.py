@@ -441,7 +441,7 @@ class Passage:
             attempts if trace is None else trace.plan(attempts),
             request,
             self._exchange,
-            observer if trace is None else trace.observing(observer),
+            observer,
             self._close,
         )
         if not relay.is_over:
@@ -456,6 +456,8 @@ class Passage:
             observer.waited_s = observers.clock() - self._waiter.arrived
             if self._trace is not None:
                 self._trace.waited("queue", observer.waited_s)
+        if self._trace is not None:
+            observer.record_in(self._trace)
         if self._line is not None:
             self._line.routed = observer.request
         return observer
