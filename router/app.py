@@ -46,7 +46,6 @@ class RouterApp:
         """Serves the requests that do not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve an ASGI request."""
         if scope["type"] != "http":
             await self._api(scope, receive, send)
         elif self._logs_access:

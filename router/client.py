@@ -153,7 +153,6 @@ class SelectionClient:
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
         self._http.close()
 
     def select(self, body: Mapping[str, Any]) -> Selection:

@@ -47,7 +47,6 @@ class ReplicaFollower(ReplicaListener):
         self._feed_keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to follow the streams of the replicas."""
         consequence = "no event stream is followed or left any more"
         self._feed_keeper = begin_lasting(self._keep_feed(), "feed keeper", consequence)
 
@@ -94,7 +93,6 @@ class ReplicaFollower(ReplicaListener):
         """Nothing follows: decisions read the current options."""
 
     def on_removed(self, replica: Replica) -> None:
-        """Forget the replica."""
         self.planner.note_streams(replica)
         self.planner.forget(replica.id)
         self.parts.tokenizer_check.forget(replica.id)

@@ -120,7 +120,6 @@ def _under_our_name(record: logging.LogRecord) -> bool:
 
 
 def set_up_logging(config: RouterConfig) -> None:
-    """Log to stderr."""
     handler = logging.StreamHandler()
     is_json = config.observability.log_format == "json"
     handler.setFormatter(_JsonFormatter() if is_json else _TextFormatter())

@@ -228,7 +228,6 @@ class RouterService(RouterParts):
         )
 
     def _make_routing(self) -> RoutePlanner:
-        """Make the parts that decide and send."""
         config = self.config
         planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
@@ -285,7 +284,6 @@ class RouterService(RouterParts):
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
     def _make_observation(self, planner: RoutePlanner) -> None:
-        """Make the parts that observe requests and replicas."""
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
@@ -327,7 +325,6 @@ class RouterService(RouterParts):
         self._beginning = SnapshotRestorer(places, self.feed, self.config.board.secret is not None)
 
     def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
-        """Make the exchange with other routers."""
         sharing = self.sharing = Sharing(
             self._load,
             self.mirror,

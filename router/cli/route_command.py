@@ -51,7 +51,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, and print the ranking."""
     body = _body(arguments)
     if arguments.json:
         print(json.dumps(asyncio.run(_ask(arguments.url, body, dict[str, Any]))))

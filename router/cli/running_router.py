@@ -53,7 +53,6 @@ class RunningRouter:
         self._client = UpstreamClient()
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
     async def ask(

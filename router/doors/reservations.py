@@ -408,7 +408,6 @@ class Reservations:
             self._timer = None
 
     def statistics(self) -> ReservationStatistics:
-        """Return the counts."""
         ends = {outcome.value: self._ends[outcome.value] for outcome in Outcome}
         ends[Outcome.COMPLETED.value] += self.core.completed()
         return ReservationStatistics(self.core.held(), ends)

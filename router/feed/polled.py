@@ -113,7 +113,6 @@ class Poller:
         self._ranks.pop(rank, None)
 
     def statistics(self) -> PollerStatistics:
-        """Counts since the start."""
         return PollerStatistics(self.endpoint, dict(self._polls))
 
     # --- for its connections ----------------------------------------------------------------------
@@ -364,5 +363,4 @@ class Pollers:
                 del self._pollers[endpoint]
 
     def statistics(self) -> list[PollerStatistics]:
-        """Return the statistics of every server."""
         return [poller.statistics() for poller in self._pollers.values()]

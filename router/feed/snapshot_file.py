@@ -30,7 +30,6 @@ class SnapshotKeeper:
         """The size of the last one."""
 
     async def run(self) -> None:
-        """Save until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self.save()

@@ -119,7 +119,6 @@ class Taps:
         return bool(self._taps)
 
     def of(self, source: SourceId) -> tuple[Tap, ...]:
-        """The listeners of a cache."""
         return tuple(self._taps.get(source, ()))
 
     def open(self, source: SourceId, state: Iterable[bytes]) -> Tap:

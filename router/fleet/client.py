@@ -207,7 +207,6 @@ class UpstreamClient:
         return ConnectFailed(f"{origin}: no connection: {why}")
 
     async def close(self) -> None:
-        """Close every connection, those in use too."""
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:

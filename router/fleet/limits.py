@@ -47,7 +47,6 @@ class MinuteCount:
         self._sum = 0
 
     def add(self, amount: int, now: float) -> None:
-        """Count."""
         self.at(now)
         step = math.floor(now * _STEPS_PER_S)
         if self._steps and self._steps[-1][0] >= step:

@@ -48,7 +48,6 @@ NO_LOAD = ReplicaLoad()
 
 
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
-    """Return the sum of two loads."""
     return ReplicaLoad(
         one.prefilling_requests + other.prefilling_requests,
         one.prefill_tokens + other.prefill_tokens,
@@ -148,7 +147,6 @@ class LoadTracker:
         return ReplicaLoad(*self.books.others_at(replica_id))
 
     def statistics(self) -> LoadStatistics:
-        """Everything in flight."""
         replicas = {place: load for place, dp_rank, load in self.places() if dp_rank is None}
         return LoadStatistics(replicas, *self.books.counts())
 

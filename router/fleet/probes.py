@@ -52,7 +52,6 @@ class ProbeFetch:
     async def __call__(
         self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
-        """See `Fetch`."""
         async with timeout(timeout_s):
             only = None if origin.tls else await self._only_address(origin)
             if only is None:
@@ -67,7 +66,6 @@ class ProbeFetch:
             return await self._ask(await self._connect(origin, only), origin, asked, max_bytes)
 
     def close(self) -> None:
-        """Close the connections that are kept."""
         self._is_closed = True
         for connection in [each for kept in self._kept.values() for each in kept]:
             connection.close()

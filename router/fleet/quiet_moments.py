@@ -110,7 +110,6 @@ class QuietMoments:
         requests.ended_at = now
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed."""
         self._replicas.pop(replica_id, None)
         if self._company is not None:
             self._company.forget(replica_id)

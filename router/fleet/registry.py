@@ -342,7 +342,6 @@ class ReplicaRegistry:
         sources: tuple[EventSource, ...] | None,
         notes: tuple[str, ...],
     ) -> None:
-        """Take over a replica's reports about itself."""
         if notes and notes != replica.notes:
             logger.warning("replica %s: %s", replica.id, "; ".join(notes))
         replica.notes = notes

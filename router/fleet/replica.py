@@ -239,7 +239,6 @@ class Replica:
         return self.record.serves_requests and not waiting and self.obstacle(load) is None
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
-        """Everything about it."""
         record = self.record
         return ReplicaView(
             id=self.id,

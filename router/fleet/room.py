@@ -160,7 +160,6 @@ class WaitingRoom:
             waiter.refuse(NoReplica(model, "no replica serves it any more"))
 
     def statistics(self) -> Mapping[str, Sequence[Waiting]]:
-        """Return the counts, by model and class."""
         return {
             model: [Waiting(*counts) for counts in line.by_class()]
             for model, line in self._lines.items()

@@ -554,7 +554,6 @@ class PrefixIndex:
     # --- looking ----------------------------------------------------------------------------------
 
     def holds(self, source: SourceId) -> bool:
-        """Return whether a source is known."""
         return source in self._sources
 
     def blocks_held(self, source: SourceId) -> int:
@@ -575,7 +574,6 @@ class PrefixIndex:
         return known.learner.announced if known else None
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
-        """Return the state of every known source."""
         return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
     def source_statistics(self, source: SourceId) -> SourceStatistics | None:

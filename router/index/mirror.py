@@ -217,7 +217,6 @@ class Mirror:
         )
 
     def statistics(self) -> MirrorStatistics:
-        """Return the sizes."""
         return MirrorStatistics(*self.core.statistics())
 
     # --- numbers ----------------------------------------------------------------------------------
@@ -235,7 +234,6 @@ class Mirror:
         return SourceId(*self.books.cache_of(number))
 
     def number_of_model(self, name: str) -> int:
-        """Return the core's number of a model."""
         number = self._models.get(name)
         if number is None:
             number = self._models[name] = len(self._model_names)

@@ -123,7 +123,6 @@ def block_counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
 
 
 def statistics_of(core: Core, known: KnownSource) -> SourceStatistics:
-    """Return the statistics of a source."""
     found, chain = core.statistics(known.slot), known.finder.chain
     lost = found["has_overflowed"] or found["has_lost_removals"]
     return SourceStatistics(

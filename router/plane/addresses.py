@@ -60,5 +60,4 @@ class Addresses:
         return found
 
     def forget(self, host: str) -> None:
-        """Forget an address where no process responds."""
         self._known.pop(host, None)

@@ -24,7 +24,6 @@ class BehindPlane:
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
-        """Serve an ASGI request."""
         if scope["type"] == "http":
             headers = scope["headers"]
             client = next((value for name, value in headers if name == CLIENT_HEADER), b"")

@@ -197,7 +197,6 @@ class DataPlane:
             self._plane.give_up(origin, silent_s)
 
     def counts(self) -> dict[str, int]:
-        """Return the counts of connections to replicas."""
         return {} if self._plane is None else self._plane.counts()
 
     def cut_all(self) -> None:

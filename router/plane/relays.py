@@ -188,7 +188,6 @@ class PlaneRelay:
         self._take(lambda: self._not_now(status, retry_after_s))
 
     def on_first_byte(self, status: int) -> None:
-        """The response has begun."""
         attempt = self._attempt
         assert attempt is not None
         self._exchange.status = status
@@ -218,7 +217,6 @@ class PlaneRelay:
         usage: bytes,
         first_usage: bytes,
     ) -> None:
-        """The exchange has ended."""
         self._exchange.body_bytes = body_bytes
         if events:
             self._observer.on_events(events)
@@ -228,7 +226,6 @@ class PlaneRelay:
         self._finish(End(end), status or None)
 
     def on_lost(self) -> None:
-        """End it as abandoned: its end is unknown."""
         self._finish(End.ABANDONED, None)
 
     # --- the attempts -----------------------------------------------------------------------------

@@ -59,12 +59,10 @@ class Standings:
         return len(self.states)
 
     def requests(self, number: int) -> int:
-        """Requests known to be at candidate *number*."""
         _, _, _, _, _, prefilling, decoding, _, foreign, _ = self.states[number]
         return prefilling + decoding + foreign
 
     def candidate(self, number: int) -> Candidate:
-        """Candidate *number* as an object."""
         state, outlook, lower = self.states[number], self.outlooks[number], self.lower_of(number)
         return Candidate(
             replica_id=state[0],
@@ -110,7 +108,6 @@ class Order(NamedTuple):
     why: Why
 
     def cost(self, number: int) -> float:
-        """Return the cost of candidate *number*."""
         return self.costs[number]
 
     def first(self) -> int:
@@ -122,7 +119,6 @@ class Order(NamedTuple):
         return min((i for i, cost in enumerate(costs) if cost == least), key=self.tie)
 
     def numbers(self) -> list[int]:
-        """The numbers of all candidates, best first."""
         costs, tie = self.costs, self.tie
         return sorted(range(len(costs)), key=lambda number: (costs[number], tie(number)))
 

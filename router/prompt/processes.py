@@ -72,7 +72,6 @@ class LargeWork:
             raise ProcessEndedError from None  # closed
 
     def close(self) -> None:
-        """End the processes at once."""
         self._pool.shutdown(wait=False)
         with self._lock:
             self._is_closed = True

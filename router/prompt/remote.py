@@ -130,7 +130,6 @@ class RemoteTokenizer:
         return truncate(ids, truncation, ends)
 
     def statistics(self) -> RemoteStatistics:
-        """Return a snapshot of the counts."""
         return RemoteStatistics(
             asked=self._asked, failed=self._failed, cache=self._cache.statistics()
         )

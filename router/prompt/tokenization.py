@@ -166,7 +166,6 @@ class Tokenization:
             self._threads.close()
 
     def statistics(self) -> TokenizationStatistics:
-        """Return a snapshot of the counts."""
         return TokenizationStatistics(
             prompts=dict(self._prompts),
             unknown=dict(self._unknown),

@@ -199,7 +199,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return source_of(replica, candidate.dp_rank)
 
     def placement(self, candidate: Candidate, attempt: Attempt) -> Placement:
-        """Where an attempt sends the request."""
         uncached = uncached_tokens(self.prompt_tokens, candidate)
         return Placement(
             self.question,

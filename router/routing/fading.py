@@ -21,7 +21,6 @@ class FadingRatio:
 
     @property
     def value(self) -> float:
-        """The ratio."""
         return self._over / self._under
 
     def add(self, over: float, under: float) -> None:

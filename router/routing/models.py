@@ -239,7 +239,6 @@ class ModelSet:
         }
 
     def close(self) -> None:
-        """Let the tokenizers' threads go."""
         for model in self._models.values():
             model.tokenization.close()
 

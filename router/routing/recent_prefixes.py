@@ -70,5 +70,4 @@ class RecentPrefixes:
             self.core.forget(cache)
 
     def statistics(self) -> RecentStatistics:
-        """Sizes and counts."""
         return RecentStatistics(*self.core.counts())

@@ -230,13 +230,11 @@ class TokenizerCheck:
         task.add_done_callback(self._running.discard)
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed."""
         self.disagreements = {
             key: count for key, count in self.disagreements.items() if key[1] != replica_id
         }
 
     async def close(self) -> None:
-        """End all checks."""
         for task in self._running:
             task.cancel()
         if self._running:

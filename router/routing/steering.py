@@ -129,7 +129,6 @@ class Steering:
             counts.hit_tokens += cached_tokens
 
     def statistics(self) -> SteeringStatistics:
-        """Counts since the start."""
         return replace(self._counts, keys=self._keys)
 
     def _count(self, hints: Hints, found: Found) -> None:

@@ -124,7 +124,6 @@ class StoredResponses:
         return None
 
     def statistics(self) -> StoredResponsesStatistics:
-        """A copy of the counts."""
         return StoredResponsesStatistics(len(self._holders), self._asked, self._found)
 
     async def _ask(self, replica: Replica, response_id: str) -> bool:

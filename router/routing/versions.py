@@ -37,7 +37,6 @@ class Versions:
         return () if found is None else tuple(version.model for version in found.versions)
 
     def names(self) -> list[str]:
-        """All of these names."""
         return list(self._by_name)
 
     def choose(

@@ -188,7 +188,6 @@ class Preparation:
     def _read(
         self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
     ) -> Asked:
-        """Return the fields of a usual request."""
         if len(body) > INLINE_BODY_BYTES:
             raise _UnusualRequest
         given = dict(headers)

@@ -89,7 +89,6 @@ class Settling:
         self._end_passing(number)
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
-        """A replica did not serve a request."""
         begun, attempt = self.preparation.begun(number), self._attempt(failed.replica)
         key = None if begun is None else begun.key
         tenant = "" if key is None or key.owner is None else key.name

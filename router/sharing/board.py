@@ -105,7 +105,6 @@ class BoardExchange:
         """The earliest time to publish again, on the clock."""
 
     async def run(self) -> None:
-        """Exchange until cancelled."""
         running = asyncio.create_task(self.board.run(self.catch_up))
         try:
             while True:
@@ -123,7 +122,6 @@ class BoardExchange:
             await asyncio.wait([running])
 
     def soon(self) -> None:
-        """Publish before the next look."""
         if self._soon is None:
             delay_s = max(SPACING_S / 2, self._publish_after - self.clock())
             self._soon = asyncio.get_running_loop().call_later(delay_s, self._publish_now)

@@ -120,7 +120,6 @@ class History:
         self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
 
     def stop(self) -> None:
-        """Keep no more."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -81,7 +81,6 @@ class HistogramSeries:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add(self, values: Distribution) -> None:
-        """Count many at once."""
         for bucket, count in enumerate(values.counts):
             self.counts[bucket] += count
         self.total += values.total
@@ -142,7 +141,6 @@ class WrittenCounter(_Written[CounterSeries]):
     """A counter by labels; a Prometheus collector."""
 
     def collect(self) -> Iterator[Metric]:
-        """All its series."""
         family = self._family()
         for values, series in list(self._by_labels.items()):
             family.add_metric(values, series.value)
@@ -159,7 +157,6 @@ class WrittenHistogram(_Written[HistogramSeries]):
     """A histogram by labels; a Prometheus collector."""
 
     def collect(self) -> Iterator[Metric]:
-        """All its series."""
         family = self._family()
         bounds = [*map(floatToGoString, self._spec.buckets), "+Inf"]
         for values, series in list(self._by_labels.items()):

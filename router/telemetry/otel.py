@@ -104,7 +104,6 @@ class OtelTracing:
         """The tracer of requests."""
 
     def start(self) -> None:
-        """Begin to send."""
         self._complaint.listen()
         self._thread.start()
 
@@ -188,7 +187,6 @@ class SpanMaker:
         self._tracer = provider.get_tracer("kvroute", version("kvroute"))
 
     def spans(self, trace: RequestTrace) -> list[ReadableSpan]:
-        """The request's span, and those of its parts."""
         self._ids.trace_id = int(trace.trace_id, 16)
         parent = None if trace.context is None else _remote(trace.context)
         attributes = dict(_request_attributes(trace))
@@ -360,11 +358,9 @@ class _Complaint(logging.Handler):
         self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
         self.last = record.getMessage()[:_MAX_REASON_CHARS]
 
     def close(self) -> None:
-        """Listen no longer."""
         self._logger.removeHandler(self)
         self._logger.propagate = True
         super().close()

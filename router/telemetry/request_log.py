@@ -180,12 +180,10 @@ class Totals(msgspec.Struct):
     under: int = 0
 
     def add(self, other: Totals) -> None:
-        """Add every count of *other*."""
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_request(self, request: RoutedRequest) -> None:
-        """Count a request that has ended."""
         self.failed += request.has_failed
         if not request.was_refused:
             self.routed_tokens += request.prompt_tokens
@@ -242,7 +240,6 @@ class RollingTotals:
         return max(self._clock() - since, 1.0)
 
     def total(self) -> Totals:
-        """Sum the last minute up."""
         self.now()
         total = Totals()
         for each in self._by_second:
@@ -356,7 +353,6 @@ class RequestLog:
         )
 
     def statistics(self) -> RequestLogStatistics:
-        """Sizes and counts."""
         held = min(len(self._held), self._max_requests)
         return RequestLogStatistics(held, self._requests, self._changes)
 

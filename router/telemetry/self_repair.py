@@ -101,7 +101,6 @@ class Comparison(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the two differ."""
         return self.predicted != self.actual
 
 
@@ -175,7 +174,6 @@ class SourceTrust:
         return after is Trust.REBUILT
 
     def statistics(self) -> TrustStatistics:
-        """The state now."""
         return TrustStatistics(self.state, self.rebuilds, self.cause)
 
     def _is_cooling(self, now: float) -> bool:
@@ -263,7 +261,6 @@ class SelfRepair:
         return {source: trust.statistics() for source, trust in self._trusts.items()}
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed."""
         self.quiet.forget(replica_id)
         for source in [source for source in self._trusts if source.replica == replica_id]:
             del self._trusts[source]

@@ -91,7 +91,6 @@ class Settled(NamedTuple):
 
     @property
     def usage_reader(self) -> UsageReader:
-        """A reader with the engine's usage."""
         reader = UsageReader()
         reader.take(self.is_json, self.usage, self.first_usage)
         return reader

@@ -40,7 +40,6 @@ class Shortages:
         self._logged: dict[str, float] = {}
 
     def note(self, what: str) -> None:
-        """Count a refusal of one of `RESOURCES`."""
         now = self._last[what] = self._clock()
         self._counts[what] += 1
         if now - self._logged.get(what, -SHOWN_S) >= SHOWN_S:
@@ -59,7 +58,6 @@ class Shortages:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the counts since the start."""
         return MappingProxyType(self._counts)
 
     def present(self) -> list[str]:

@@ -114,7 +114,6 @@ class RequestTrace:
             yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
     def sent(self, attempt: Attempt, predicted_tokens: int) -> None:
-        """Record an attempt."""
         made = self.attempts_made
         if made and made[-1].attempt is attempt:
             made[-1].resent += 1
@@ -125,7 +124,6 @@ class RequestTrace:
             made[-1].predicted_tokens = predicted_tokens
 
     def failed(self, failure: Failure) -> None:
-        """Record how the last attempt failed."""
         last = self.attempts_made[-1]
         last.failure, last.ended = failure.value, time.perf_counter_ns()
 
@@ -218,7 +216,6 @@ class Tracer:
     def begin(
         self, context: TraceContext | None, method: str, path: str, route: str | None
     ) -> RequestTrace:
-        """Begin the trace of a request."""
         trace_id = _new_id(32) if context is None else context.trace_id
         is_sampled = self.is_sampled(trace_id, context)
         return RequestTrace(trace_id, context, is_sampled, self.sink, method, path, route)

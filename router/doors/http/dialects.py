@@ -121,7 +121,6 @@ _Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
 def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
-    """Add the endpoints."""
     dialects = _DialectEndpoints(parts)
     asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
 

@@ -47,7 +47,6 @@ class Forwarding:
         request_id: bytes,
         trace: Sequence[Header] = (),
     ) -> ProxyRequest:
-        """Return the request to a replica."""
         own = (b"x-request-id", request_id)
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream

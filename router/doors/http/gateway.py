@@ -132,7 +132,6 @@ class Gateway:
         salt: TenantSalt | None,
         version: str | None = None,
     ) -> Terms:
-        """Return the terms of a request."""
         session = headers.get(self._session_header)
         return Terms(
             session=session.decode("latin-1") if session else None,

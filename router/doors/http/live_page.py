@@ -84,7 +84,6 @@ def add_page(app: FastAPI) -> None:
 
 
 def _load() -> dict[str, _PageFile]:
-    """The files of the pages by name."""
     folder = files("router").joinpath("static")
     found = [
         file

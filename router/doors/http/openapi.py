@@ -134,7 +134,6 @@ def described(
 def sends(
     kind: type[Any], description: str, content_types: Sequence[str] = (JSON,)
 ) -> dict[str, Any]:
-    """A response whose body is a *kind*."""
     media: dict[str, Any] = {"schema": _reference(kind)}
     if kind in view_examples.EXAMPLES:
         media["examples"] = {"example": {"$ref": _EXAMPLES + kind.__name__}}
@@ -156,7 +155,6 @@ def sends_text(description: str, content_type: str) -> dict[str, Any]:
 def takes(
     *kinds: type[Any], description: str, content_types: Sequence[str] = (JSON,)
 ) -> dict[str, Any]:
-    """A request body that is one of *kinds*."""
     references = [_reference(kind) for kind in kinds]
     names = [name for kind in kinds for name in request_bodies.EXAMPLES[kind]]
     media = {

@@ -230,7 +230,6 @@ def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> H
 
 
 def minute_view(total: Totals, seconds: float) -> LastMinute:
-    """The last minute."""
     wrong, judged = total.over + total.under, total.compared - total.estimated
     compared, routed = total.compared_tokens, total.routed_tokens
     return LastMinute(

@@ -159,7 +159,6 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
 
 
 def hit_view(candidate: Candidate) -> HitView:
-    """Return the tokens that a candidate would reuse."""
     return HitView(
         gpu_cached_tokens=candidate.gpu_cached_tokens,
         cached_tokens=candidate.cached_tokens,

@@ -309,7 +309,6 @@ def _caller(request: Request) -> Caller:
 
 
 def caller_of(key: Key | None, path: str) -> Caller:
-    """The caller, and its rights."""
     if key is None:
         return ANONYMOUS
     salt = tenant_salt(key, path)
@@ -317,7 +316,6 @@ def caller_of(key: Key | None, path: str) -> Caller:
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """Decode a report; all fields are optional."""
     return decode_body(body, kind) if body.strip() else kind()
 
 

@@ -30,13 +30,11 @@ class DnsProvider:
     """
 
     def __init__(self, config: DnsDiscovery) -> None:
-        """Ask nothing yet."""
         self.name = config.title
         self._config = config
         self._resolver: dns.asyncresolver.Resolver | None = None
 
     async def follow(self, listener: ProviderListener) -> None:
-        """See `ReplicaProvider`."""
         config = self._config
         retry = Backoff(FIRST_RETRY_S, config.max_interval_s)
         while True:

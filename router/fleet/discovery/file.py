@@ -29,7 +29,6 @@ class FileProvider:
         self._interval_s = config.interval_s
 
     async def follow(self, listener: ProviderListener) -> None:
-        """See `ReplicaProvider`."""
         seen: Stamp | None = (0, 0, 0)
         while True:
             stamp = await asyncio.to_thread(stamp_of, self._path)

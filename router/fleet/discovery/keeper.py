@@ -169,7 +169,6 @@ class ReplicaKeeper:
         return [name for name in self._tasks if not self._provided[name].reports]
 
     def statistics(self) -> dict[str, ProviderStatistics]:
-        """Every provider's, by name."""
         return {
             name: ProviderStatistics(
                 len(found.replicas), found.reports, found.failures, found.error, found.reports > 0

@@ -183,7 +183,6 @@ class KubernetesProvider:
     """Follows pods, endpoints or a pool."""
 
     def __init__(self, config: KubernetesDiscovery, environ: Mapping[str, str]) -> None:
-        """Ask nothing yet."""
         self.name = config.title
         self._config = config
         self._environ = environ
@@ -191,7 +190,6 @@ class KubernetesProvider:
         """The parts of the last report: most places stay when one changes."""
 
     async def follow(self, listener: ProviderListener) -> None:
-        """See `ReplicaProvider`."""
         while True:
             try:
                 api = KubernetesApi(*_connection(self._config, self._environ))

@@ -111,7 +111,6 @@ class KubernetesApi:
         self._client = UpstreamClient(ssl_context=tls)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     async def list_all(self, path: str, selector: Mapping[str, str]) -> tuple[list[bytes], str]:
@@ -227,7 +226,6 @@ class Collection(Generic[T]):
     def __init__(
         self, api: KubernetesApi, path: str, selector: Mapping[str, str], kind: type[T]
     ) -> None:
-        """Ask nothing yet."""
         self._api = api
         self._path = path
         self._selector = selector

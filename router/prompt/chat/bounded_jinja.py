@@ -112,7 +112,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         }
 
     def allow(self) -> None:
-        """Begin a rendering, with the whole allowance."""
         self._allowance.left = self._units
 
     def set_filter(self, name: str, function: Callable[..., Any]) -> None:
@@ -184,7 +183,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Jinja's hook for attributes."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_NAMES:
@@ -203,7 +201,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Jinja's hook for operators."""
         if operator == "**" and not (abs(left) <= _MAX_POWER[0] and abs(right) <= _MAX_POWER[1]):
             raise SecurityError("power too large")
         if operator == "*":
@@ -215,7 +212,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @override
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's hook for calls."""
         if type(__obj) is Macro:  # it pays for itself
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)

@@ -111,7 +111,6 @@ class SegmentCache:
                 self._write(key, data)
 
     def statistics(self) -> SegmentCacheStatistics:
-        """Return a snapshot of the counts."""
         with self._lock:
             return SegmentCacheStatistics(
                 entries=len(self._places),
@@ -194,7 +193,6 @@ class SegmentedTokenizer:
         self._cache = SegmentCache(max_bytes)
 
     def look_up(self, text: str, salt: str | None) -> LookedUp:
-        """Cut a text and look its segments up."""
         segments = [text] if self._segmenter is None else self._segmenter.split(text)
         keys: list[SegmentKey] = [(salt, segment) for segment in segments]
         found = self._cache.get_all(keys)
@@ -233,5 +231,4 @@ class SegmentedTokenizer:
         return encode_all(self._backend, [text], add_special_tokens=True)[0]
 
     def statistics(self) -> SegmentCacheStatistics:
-        """Return a snapshot of the cache's counts."""
         return self._cache.statistics()

@@ -199,7 +199,6 @@ class LocalTokenizer:
         )
 
     def statistics(self) -> LocalStatistics:
-        """Return a snapshot of the counts."""
         cache = self._library.statistics() if self._library else None
         return self._counts.snapshot(self.backend, self._obstacle, cache)
 
