@@ -26,7 +26,7 @@ from annotated_types import Ge, Le, MaxLen
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
-from router.config import board, discovery, values
+from router.config import board, discovery, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
@@ -47,7 +47,6 @@ _NAMED = {
         "TokenCount": "1 to 2^40",
         "Window": "tokens",
         "Name": "name",
-        "PolicyName": ", ".join(f"`{name}`" for name in BUILT_IN) + ", or a plug-in's name",
         "FilePath": "path",
         "PlacedPath": "path",
         "UrlPath": "path",
@@ -75,6 +74,9 @@ _NAMED = {
         "LabelSelector": "label selector",
         "IdPrefix": "up to 64 of `A-Za-z0-9_.:-`",
         "PortName": "a port's name",
+    },
+    policy: {
+        "PolicyName": ", ".join(f"`{name}`" for name in BUILT_IN) + ", or a plug-in's name",
     },
     scoring: {"Cost": "cost", "Share": "share"},
 }

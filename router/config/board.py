@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Name, PlacedPath, Secret
+from router.config.values import PLAIN, Location, Name, PlacedPath, Secret
 
 BoardUrl = Annotated[
     str, Field(pattern=r"^(redis|valkey)s?://[A-Za-z0-9_.:\[\]-]+(/[0-9]{1,4})?$"), PLAIN

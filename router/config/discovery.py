@@ -8,10 +8,18 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kvevents.lookups import is_numeric
-from router.config.document import Location, broken_rule
 from router.config.replica import ReplicaOptions
 from router.config.section import Section
-from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
+from router.config.values import (
+    PLAIN,
+    Items,
+    Location,
+    PlacedPath,
+    Seconds,
+    Url,
+    UrlPath,
+    broken_rule,
+)
 
 
 def name_server(text: str) -> tuple[str, int]:

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
+from router.config.values import RULE, Location
 from router.errors import ConfigError, ConfigProblem
 
 MAX_BYTES = 4 * 1024 * 1024
 """A longer configuration is some other file."""
 
-Location: TypeAlias = tuple[int | str, ...]
-"""A path as pydantic writes it: `("replicas", 1, "url")`."""
-
 _MERGE_TAG = "tag:yaml.org,2002:merge"
-_RULE = "rule"
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
 _EXPECTED = {
     "model_type": "expected a mapping",
@@ -99,27 +96,6 @@ def _position(mark: yaml.Mark | None) -> str:
     return "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
 
 
-# --- rules of our own, inside a model -------------------------------------------------------------
-
-
-def broken_rule(text: str) -> PydanticCustomError:
-    """The error for a validator to raise; *text* is the value, unless secret, and the rule."""
-    return PydanticCustomError(_RULE, "{text}", {"text": text})
-
-
-def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationError:
-    """Several broken rules as one error, for a validator of a whole model to raise.
-
-    Args:
-        found: Each broken rule's location in the model, and its text as for `broken_rule`.
-    """
-    return ValidationError.from_exception_data(
-        title,
-        [InitErrorDetails(type=broken_rule(text), loc=loc, input=None) for loc, text in found],
-        hide_input=True,
-    )
-
-
 # --- errors to problems ---------------------------------------------------------------------------
 
 
@@ -160,7 +136,7 @@ def _place(root: str, loc: Location) -> str:
 
 def _text(each: ErrorDetails, kind: type) -> str:
     """The value and the rule, the latter in pydantic's words unless ours are better."""
-    if each["type"] == _RULE:
+    if each["type"] == RULE:
         return each["msg"]
     if each["type"] == "missing":
         return "is missing"

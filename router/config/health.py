@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Checks, Seconds, UrlPath
+from router.config.values import PLAIN, Checks, Location, Seconds, UrlPath
 
 
 class HealthConfig(Section, frozen=True):

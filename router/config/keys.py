@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Count, Items, KeyName, Secret, TokenCount
+from router.config.values import PLAIN, Count, Items, KeyName, Location, Secret, TokenCount
 
 
 class OperatorKeyConfig(Section, frozen=True):

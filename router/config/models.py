@@ -12,9 +12,17 @@ from pydantic import Field
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, DrafterGroups, FilePath, Items, Name, Tokens, Window
+from router.config.values import (
+    PLAIN,
+    DrafterGroups,
+    FilePath,
+    Items,
+    Location,
+    Name,
+    Tokens,
+    Window,
+)
 from router.index.base import LayoutHints, StoreHint, TierHint
 
 TOKENIZER_AT_REPLICA = "replica"

@@ -7,9 +7,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Count, HeaderName, Items, KeyName, Seconds, TokenCount
+from router.config.values import (
+    PLAIN,
+    Count,
+    HeaderName,
+    Items,
+    KeyName,
+    Location,
+    Seconds,
+    TokenCount,
+)
 
 
 class OverloadConfig(Section, frozen=True):

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, HeaderName, PolicyName, Seconds
-from router.policies.policies import BUILT_IN, LEAST_DELAY
+from router.config.values import PLAIN, HeaderName, Location, Seconds, broken_rule
+from router.policies.policies import BUILT_IN, LEAST_DELAY, policy_names
 from router.policies.types import Weights
+
+
+def _check_policy(name: str) -> str:
+    if name not in BUILT_IN and name not in policy_names():
+        raise broken_rule(f"{name!r}; expected one of {', '.join(policy_names())}")
+    return name
+
+
+PolicyName = Annotated[
+    str, Field(min_length=1, max_length=256), PLAIN, AfterValidator(_check_policy)
+]
 
 
 class PolicyConfig(Section, frozen=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 
 from kvevents.listener import LISTENED_TO
-from router.config.document import Location, parse_document, problems_in, read_text
+from router.config.document import parse_document, problems_in, read_text
 from router.config.origin import Origin
 from router.config.section import Section
 from router.config.values import (
@@ -20,8 +20,11 @@ from router.config.values import (
     EventAddress,
     HostName,
     Items,
+    Location,
     Name,
+    PriorityOrder,
     ReplicaId,
+    Role,
     Secret,
     Url,
     ZmqAddress,
@@ -65,12 +68,6 @@ class PeerTierConfig(Section, frozen=True):
     Change it when engines reach each other at another address than the router reaches them."""
     port: Annotated[int, Field(ge=1, le=65_535), PLAIN]
     """The port of the engine's `p2p` tier."""
-
-
-PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
-"""The order in which an engine serves priority numbers."""
-Role: TypeAlias = Literal["both", "prefill", "decode"]
-"""A replica's part, where prompts and responses may be computed apart."""
 
 
 class ReplicaAddress(Section, frozen=True):

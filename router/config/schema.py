@@ -19,7 +19,7 @@ from kvevents.events import STORAGE
 from router.config.approximate import ApproximateConfig
 from router.config.board import BoardConfig
 from router.config.discovery import DiscoveryConfig
-from router.config.document import Location, parse_document, problems_in, read_text
+from router.config.document import parse_document, problems_in, read_text
 from router.config.doors import DoorsConfig
 from router.config.events import EventsConfig
 from router.config.health import HealthConfig
@@ -32,7 +32,7 @@ from router.config.replica import ReplicaConfig, ReplicaOptions
 from router.config.section import Section
 from router.config.server import ServerConfig
 from router.config.state import StateConfig
-from router.config.values import Items
+from router.config.values import Items, Location
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
 from router.policies.types import Weights

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
 from router.config.section import Section
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
@@ -18,6 +17,7 @@ from router.config.values import (
     Count,
     HostName,
     Items,
+    Location,
     Name,
     Network,
     Port,

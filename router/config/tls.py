@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PlacedPath
+from router.config.values import Location, PlacedPath
 
 
 class ListenerTlsConfig(Section, frozen=True):

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, HeaderName, Items, Name
+from router.config.values import PLAIN, HeaderName, Items, Location, Name
 
 
 class VersionConfig(Section, frozen=True):

@@ -15,9 +15,10 @@ from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
 from router.feed.feed import Feed
 from router.feed.source_feed import SavedSource
-from router.index.base import DumpError, SourceId
+from router.index.base import SourceId
 from router.index.dump import FrameWriter, read_frames
 from router.index.index import PrefixIndex
+from router.index.records import DumpError
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from router.config.origin import Header
-from router.config.replica import PriorityOrder, ReplicaConfig, key_bytes
+from router.config.replica import ReplicaConfig, key_bytes
+from router.config.values import PriorityOrder, reachable
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import ReplicaLoad
-from router.fleet.self_description import ServerInfo, configured_sources
+from router.fleet.self_description import ServerInfo
 from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.index.base import SourceId
 
@@ -291,10 +292,20 @@ def _foreign(
 
 
 def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:
-    return (
-        None
-        if config.kv_events is None
-        else configured_sources(config.kv_events, config.origin.host)
+    """Event sources as the configuration gives them, by rank."""
+    if config.kv_events is None:
+        return None
+    host = config.origin.host
+    return tuple(
+        EventSource(
+            entry.dp_rank,
+            reachable(entry.endpoint, host),
+            None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
+            entry.topic,
+            None if entry.snapshot_endpoint is None else reachable(entry.snapshot_endpoint, host),
+            entry.server_key,
+        )
+        for entry in sorted(config.kv_events, key=lambda entry: entry.dp_rank)
     )
 
 

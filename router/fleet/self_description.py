@@ -32,8 +32,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvevents.errors import UNREADABLE
-from router.config.replica import EventSourceConfig, PriorityOrder
-from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
+from router.config.values import (
+    PriorityOrder,
+    is_endpoint,
+    is_local_endpoint,
+    is_local_host,
+    reachable,
+)
 from router.errors import InvalidReplicaResponse
 from router.fleet.load_topic import LoadTopic
 from router.fleet.types import EventSource, ServedModels
@@ -207,25 +212,6 @@ def parse_model_entries(body: bytes) -> dict[str, dict[str, Any]]:
     """
     listed = _decode(MODELS_PATH, body, dict[str, Any])
     return {entry["id"]: entry for entry in listed["data"]}
-
-
-def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple[EventSource, ...]:
-    """Event sources as the configuration gives them, by rank.
-
-    Args:
-        entries: The configured sources, in any order.
-    """
-    return tuple(
-        EventSource(
-            entry.dp_rank,
-            reachable(entry.endpoint, host),
-            None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
-            entry.topic,
-            None if entry.snapshot_endpoint is None else reachable(entry.snapshot_endpoint, host),
-            entry.server_key,
-        )
-        for entry in sorted(entries, key=lambda entry: entry.dp_rank)
-    )
 
 
 def _decode(place: str, body: bytes, kind: Any) -> Any:

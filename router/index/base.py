@@ -12,11 +12,6 @@ import msgspec
 from kvevents.field_docs import flag, gauge
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
-from router.errors import RouterError
-
-
-class DumpError(RouterError):
-    """Bytes that are not the state of an index, or not of this kind of index."""
 
 
 class SourceId(NamedTuple):

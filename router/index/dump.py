@@ -14,8 +14,8 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-from router.index.base import DumpError
 from router.index.index import PrefixIndex
+from router.index.records import DumpError
 
 VERSION = 9
 

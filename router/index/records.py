@@ -11,11 +11,16 @@ from kvevents.events import CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from router._core import Core, StateError
-from router.index.base import DumpError, LayoutHints, SourceId, TierHint
+from router.errors import RouterError
+from router.index.base import LayoutHints, SourceId, TierHint
 from router.index.layout_learner import SeenGroup
 from router.index.sources import KnownSource, SharedStore
 
 _Record = TypeVar("_Record")
+
+
+class DumpError(RouterError):
+    """Bytes that are not the state of an index, or not of this kind of index."""
 
 
 def decoded_record(record: bytes | memoryview, kind: type[_Record]) -> _Record:

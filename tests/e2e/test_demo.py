@@ -33,9 +33,10 @@ from kvroute_engine.demo.phase import PhaseResult
 from kvroute_engine.demo.play import DemoSettings, Scene
 from kvroute_engine.demo.processes import DemoFailed, engines
 from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents
-from router.index.base import DumpError, SourceId
+from router.index.base import SourceId
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
+from router.index.records import DumpError
 from tests.support.router_process import ROOT
 from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port

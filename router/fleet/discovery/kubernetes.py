@@ -15,10 +15,17 @@ from pydantic import ValidationError
 
 from kvevents.listener import LISTENED_TO
 from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
-from router.config.document import Location, problems_in
+from router.config.document import problems_in
 from router.config.origin import Origin
-from router.config.replica import ReplicaConfig, ReplicaOptions, Role
-from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
+from router.config.replica import ReplicaConfig, ReplicaOptions
+from router.config.values import (
+    POLLED,
+    Location,
+    Role,
+    UrlPath,
+    has_wildcard_host,
+    is_local_endpoint,
+)
 from router.fleet.discovery.kubernetes_api import (
     Collection,
     KubernetesApi,
