@@ -31,8 +31,8 @@ from router.policies import (
 )
 from router.prompt.prompts import NO_ENDS, MessageEnds
 from router.routing.booking import Bookings
-from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
-from router.routing.question import Placement, RankQuestion
+from router.routing.planner import RECENT_STEP, RoutePlanner
+from router.routing.question import Placement, RankQuestion, uncached_tokens
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering

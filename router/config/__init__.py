@@ -7,8 +7,8 @@ The files; each imports only what is listed above it:
 
     files.py          has a watched file changed?
     origin.py         where a server is; timeouts
-    document.py       YAML text -> plain data; pydantic's errors -> ours
     values.py         the rules of single values
+    document.py       YAML text -> plain data; pydantic's errors -> ours
     section.py        the base of all mappings
     replica.py        one replica
     discovery.py      discovery of more of them

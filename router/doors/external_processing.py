@@ -37,8 +37,9 @@ from router.doors.messages import (
 from router.doors.names import address_of
 from router.doors.picker import Pick, PickerParts
 from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
+from router.plane.attempts import RANK_HEADER
 from router.prompt.endpoints import Endpoint
-from router.routing.decision import RANK_HEADER, Decision
+from router.routing.decision import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import xxhash
 
 from router.fleet.replica import Replica
-from router.routing.decision import PREFILLER_HEADER, SOURCE_HEADER
+from router.plane.attempts import PREFILLER_HEADER, SOURCE_HEADER
 
 RANK_ADDRESS_HEADER = b"x-data-parallel-host-port"
 SIDECAR_HEADERS = (

@@ -31,12 +31,11 @@ from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS, address_of
 from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.fleet.replica import Replica
-from router.plane.attempts import Attempt
+from router.plane.attempts import RANK_HEADER, Attempt
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.prompt.endpoints import Endpoint
 from router.routing.admission import Admission, BodyBuffer
-from router.routing.decision import RANK_HEADER
 from router.routing.terms import IsEligible
 
 ENDPOINT = "x-gateway-destination-endpoint"

@@ -17,6 +17,12 @@ import msgspec
 from router.config.origin import Header, Origin
 from router.policies.types import Candidate
 
+RANK_HEADER = b"x-data-parallel-rank"
+SOURCE_HEADER = b"x-kv-cache-source-host-port"
+"""The peer from whose cache llm-d's sidecar is to pull."""
+PREFILLER_HEADER = b"x-prefiller-host-port"
+"""The replica that computes the prompt, for llm-d's sidecar."""
+
 
 class Attempt(msgspec.Struct, frozen=True):
     """One candidate: where a request may be sent, and the headers that depend on it."""

@@ -18,11 +18,10 @@ The files; each imports only what is listed above it:
     processes.py      work on large bodies in processes of their own
     limits.py         bounds on one request
     endpoints.py      the request forms: paths, and what engines do there
-    prompts.py        the prompts of a request, and their ids
+    prompts.py        the prompts of a request; their ids, and which of them an engine keeps
     body/             request bodies -> what to tokenise
     model_files.py    a model's directory
     chat/             chat messages -> text
-    truncation.py     truncate_prompt_tokens
     local/            text -> token ids in the router
     remote.py         tokenisation at a replica
     tokenization.py   both for an event loop, with threads and counts

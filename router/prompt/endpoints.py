@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+# Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
+# prompt that kept it would never share a prefix with another one.
+BILLING_HEADER = "x-anthropic-billing-header"
+
 
 class Endpoint(str, Enum):
     """The request forms that are understood; the value is the path."""

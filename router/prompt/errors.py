@@ -13,6 +13,8 @@ Messages never quote a prompt, a token or a key: they describe values by type an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from typing_extensions import override
 
 
@@ -89,3 +91,20 @@ class ProcessEndedError(TokenizeError):
     @override
     def __reduce__(self) -> tuple[type[ProcessEndedError], tuple[()]]:
         return type(self), ()
+
+
+def describe(value: object) -> str:
+    """Describe a value by type and size, without quoting it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "an integer" if isinstance(value, int) else "a number"
+    if isinstance(value, (str, bytes)):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list):
+        return f"a list of {len(value)} items"
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    return f"a value of type {type(value).__name__}"

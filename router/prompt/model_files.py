@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from router.prompt.body.json_fields import describe
-from router.prompt.errors import ModelFilesError
+from router.prompt.errors import ModelFilesError, describe
 
 # Model files are trusted, but a wrong path must not fill the memory.
 _MAX_FILE_BYTES = 256 * 1024 * 1024

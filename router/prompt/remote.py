@@ -26,8 +26,7 @@ from router.prompt.errors import (
 from router.prompt.limits import PromptLimits
 from router.prompt.local.cache import SegmentCache, SegmentCacheStatistics
 from router.prompt.processes import LargeWork
-from router.prompt.prompts import ChatPrompt, TextPrompt, TokenIds
-from router.prompt.truncation import ends_of, truncate
+from router.prompt.prompts import ChatPrompt, TextPrompt, TokenIds, ends_of, truncate
 
 # (path, body) -> (status, body). Raises OSError or TimeoutError if no replica responds; bounds time
 # and size.

@@ -33,9 +33,9 @@ from router.prompt.prompts import (
     TokenIds,
     TokenizedPrompt,
     TokenPrompt,
+    truncate,
 )
 from router.prompt.remote import RemoteStatistics, RemoteTokenizer
-from router.prompt.truncation import truncate
 
 _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError

@@ -15,7 +15,7 @@ from router.fleet.replica import Replica
 from router.index.base import SourceId
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
-from router.plane.attempts import Attempt
+from router.plane.attempts import PREFILLER_HEADER, RANK_HEADER, SOURCE_HEADER, Attempt
 from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
 from router.prompt.body.priority import with_priority
@@ -25,18 +25,12 @@ from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
 from router.routing.models import Model
-from router.routing.planner import source_of, uncached_tokens
-from router.routing.question import Placement, RankQuestion
+from router.routing.question import Placement, RankQuestion, source_of, uncached_tokens
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import ContinuationSign
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
-RANK_HEADER = b"x-data-parallel-rank"
-SOURCE_HEADER = b"x-kv-cache-source-host-port"
-"""The peer from whose cache llm-d's sidecar is to pull."""
-PREFILLER_HEADER = b"x-prefiller-host-port"
-"""The replica that computes the prompt, for llm-d's sidecar."""
 _NO_REPLICAS: Mapping[str, Replica] = MappingProxyType({})
 _BYTES_OF_A_TOKEN = 4
 

@@ -186,21 +186,3 @@ def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Ha
         for found in tokenized[:MAX_MATCHED_PROMPTS]
         if found.token_ids
     ]
-
-
-def source_of(replica: Replica, dp_rank: int | None) -> SourceId:
-    """The cache whose hit a candidate stands for.
-
-    Args:
-        dp_rank: The candidate's rank; None: the replica's first, or its only one.
-    """
-    return replica.cache if dp_rank is None else SourceId(replica.id, dp_rank)
-
-
-def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
-    """Prompt tokens that a replica will have to compute.
-
-    What it is already computing for another request does not count: otherwise a burst of equal
-    prompts would look like a queue and scatter.
-    """
-    return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)

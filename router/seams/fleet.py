@@ -33,11 +33,11 @@ from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.addresses import Addresses
+from router.plane.attempts import RANK_HEADER
 from router.plane.data_plane import DataPlane
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.body.retention import HintForm
 from router.prompt.limits import PromptLimits
-from router.routing.decision import RANK_HEADER
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.models import Model

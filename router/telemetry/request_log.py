@@ -19,7 +19,6 @@ import msgspec
 from router.errors import RequestError
 from router.index.mirror_types import STEP
 from router.policies.types import Ranked
-from router.routing.decision import Decision
 from router.telemetry.sums import Comparisons, RequestSum
 
 MAX_REQUESTS = 512
@@ -135,23 +134,6 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     def has_failed(self) -> bool:
         """Return whether it failed for a reason other than its client."""
         return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
-
-
-def routed(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
-    """The request as the log shows it before it is sent."""
-    unknown = None
-    for prompt in decision.tokenized:
-        unknown = unknown or prompt.reason
-    return RoutedRequest(
-        request_id=request_id,
-        path=path,
-        model=decision.model_name,
-        policy=decision.policy,
-        stream=decision.spec is not None and decision.spec.stream,
-        prompt_tokens=decision.prompt_tokens,
-        unknown=unknown,
-        trace_id=trace_id,
-    )
 
 
 class Totals(msgspec.Struct):

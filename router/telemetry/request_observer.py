@@ -19,11 +19,10 @@ from router.policies.types import Candidate
 from router.prompt.endpoints import Endpoint
 from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
-from router.routing.planner import source_of
-from router.routing.question import Placement
+from router.routing.question import Placement, source_of
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
-from router.telemetry.request_log import RequestLog, RoutedRequest, routed
+from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Settled, in_words
 from router.telemetry.shortages import Shortages
@@ -544,3 +543,20 @@ class RequestObserver(ProxyObserver):
         prompt = decision.tokenized[0]
         asked = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
         return tuple((tap, tap.query(*asked)) for tap in taps)
+
+
+def routed(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
+    """The request as the log shows it before it is sent."""
+    unknown = None
+    for prompt in decision.tokenized:
+        unknown = unknown or prompt.reason
+    return RoutedRequest(
+        request_id=request_id,
+        path=path,
+        model=decision.model_name,
+        policy=decision.policy,
+        stream=decision.spec is not None and decision.spec.stream,
+        prompt_tokens=decision.prompt_tokens,
+        unknown=unknown,
+        trace_id=trace_id,
+    )

@@ -10,10 +10,11 @@ from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.networks import Networks
 from router.doors.http.proxied_paths import dialect_of
 from router.doors.names import SIDECAR_HEADERS
+from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import ProxyRequest
 from router.prompt.body.priority import PRIORITY_HEADER
-from router.routing.decision import RANK_HEADER, Decision
+from router.routing.decision import Decision
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE
 
 _FORWARDING = (

@@ -39,13 +39,14 @@ from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
+from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneRelay
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
-from router.routing.decision import RANK_HEADER, Decision
+from router.routing.decision import Decision
 from router.routing.terms import NO_HEADERS, TenantSalt, Terms
 from router.telemetry.parts import RouterParts
 from router.telemetry.request_observer import RequestObserver

@@ -12,7 +12,7 @@ import msgspec
 from router.doors.http.views import View
 from router.doors.names import address_of, worker_number
 from router.index.base import GroupHit, SourceId
-from router.routing.planner import uncached_tokens
+from router.routing.question import uncached_tokens
 
 if TYPE_CHECKING:
     from router.fleet.replica import Replica

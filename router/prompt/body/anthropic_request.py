@@ -8,16 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.prompt.body.json_fields import describe, object_list, optional_object
+from router.prompt.body.json_fields import object_list, optional_object
 from router.prompt.body.openai_request import template_arguments
 from router.prompt.body.tools import anthropic_tools
-from router.prompt.errors import RequestBodyError
+from router.prompt.endpoints import BILLING_HEADER
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt, Truncation
-
-# Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
-# prompt that kept it would never share a prefix with another one.
-BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def parse_messages(

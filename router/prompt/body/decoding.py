@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from router.prompt.body.json_fields import describe
 from router.prompt.body.priority import PRIORITY_FIELD
 from router.prompt.body.pulling import TRANSFER_FIELD
 from router.prompt.body.rewriting import ARGUMENTS_FIELD, SAMPLING_FIELD
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.prompts import PackTokenIds
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from router.prompt.errors import RequestBodyError
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 
 _ENCODER = msgspec.json.Encoder()
@@ -25,23 +25,6 @@ def encode_json(value: object) -> bytes:
     buffer = bytearray()
     _ENCODER.encode_into(value, buffer)
     return bytes(buffer)
-
-
-def describe(value: object) -> str:
-    """Describe a value by type and size, without quoting it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "an integer" if isinstance(value, int) else "a number"
-    if isinstance(value, (str, bytes)):
-        return f"a string of {len(value)} characters"
-    if isinstance(value, list):
-        return f"a list of {len(value)} items"
-    if isinstance(value, Mapping):
-        return f"an object of {len(value)} fields"
-    return f"a value of type {type(value).__name__}"
 
 
 def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any:

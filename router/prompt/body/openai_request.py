@@ -9,14 +9,13 @@ from typing import Any
 
 from router.prompt.body.json_fields import (
     check_shape,
-    describe,
     is_true,
     object_list,
     optional_object,
     optional_text,
 )
 from router.prompt.body.tools import chat_tools, responses_tools
-from router.prompt.errors import RequestBodyError
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import ChatPrompt, OpaquePrompt, Truncation
 

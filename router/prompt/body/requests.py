@@ -21,7 +21,6 @@ from router.prompt.body.json_fields import (
     as_count,
     check_int64,
     check_shape,
-    describe,
     is_true,
     optional_object,
     optional_text,
@@ -41,7 +40,7 @@ from router.prompt.body.rewriting import (
 )
 from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import (
     MODEL_LENGTH,

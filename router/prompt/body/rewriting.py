@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from kvevents.errors import UNREADABLE
-from router.prompt.body.json_fields import describe, encode_json
-from router.prompt.errors import RequestBodyError
+from router.prompt.body.json_fields import encode_json
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.prompts import PromptSpec
 
 ARGUMENTS_FIELD = "vllm_xargs"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.prompt.body.json_fields import describe, object_list, optional_object, optional_text
-from router.prompt.errors import RequestBodyError
+from router.prompt.body.json_fields import object_list, optional_object, optional_text
+from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 
 

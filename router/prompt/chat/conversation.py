@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from router.prompt.body.anthropic_request import BILLING_HEADER
+from router.prompt.endpoints import BILLING_HEADER
 
 ContentForm: TypeAlias = Literal["string", "openai"]
 _Message: TypeAlias = dict[str, Any]

@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from router.prompt.errors import ModelFilesError, UntokenizableError
 from router.prompt.model_files import ModelFiles
-from router.prompt.prompts import TokenIds
-from router.prompt.truncation import Ends
+from router.prompt.prompts import Ends, TokenIds
 
 
 def build_backend(files: ModelFiles) -> Tokenizer:

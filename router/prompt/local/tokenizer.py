@@ -29,8 +29,15 @@ from router.prompt.local.message_ends import EndFinder, pieces_of
 from router.prompt.local.native import NativeTokenizer, load_native
 from router.prompt.local.segments import TokenizerRules, choose_segmenter, read_rules
 from router.prompt.model_files import ModelFiles
-from router.prompt.prompts import NO_ENDS, ChatPrompt, Coverage, MessageEnds, TextPrompt, TokenIds
-from router.prompt.truncation import truncate
+from router.prompt.prompts import (
+    NO_ENDS,
+    ChatPrompt,
+    Coverage,
+    MessageEnds,
+    TextPrompt,
+    TokenIds,
+    truncate,
+)
 
 _DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
 # Of fastokens on real text; at least 8 on any.

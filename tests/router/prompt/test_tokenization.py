@@ -31,14 +31,15 @@ from router.prompt.processes import LargeWork
 from router.prompt.prompts import (
     ChatPrompt,
     Coverage,
+    Ends,
     PromptSpec,
     TextPrompt,
     TokenizedPrompt,
     Truncation,
+    ends_of,
 )
 from router.prompt.remote import RemoteTokenizer
 from router.prompt.tokenization import Tokenization
-from router.prompt.truncation import Ends, ends_of
 from router.routing.replica_tokenizers import find_disagreements
 from tests.router.prompt.bodies import bodies
 from tests.support.waiting import DEADLINE_S

@@ -32,15 +32,16 @@ from router.policies import (
 )
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Booking, Bookings
-from router.routing.planner import (
-    MAX_MATCHED_PROMPTS,
-    RECENT_STEP,
-    RoutePlanner,
-    prepare,
+from router.routing.planner import MAX_MATCHED_PROMPTS, RECENT_STEP, RoutePlanner, prepare
+from router.routing.question import (
+    ANY_RANK,
+    UNREAD_RANK,
+    Placement,
+    RankChoice,
+    RankQuestion,
     source_of,
     uncached_tokens,
 )
-from router.routing.question import ANY_RANK, UNREAD_RANK, Placement, RankChoice, RankQuestion
 from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
