@@ -211,7 +211,7 @@ class Desk:
         )
         attempt = next(decision.attempts(number_of=number_of))
         clock = self.reservations.clock
-        reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock)
+        reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock, clock())
         observer.on_attempt(attempt)
         self.reservations.add(reservation)
         return reservation

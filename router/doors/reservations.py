@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -132,49 +132,30 @@ class ReservationObserver(Protocol):
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Reservation:
     """One booking, from its decision to its end."""
 
-    __slots__ = (
-        "_clock",
-        "_on_over",
-        "_started_at",
-        "attempt",
-        "claim",
-        "has_begun",
-        "id",
-        "is_over",
-        "observer",
-        "touched_at",
-    )
+    id: str
+    claim: Claim
+    """It has a place; no other holder may end it."""
+    attempt: Attempt
+    """The replica that the gateway sends the request to."""
+    observer: ReservationObserver
+    _clock: Callable[[], float]
+    _started_at: float
+    touched_at: float = field(init=False)
+    is_over: bool = False
+    has_begun: bool = False
+    on_over: Callable[[Reservation, Outcome], object] = lambda _reservation, _outcome: None
+    """Called at its end."""
 
-    def __init__(
-        self,
-        reservation_id: str,
-        claim: Claim,
-        attempt: Attempt,
-        observer: ReservationObserver,
-        clock: Callable[[], float],
-        started_at: float | None = None,
-    ) -> None:
-        self.id = reservation_id
-        self.claim = claim
-        """It has a place; no other holder may end it."""
-        self.attempt = attempt
-        """The replica that the gateway sends the request to."""
-        self.observer = observer
-        self.is_over = self.has_begun = False
-        self._clock = clock
-        self._started_at = self.touched_at = clock() if started_at is None else started_at
-        self._on_over: Callable[[Reservation, Outcome], object] | None = None
+    def __post_init__(self) -> None:
+        self.touched_at = self._started_at
 
     def _seconds(self, at: float | None) -> float:
         """Seconds from its beginning to a moment; None: now."""
         return (self._clock() if at is None else at) - self._started_at
-
-    def on_over(self, call: Callable[[Reservation, Outcome], object]) -> None:
-        """Have *call* called at its end."""
-        self._on_over = call
 
     def prefill_complete(self, at: float | None = None) -> None:
         """Report the first token of the response.
@@ -223,8 +204,7 @@ class Reservation:
             self._report_end(outcome, status, failure, self._seconds(at))
         finally:
             self.claim.give_back(self.observer.response_tokens())
-            if self._on_over is not None:
-                self._on_over(self, outcome)
+            self.on_over(self, outcome)
 
     def _report_end(
         self, outcome: Outcome, status: int | None, failure: Failure | None, seconds: float
@@ -240,44 +220,34 @@ class Reservation:
         self.observer.on_end(end, status, seconds)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DecidedReservation(Reservation):
     """A reservation that was decided in Python."""
 
-    __slots__ = ("_observer",)
-
-    def __init__(
-        self,
-        reservation_id: str,
-        claim: Claim,
-        attempt: Attempt,
-        observer: RequestObserver,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(reservation_id, claim, attempt, observer, clock)
-        self._observer = observer
+    observer: RequestObserver
 
     @property
     def decision(self) -> Decision:
         """Where it may be sent, and why."""
-        return self._observer.decision
+        return self.observer.decision
 
     @property
     def expected_tokens(self) -> int | None:
         """Prompt tokens that will be cached when the engine admits it, as it was booked; None where
         that is not followed."""
-        return self._observer.request.expected_tokens
+        return self.observer.request.expected_tokens
 
     def chunk(self, piece: bytes) -> None:
         """Take a piece of the response's body."""
-        self._observer.on_chunk(piece)
+        self.observer.on_chunk(piece)
 
     def served_by(self, attempt: Attempt) -> None:
         """Note that the gateway has sent it to another replica of the decision, as after a
         retry."""
         if not self.is_over and attempt.replica_id != self.attempt.replica_id:
-            self._observer.on_failure(self.attempt, Failure.CONNECT)
+            self.observer.on_failure(self.attempt, Failure.CONNECT)
             self.attempt = attempt
-            self._observer.on_attempt(attempt)
+            self.observer.on_attempt(attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +326,7 @@ class Reservations:
     def add(self, reservation: Reservation) -> None:
         """Hold one that has a place."""
         self._held[reservation.id] = reservation
-        reservation.on_over(self._over)
+        reservation.on_over = self._over
         self._look_later()
 
     def get(self, reservation_id: str, holder: str) -> Reservation:

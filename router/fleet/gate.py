@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -73,40 +74,26 @@ class Breaker(Enum):
     HALF_OPEN = "half_open"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReplicaGate:
     """The gate of one replica. The calls report what happens there."""
 
-    __slots__ = (
-        "_back_off_until",
-        "_clock",
-        "_open_s",
-        "_open_until",
-        "_options",
-        "_outcomes",
-        "_probe_until",
-        "_started_at",
-        "on_changed",
-        "opened",
-        "times_busy",
-    )
-
-    def __init__(self, options: GateOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self._options = options
-        self._clock = clock
-        self._outcomes = 0
-        """The last requests, the latest in the lowest bit: 1 for one that failed."""
-        self._open_s = 0.0
-        self._open_until: float | None = None
-        self._probe_until = 0.0
-        self._back_off_until: dict[str, float] = {}
-        """Ends of back-offs by tenant; an empty name stands for all."""
-        self._started_at: float | None = None
-        self.on_changed: Callable[[], None] | None = None
-        """Called when its facts have changed."""
-        self.opened = 0
-        """Times that the breaker opened, from `CLOSED` or again."""
-        self.times_busy = 0
-        """Times that the replica answered that it is busy."""
+    _options: GateOptions
+    _clock: Callable[[], float] = time.monotonic
+    _outcomes: int = 0
+    """The last requests, the latest in the lowest bit: 1 for one that failed."""
+    _open_s: float = 0.0
+    _open_until: float | None = None
+    _probe_until: float = 0.0
+    _back_off_until: dict[str, float] = field(default_factory=dict)
+    """Ends of back-offs by tenant; an empty name stands for all."""
+    _started_at: float | None = None
+    on_changed: Callable[[], None] | None = None
+    """Called when its facts have changed."""
+    opened: int = 0
+    """Times that the breaker opened, from `CLOSED` or again."""
+    times_busy: int = 0
+    """Times that the replica answered that it is busy."""
 
     # --- what happens there -----------------------------------------------------------------------
 

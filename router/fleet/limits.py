@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -37,14 +38,12 @@ class KeyCounts(NamedTuple):
 _NOTHING = KeyCounts()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MinuteCount:
     """A sum over the last minute. Its memory is bounded by the steps of a minute."""
 
-    __slots__ = ("_steps", "_sum")
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, int]] = deque()
-        self._sum = 0
+    _steps: deque[tuple[int, int]] = field(default_factory=deque)
+    _sum: int = 0
 
     def add(self, amount: int, now: float) -> None:
         self.at(now)
@@ -73,32 +72,22 @@ class MinuteCount:
         return float(_WINDOW_S)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KeyUsage:
     """Counts and limits the usage of one key's holder. Belongs to one event loop."""
 
-    __slots__ = (
-        "_clock",
-        "_config",
-        "_in_flight",
-        "_requests",
-        "_tokens",
-        "elsewhere",
-        "refusals",
-        "total_requests",
-        "total_tokens",
+    _config: ClientKeyConfig
+    _clock: Callable[[], float] = time.monotonic
+    _requests: MinuteCount = field(default_factory=MinuteCount)
+    _tokens: MinuteCount = field(default_factory=MinuteCount)
+    _in_flight: int = 0
+    elsewhere: KeyCounts = _NOTHING
+    """The counts of other routers for this key."""
+    total_requests: int = 0
+    total_tokens: int = 0
+    refusals: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
     )
-
-    def __init__(
-        self, config: ClientKeyConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._config = config
-        self._clock = clock
-        self._requests, self._tokens = MinuteCount(), MinuteCount()
-        self._in_flight = 0
-        self.elsewhere = _NOTHING
-        """The counts of other routers for this key."""
-        self.total_requests = self.total_tokens = 0
-        self.refusals = dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
 
     def counts(self) -> KeyCounts:
         """Return this router's counts."""

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.errors import RequestError
@@ -151,19 +151,18 @@ class _Heap:
         return (entry for entry in self._entries if entry[2].is_waiting)
 
 
+@dataclass(slots=True, eq=False)
 class _Tenant:
     """Holds one tenant's waiting requests of one class, and its deficit."""
 
-    __slots__ = ("deficit", "in_flight", "lanes", "name", "tokens", "waiting", "weight")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.weight = 1.0
-        self.deficit = 0.0
-        """Tokens that it may start now. Below 0 after requests that cost more than was thought."""
-        self.lanes: dict[str, _Heap] = {}
-        self.waiting = self.in_flight = 0
-        self.tokens = 0
+    name: str
+    weight: float = 1.0
+    deficit: float = 0.0
+    """Tokens that it may start now. Below 0 after requests that cost more than was thought."""
+    lanes: dict[str, _Heap] = field(default_factory=dict)
+    waiting: int = 0
+    in_flight: int = 0
+    tokens: int = 0
 
     def first(self, is_ready: Callable[[Waiter], bool]) -> Waiter | None:
         """Return its next request among the lanes that are ready."""
@@ -190,20 +189,18 @@ class _Tenant:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Class:
     """One priority class: its tenants in turn."""
 
-    __slots__ = ("_quantum", "_ring", "_turn", "tenants", "tokens", "waiting")
-
-    def __init__(self, quantum: float) -> None:
-        self.tenants: dict[str, _Tenant] = {}
-        """Tenants with requests waiting or in flight."""
-        self.waiting = 0
-        self.tokens = 0
-        self._quantum = quantum
-        self._ring: deque[_Tenant] = deque()
-        """Tenants with requests waiting; the one whose turn it is stands first."""
-        self._turn: _Tenant | None = None
+    _quantum: float
+    tenants: dict[str, _Tenant] = field(default_factory=dict)
+    """Tenants with requests waiting or in flight."""
+    waiting: int = 0
+    tokens: int = 0
+    _ring: deque[_Tenant] = field(default_factory=deque)
+    """Tenants with requests waiting; the one whose turn it is stands first."""
+    _turn: _Tenant | None = None
 
     def tenant(self, waiter: Waiter) -> _Tenant:
         found = self.tenants.get(waiter.tenant)

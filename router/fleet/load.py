@@ -160,20 +160,15 @@ class LoadTracker:
             request.ended()
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """One request's share of the sums. Every step may be repeated; after `ended` none has an
-    effect.
+    effect."""
 
-    Args:
-        visit: Records its first token and its end there.
-    """
-
-    __slots__ = ("_flight", "_visit", "replica_id")
-
-    def __init__(self, flight: Flight, replica_id: str, visit: Follower | None) -> None:
-        self._flight = flight
-        self.replica_id = replica_id
-        self._visit = visit
+    _flight: Flight
+    replica_id: str
+    _visit: Follower | None
+    """Records its first token and its end there."""
 
     def first_token(self) -> None:
         """The first byte of the response has arrived: its prefill is done."""

@@ -9,7 +9,7 @@ What goes to a replica that is at ease, or leaves one that is lost, is no such l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -163,18 +163,16 @@ class RetryBudget:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class RequestRetries:
     """The attempts of one request."""
 
-    __slots__ = ("_attempts", "_budget", "_closed_by", "_is_free", "refused")
-
-    def __init__(self, budget: RetryBudget) -> None:
-        self.refused: Unretried | None = None
-        """Why the last attempt asked for was not allowed."""
-        self._budget = budget
-        self._attempts = 0
-        self._closed_by: set[str] = set()
-        self._is_free = False
+    _budget: RetryBudget
+    refused: Unretried | None = None
+    """Why the last attempt asked for was not allowed."""
+    _attempts: int = 0
+    _closed_by: set[str] = field(default_factory=set)
+    _is_free: bool = False
 
     def start(self, is_at_ease: Callable[[], bool]) -> bool:
         """Return whether another attempt may be made now; it counts as made.

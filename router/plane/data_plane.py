@@ -272,8 +272,8 @@ class DataPlane:
         number: int,
         method: str,
         target: bytes,
-        minor: int,
-        keep_alive: bool,
+        _minor: int,
+        _keep_alive: bool,
         is_of_reserve: bool,
         headers: list[Header],
         host: str,
@@ -281,17 +281,8 @@ class DataPlane:
         body: bytes,
         is_whole: bool,
     ) -> None:
-        exchange = PlaneExchange(
-            self.plane,
-            number,
-            method,
-            target,
-            minor,
-            keep_alive,
-            is_of_reserve,
-            headers,
-            (host, port),
-        )
+        client = host, port
+        exchange = PlaneExchange(self.plane, number, method, target, is_of_reserve, headers, client)
         opens = self.handler.opens(method, exchange.path, exchange.query)
         if opens is None:
             self._control(exchange, len(body), is_whole)
@@ -347,7 +338,7 @@ class DataPlane:
     # --- of requests for the application behind ---------------------------------------------------
 
     def _control(self, exchange: PlaneExchange, body_bytes: int, is_whole: bool) -> None:
-        client = exchange.scope["client"]
+        client = exchange.address
         if is_whole:
             self._pass_to_application(exchange.number, client)
             return

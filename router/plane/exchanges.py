@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
@@ -39,90 +40,51 @@ class Handler(Protocol):
         """Return the server of a request; None leaves it to the application."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PlaneExchange:
-    """One request of a client's connection, and its response.
+    """One request of a client's connection, and its response."""
 
-    Args:
-        target: Path and query, as on the wire.
-        minor: The minor version, of HTTP/1.0 or HTTP/1.1.
-        keep_alive: True if its connection stays open after it.
-        is_of_reserve: True if it came on one of the last file descriptors.
-        headers: As received, names in lower case.
-        client: Address and port.
-    """
+    _plane: Plane
+    number: int
+    method: str
+    target: bytes
+    """Path and query, as on the wire."""
+    is_of_reserve: bool
+    """True if it came on one of the last file descriptors."""
+    headers: list[Header]
+    """The headers as received, names in lower case."""
+    address: tuple[str, int]
+    """The client's host and port."""
+    path: str = field(init=False)
+    query: bytes = field(init=False)
+    scope: MutableMapping[str, Any] = field(init=False)
+    """What ASGI's scope has of it, for keys and the access log."""
+    more_body: bool = True
+    is_gone: bool = False
+    response_started: bool = False
+    status: int | None = None
+    body_bytes: int = 0
+    body: bytes | None = None
+    """The body, where it came in one piece."""
+    _pieces: list[bytes] = field(default_factory=list)
+    _is_split: bool = False
+    failed_first: FailedFirst | None = None
+    """The core's failed attempt, if there was one."""
+    begun: Any = None
+    """The state made while its prompt was read, for the server."""
+    server: Server | None = None
+    on_over: Callable[[int], object] = lambda _number: None
 
-    __slots__ = (
-        "_is_split",
-        "_pieces",
-        "_plane",
-        "begun",
-        "body",
-        "body_bytes",
-        "client",
-        "failed_first",
-        "headers",
-        "is_gone",
-        "is_of_reserve",
-        "keep_alive",
-        "method",
-        "more_body",
-        "number",
-        "on_over",
-        "path",
-        "query",
-        "response_started",
-        "scope",
-        "server",
-        "status",
-        "target",
-    )
-
-    def __init__(
-        self,
-        plane: Plane,
-        number: int,
-        method: str,
-        target: bytes,
-        minor: int,
-        keep_alive: bool,
-        is_of_reserve: bool,
-        headers: list[Header],
-        client: tuple[str, int],
-    ) -> None:
-        self._plane = plane
-        self.number = number
-        self.method = method
-        self.target = target
-        path, _, self.query = target.partition(b"?")
+    def __post_init__(self) -> None:
+        path, _, self.query = self.target.partition(b"?")
         text = path.decode("latin-1")
         self.path = unquote(text) if "%" in text else text
-        self.keep_alive = keep_alive
-        self.is_of_reserve = is_of_reserve
-        self.headers = headers
-        self.client = client[0]
-        self.scope: MutableMapping[str, Any] = {
-            "type": "http",
-            "client": client,
-            "headers": headers,
-            "http_version": f"1.{minor}",
-            "method": method,
-            "path": self.path,
-        }
-        self.more_body = True
-        self.is_gone = False
-        self.response_started = False
-        self.status: int | None = None
-        self.body_bytes = 0
-        self.body: bytes | None = None
-        """The body, where it came in one piece."""
-        self._pieces: list[bytes] = []
-        self._is_split = False
-        self.failed_first: FailedFirst | None = None
-        """The core's failed attempt, if there was one."""
-        self.begun: Any = None
-        """The state made while its prompt was read, for the server."""
-        self.server: Server | None = None
-        self.on_over: Callable[[int], object] = _ignore
+        self.scope = {"client": self.address, "method": self.method, "path": self.path}
+
+    @property
+    def client(self) -> str:
+        """The client's host."""
+        return self.address[0]
 
     # --- the request ------------------------------------------------------------------------------
 
@@ -177,8 +139,4 @@ class PlaneExchange:
         """
         self.server = None
         self.on_over(self.number)
-        self.on_over = _ignore
-
-
-def _ignore(_number: int) -> None:
-    """The callback of an exchange that is over already."""
+        self.on_over = lambda _number: None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.config.origin import Header
@@ -105,49 +106,25 @@ class PlaneProxy:
         return relay
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PlaneRelay:
     """One request that was sent on: which candidate is next, until one has given its first byte,
     and what becomes of a request that none serves."""
 
-    __slots__ = (
-        "_attempt",
-        "_exchange",
-        "_observer",
-        "_on_over",
-        "_plan",
-        "_proxy",
-        "_request",
-        "_retries",
-        "_retry_after_s",
-        "_started_at",
-        "_tried",
-        "_unavailable",
-        "is_over",
-    )
-
-    def __init__(
-        self,
-        proxy: PlaneProxy,
-        retries: RequestRetries,
-        plan: Iterator[Attempt],
-        request: ProxyRequest,
-        exchange: PlaneExchange,
-        observer: ProxyObserver,
-        on_over: Callable[[], object],
-    ) -> None:
-        self._retries = retries
-        self._plan = plan
-        self._observer = observer
-        self._attempt: Attempt | None = None
-        self._tried = self._unavailable = False
-        self._retry_after_s = 0
-        """The least `retry-after` of a replica; 0: none had one."""
-        self.is_over = False
-        self._proxy = proxy
-        self._request = request
-        self._exchange = exchange
-        self._on_over = on_over
-        self._started_at = asyncio.get_running_loop().time()
+    _proxy: PlaneProxy
+    _retries: RequestRetries
+    _plan: Iterator[Attempt]
+    _request: ProxyRequest
+    _exchange: PlaneExchange
+    _observer: ProxyObserver
+    _on_over: Callable[[], object]
+    is_over: bool = False
+    _attempt: Attempt | None = None
+    _tried: bool = False
+    _unavailable: bool = False
+    _retry_after_s: int = 0
+    """The least `retry-after` of a replica; 0: none had one."""
+    _started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     # --- from its server --------------------------------------------------------------------------
 

@@ -55,18 +55,19 @@ class CounterSeries:
         self.value += amount
 
 
+@dataclass(slots=True, eq=False)
 class HistogramSeries:
     """One histogram."""
 
-    __slots__ = ("_bounds", "counts", "exemplars", "total")
+    _bounds: Sequence[float]
+    total: float = 0.0
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    """The last value with a recorded trace, by bucket."""
+    counts: list[int] = field(init=False)
+    """Counts by bucket, each without those below it; the last one is above all bounds."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        """Counts by bucket, each without those below it; the last one is above all bounds."""
-        self.total = 0.0
-        self.exemplars: dict[int, Exemplar] = {}
-        """The last value with a recorded trace, by bucket."""
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self._bounds) + 1)
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
         """Count *value* into its bucket.

@@ -7,7 +7,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
 from typing import Any
@@ -216,38 +216,35 @@ class _Stage(Enum):
     OVER = "over"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Passage:
     """One request on its way through the gateway: a `Server`."""
 
-    __slots__ = (
-        "_body",
-        "_context",
-        "_exchange",
-        "_gateway",
-        "_has_spent",
-        "_headers",
-        "_held_bytes",
-        "_is_admitted",
-        "_key",
-        "_line",
-        "_observer",
-        "_path",
-        "_relay",
-        "_request_id",
-        "_salt",
-        "_stage",
-        "_task",
-        "_timer",
-        "_trace",
-        "_usage",
-        "_version",
-        "_waiter",
-    )
+    _gateway: Gateway
+    _path: ProxiedPath
+    _exchange: PlaneExchange
+    _stage: _Stage = _Stage.NEW
+    _is_admitted: bool = False
+    _held_bytes: int = 0
+    _body: list[bytes] = field(default_factory=list)
+    _key: Key | None = None
+    _salt: TenantSalt | None = None
+    _observer: RequestObserver | None = None
+    _waiter: Waiter | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[Decision] | None = None
+    _relay: PlaneRelay | None = None
+    _headers: dict[bytes, bytes] = field(init=False)
+    _request_id: bytes = field(init=False)
+    _context: TraceContext | None = field(init=False)
+    _trace: RequestTrace | None = field(init=False)
+    _usage: KeyUsage | None = field(init=False)
+    _has_spent: bool = field(init=False)
+    _version: str | None = field(init=False)
+    _line: AccessLine | None = field(init=False)
 
-    def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: PlaneExchange) -> None:
-        self._gateway = gateway
-        self._path = path
-        self._exchange = exchange
+    def __post_init__(self) -> None:
+        gateway, exchange = self._gateway, self._exchange
         self._headers = dict(exchange.headers)
         self._request_id = _request_id(self._headers)
         is_traced = TRACEPARENT in self._headers
@@ -255,24 +252,12 @@ class Passage:
         begun: Begun = exchange.begun or Begun()
         self._trace = begun.trace
         if gateway.router.tracer is not None and self._trace is None:
-            route = None if path.endpoint is None else path.endpoint.value
+            route = None if self._path.endpoint is None else self._path.endpoint.value
             self._trace = gateway.router.tracer.begin(
                 self._context, exchange.method, exchange.path, route
             )
-        self._stage = _Stage.NEW
-        self._is_admitted = False
-        self._held_bytes = 0
-        self._body: list[bytes] = []
-        self._key: Key | None = None
-        self._observer: RequestObserver | None = None
-        self._usage = begun.usage
-        self._has_spent = begun.has_spent
+        self._usage, self._has_spent = begun.usage, begun.has_spent
         self._version = None if begun.version is None else begun.version[1]
-        self._waiter: Waiter | None = None
-        self._salt: TenantSalt | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Decision] | None = None
-        self._relay: PlaneRelay | None = None
         self._line = AccessLine(exchange.scope) if gateway.logs_access else None
 
     # --- what happens to it -----------------------------------------------------------------------
