@@ -32,7 +32,6 @@ class RouterApp:
 
     def __init__(self, service: RouterService) -> None:
         self._logs_access = service.config.observability.access_log
-        header = service.config.policy.session_header
         paths = ProxiedPaths(service.config.server.extra_paths)
         guard = _guard(service)
         self.gateway = Gateway(service, guard, paths)
@@ -42,7 +41,7 @@ class RouterApp:
         traces = service.tracing is not None
         parts = ApiParts(service, guard, paths, self.desk, service.render_metrics, traces)
         self._api = create_api(parts, _with_picker(service.lifespan, self, service))
-        self.direct = RouteQuestions(self.gateway, service.dispatcher, service.metrics, header)
+        self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,6 @@ from kvevents.errors import KVEventsError
 from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
-from router.doors.names import address_of
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import SourceOptions
 from router.fleet.registry import ReplicaListener
@@ -138,7 +137,7 @@ class ReplicaFollower(ReplicaListener):
         await self.beginning.fill(model.name, model.index)
         if self.parts.models.get(model.name) is not model:
             return  # it was removed again before its turn came
-        names = replica.id, replica.origin.host, address_of(replica)
+        names = replica.id, replica.origin.host, replica.address
         options = SourceOptions(replica.origin.allows, names, _headers_for(source, replica))
         self.parts.feed.add(replica.id, source, model.name, model.hints_of(replica.id), options)
 

@@ -448,7 +448,7 @@ def _tells_gateways(service: RouterService, app: RouterApp, needs_key: bool) -> 
     """Return whether the core may answer gateways that ask where a request should go."""
     config = service.config
     says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
-    is_open = app.direct.role == "client" and not needs_key
+    is_open = app.gateway.guard.clients_see_hits and not needs_key
     return says_all and is_open
 
 

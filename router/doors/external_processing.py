@@ -34,7 +34,6 @@ from router.doors.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from router.doors.names import address_of
 from router.doors.picker import Pick, PickerParts
 from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
 from router.plane.attempts import RANK_HEADER
@@ -300,7 +299,7 @@ def _scores_of(decision: Decision) -> dict[str, float]:
     found = holdings(decision.model, decision.prompts[0])
     replicas = {**decision.prefillers, **decision.replicas}
     return {
-        address_of(replicas[name]): max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
+        replicas[name].address: max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
         for name, ranks in found.items()
         if name in replicas
     }

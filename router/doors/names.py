@@ -20,14 +20,9 @@ _WORKER_BITS = 53
 """Every JSON reader holds such a number exactly."""
 
 
-def address_of(replica: Replica) -> str:
-    """Return a replica's `host:port`, IPv6 in brackets."""
-    return replica.origin.key.partition("://")[2]
-
-
 def names_of(replica: Replica) -> tuple[str, str, str]:
     """Return a replica's id, URL and address: a question may name it by any of them."""
-    return replica.id, str(replica.origin), address_of(replica)
+    return replica.id, str(replica.origin), replica.address
 
 
 def worker_number(replica_id: str) -> int:

@@ -27,7 +27,7 @@ from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
-from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS, address_of
+from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
 from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.fleet.replica import Replica
@@ -36,7 +36,7 @@ from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.prompt.endpoints import Endpoint
 from router.routing.admission import Admission, BodyBuffer
-from router.routing.terms import IsEligible
+from router.routing.terms import IsEligible, session_in
 
 ENDPOINT = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -240,7 +240,6 @@ class Pick:
     async def _reserve(self, body: bytes) -> DecidedReservation:
         head, parts = self._head, self._parts
         known = parts.find_path(head.path)
-        session = head.headers.get(parts.session_header)
         question = Question(
             endpoint=None if known is None else known.endpoint,
             response_id="" if known is None else known.response_id,
@@ -248,7 +247,7 @@ class Pick:
             path=head.path,
             request_id=head.request_id,
             headers=head.headers,
-            session=session.decode("latin-1") if session else None,
+            session=session_in(head.headers, parts.session_header),
             is_eligible=head.is_eligible,
             caller=self._caller,
         )
@@ -258,9 +257,9 @@ class Pick:
         reservation, parts = self._reservation, self._parts
         assert reservation is not None
         decision = reservation.decision
-        endpoints = [address_of(decision.replicas[reservation.attempt.replica_id])]
+        endpoints = [decision.replicas[reservation.attempt.replica_id].address]
         endpoints += [
-            address_of(decision.replicas[ranked.candidate.replica_id])
+            decision.replicas[ranked.candidate.replica_id].address
             for ranked in itertools.islice(decision.ranking, 1, 1 + parts.fallbacks)
         ]
         where = ",".join(endpoints)
@@ -336,9 +335,9 @@ class Pick:
         if not served:
             return
         replicas = reservation.decision.replicas
-        if address_of(replicas[reservation.attempt.replica_id]) == served:
+        if replicas[reservation.attempt.replica_id].address == served:
             return
-        replica = next((each for each in replicas.values() if address_of(each) == served), None)
+        replica = next((each for each in replicas.values() if each.address == served), None)
         if replica is not None:
             prefiller = reservation.attempt.prefiller
             reservation.served_by(Attempt(replica.id, replica.origin, prefiller=prefiller))
@@ -365,7 +364,7 @@ def _eligible(message: Any) -> IsEligible | None:
 
     def is_eligible(replica: Replica) -> bool:
         host = replica.origin.host
-        return not named.isdisjoint((address_of(replica), host, f"[{host}]"))
+        return not named.isdisjoint((replica.address, host, f"[{host}]"))
 
     return is_eligible
 

@@ -117,6 +117,11 @@ class Replica:
         return self.config.role != "prefill"
 
     @property
+    def address(self) -> str:
+        """Its `host:port`, IPv6 in brackets."""
+        return self.origin.key.partition("://")[2]
+
+    @property
     def peer_address(self) -> tuple[str, int] | None:
         """Host and port at which other engines pull from its memory; None where they cannot."""
         tier = self.config.p2p

@@ -28,6 +28,7 @@ from router.routing.models import Model
 from router.routing.question import Placement, RankQuestion, source_of, uncached_tokens
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import ContinuationSign
+from router.routing.terms import IsEligible
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
@@ -51,14 +52,7 @@ class Asked(msgspec.Struct, frozen=True):
     """The version that was chosen, where that name stands for several."""
     tenant: str = ""
     """The tenant of the request, where there may be several."""
-    is_eligible: Callable[[Replica], bool] | None = None
-    """Returns whether a replica may be chosen; None: all that serve the model."""
-
-    def among(self, replicas: Mapping[str, Replica]) -> Mapping[str, Replica]:
-        """Return those of *replicas* that may be chosen."""
-        if self.is_eligible is None:
-            return replicas
-        return {id_: each for id_, each in replicas.items() if self.is_eligible(each)}
+    is_eligible: IsEligible | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +309,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source = self.replicas.get(candidate.pull_from or "")
         if source is not None and source.peer_address is not None and not source.removed:
             body = with_source(body, *source.peer_address)
-            headers = (*headers, (SOURCE_HEADER, _address(source)))
+            headers = (*headers, (SOURCE_HEADER, source.address.encode("ascii")))
         changed = None if body is self.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 
@@ -325,7 +319,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         prefiller = self.prefiller_for(candidate)
         if prefiller is None:
             return attempt
-        prefiller_header = PREFILLER_HEADER, _address(self.prefilling(prefiller))
+        prefiller_header = PREFILLER_HEADER, self.prefilling(prefiller).address.encode("ascii")
         headers = (*attempt.request_headers, prefiller_header)
         return msgspec.structs.replace(attempt, request_headers=headers, prefiller=prefiller)
 
@@ -389,8 +383,3 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             if not self.replicas and self.prefillers:
                 reason = f"{len(self.prefillers)} of role prefill"
             raise NoReplica(self.model_name, reason, retry_after_s)
-
-
-def _address(replica: Replica) -> bytes:
-    """Return a replica's `host:port`, IPv6 in brackets."""
-    return replica.origin.key.partition("://")[2].encode("ascii")

@@ -32,7 +32,7 @@ from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.stored_responses import ResponseOwner, StoredResponses
-from router.routing.terms import NO_TERMS, IsEligible, TenantSalt, Terms
+from router.routing.terms import NO_TERMS, TenantSalt, Terms, among
 
 _Result = TypeVar("_Result")
 
@@ -147,7 +147,7 @@ class Dispatcher:
         replicas = self._serving(asked.model, asked.lora_name)
         check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
         prompts = prepare(asked.model.index, looked_up)
-        replicas = asked.among(replicas)
+        replicas = among(replicas, asked.is_eligible)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
     def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
@@ -182,7 +182,7 @@ class Dispatcher:
         asked = decision.asked
         if asked is None or asked.spec.stored_response is not None:
             return decision.replicas
-        return asked.among(self._serving(asked.model, asked.lora_name))
+        return among(self._serving(asked.model, asked.lora_name), asked.is_eligible)
 
     def _reads_at_once(self, body: bytes) -> bool:
         return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
@@ -260,7 +260,7 @@ class Dispatcher:
         replicas = self._serving(model, asked.lora_name)
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
-        replicas = asked.among(replicas)
+        replicas = among(replicas, asked.is_eligible)
         return self._decide(asked, tokenized, prompts, replicas, times)
 
     def _decide(
@@ -282,7 +282,9 @@ class Dispatcher:
         )
         ranking, excluded = self.planner.rank(question, replicas.values())
         serving, choose_prefiller = self._all(model, asked.lora_name), None
-        serving = serving._replace(able=replicas, prefillers=asked.among(serving.prefillers))
+        serving = serving._replace(
+            able=replicas, prefillers=among(serving.prefillers, asked.is_eligible)
+        )
         if serving.may_split and self.prefill is not None and self.prefill.allows(spec, prompts):
             choose_prefiller = functools.partial(self.prefill.prefiller, question, serving)
         started, tokenized_at = times
@@ -348,13 +350,13 @@ class Dispatcher:
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
-            replicas = _among(self._all_replicas(), is_eligible)
+            replicas = among(self._all_replicas(), is_eligible)
             return self._by_load(None, replicas, body, tenant=terms.tenant)
         target = self.models.versions.choose(name, terms.headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        serving = _among(self._serving(model, lora_name), is_eligible)
+        serving = among(self._serving(model, lora_name), is_eligible)
         decision = self._by_load(model, serving, body, name, terms.tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
@@ -494,14 +496,6 @@ class Dispatcher:
             return job()
         async with self._large:
             return await asyncio.to_thread(job)
-
-
-def _among(
-    replicas: Mapping[str, Replica], is_eligible: IsEligible | None
-) -> Mapping[str, Replica]:
-    if is_eligible is None:
-        return replicas
-    return {id_: each for id_, each in replicas.items() if is_eligible(each)}
 
 
 def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:

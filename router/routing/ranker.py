@@ -29,7 +29,6 @@ from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
 from router.index.approximate import ApproximateCaches
 from router.index.base import SourceId
-from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 from router.policies.plug_ins import PlugIn
@@ -37,7 +36,7 @@ from router.policies.policies import BuiltInPolicy, session_bytes
 from router.policies.reasons import Why
 from router.policies.standings import Lower, Ranking, Standings
 from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
-from router.routing.fleets import FleetKeeper, KnownFleet
+from router.routing.fleets import FleetKeeper
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 
@@ -113,10 +112,6 @@ class Ranker:
     def number_of(self, model: str) -> int:
         """The mirror's number of a model, where there is a mirror."""
         return 0 if self._mirror is None else self._mirror.number_of_model(model)
-
-    def fleet_of(self, model: str, replicas: list[Replica], index: PrefixIndex) -> KnownFleet:
-        """The fleet of a model as the core has it, with what is doubted of its caches now."""
-        return self.fleets.fleet_of(model, replicas, index)
 
     def rank(
         self,

@@ -56,3 +56,16 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_TERMS = Terms()
+
+
+def session_in(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    """The client's session by a header; None where it names none."""
+    session = headers.get(name)
+    return session.decode("latin-1") if session else None
+
+
+def among(replicas: Mapping[str, Replica], is_eligible: IsEligible | None) -> Mapping[str, Replica]:
+    """Return those of *replicas* that may be chosen."""
+    if is_eligible is None:
+        return replicas
+    return {id_: each for id_, each in replicas.items() if is_eligible(each)}

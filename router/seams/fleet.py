@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from router.config.origin import Header
 from router.config.schema import RouterConfig
-from router.doors.names import address_of, worker_number
+from router.doors.names import worker_number
 from router.errors import UnknownModel
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import headers_read
@@ -329,7 +329,7 @@ class NativeDecisions(ReplicaListener):
         ]
         if len(forms) > 1 or len(named) < len(replicas):
             return None
-        fleet = ranker.fleet_of(model.name if adapter is None else name, replicas, index)
+        fleet = ranker.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
         longest = longest_certain(replicas, name) or _ANY_LENGTH
         (form,) = forms
         served = ServedName(
@@ -360,9 +360,7 @@ class NativeDecisions(ReplicaListener):
             timeouts=(times.connect_s, times.whole_response_s, times.idle_s),
             shows_hit=self._shows_hits,
             ordered_by=_ordered_by(replica),
-            at_gateway=AtGateway(
-                worker_number(replica.id), str(replica.origin), address_of(replica)
-            ),
+            at_gateway=AtGateway(worker_number(replica.id), str(replica.origin), replica.address),
         )
 
 

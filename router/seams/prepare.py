@@ -33,7 +33,7 @@ from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.models import Model
 from router.routing.planner import prepare
 from router.routing.tenant import ContinuationSign
-from router.routing.terms import Terms
+from router.routing.terms import Terms, session_in
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
@@ -191,12 +191,11 @@ class Preparation:
         if len(body) > INLINE_BODY_BYTES:
             raise _UnusualRequest
         given = dict(headers)
-        session = given.get(self.session_header)
         asked = self.dispatcher.read(
             endpoint,
             body,
             Terms(
-                session=session.decode("latin-1") if session else None,
+                session=session_in(given, self.session_header),
                 headers=given,
                 salt=tenant_salt(key, endpoint.value),
                 check_model=None if key is None or key.usage is None else _check_model(key.usage),

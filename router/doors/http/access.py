@@ -44,7 +44,7 @@ from router.errors import (
 )
 from router.fleet.limits import KeyUsage
 from router.routing.stored_responses import ResponseOwner
-from router.routing.terms import TenantSalt
+from router.routing.terms import TenantSalt, Terms, session_in
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ class Guard:
         seen = server.clients_see_hits
         self.clients_see_hits = not server.client_keys if seen is None else seen
         """True if clients see how much of a prompt is cached."""
+        self.asks_for_hits: Role = "client" if self.clients_see_hits else "operator"
+        """The role that may ask: the answer reveals what is cached."""
         self._wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
         self._named = frozenset(name.lower() for name in server.host_names)
         self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
@@ -326,6 +328,19 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
     if key is None or key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def terms_of(
+    key: Key | None, headers: Headers, session_header: bytes, salt: TenantSalt | None
+) -> Terms:
+    """Return what a request's key and headers say of it."""
+    return Terms(
+        session=session_in(headers, session_header),
+        headers=headers,
+        salt=salt,
+        check_model=None if key is None or key.usage is None else key.usage.check_model,
+        owner=None if key is None else key.owner,
+    )
 
 
 def of_key(key: Key | None) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -17,8 +17,8 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.http.access import Key, tenant_salt
-from router.doors.http.bodies import decode_json, read_body
+from router.doors.http.access import Key, tenant_salt, terms_of
+from router.doors.http.bodies import decode_json
 from router.doors.http.dialects import add_dialects
 from router.doors.http.error_handlers import add_error_handlers
 from router.doors.http.live_page import add_page
@@ -55,6 +55,7 @@ from router.doors.http.views import (
     ModelList,
     RemovedReplica,
     StatusView,
+    json_response,
     model_entry,
     model_list,
 )
@@ -72,7 +73,6 @@ from router.errors import (
 from router.feed.taps import Tap
 from router.index.base import SourceId
 from router.prompt.endpoints import Endpoint
-from router.routing.terms import Terms
 from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
 from router.telemetry.request_log import MAX_REQUESTS
 
@@ -130,7 +130,7 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get("/healthz", **described("operation", "Is the process alive?", {200: is_alive}))
     async def healthz() -> Response:
-        return _json(StatusView(status="ok"))
+        return json_response(StatusView(status="ok"))
 
     @app.get(
         "/readyz",
@@ -139,8 +139,8 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def readyz() -> Response:
         reason = parts.router.readiness.why_not_ready()
         if reason:
-            return _json(StatusView(status="not ready", reason=reason), 503)
-        return _json(StatusView(status="ready"))
+            return json_response(StatusView(status="not ready", reason=reason), 503)
+        return json_response(StatusView(status="ready"))
 
     as_engines = described(
         "operation", "The same, as engines name it", {200: ready, 503: not_ready}
@@ -201,7 +201,7 @@ _EXPLAIN = {
 
 
 def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
-    server = parts.router.config.server
+    session_header = parts.router.config.policy.session_header.encode()
 
     @app.post(
         "/route",
@@ -219,21 +219,12 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         # Without a query, `RouteQuestions` answers.
         explains = _flag(request, "explain")
         headers = dict(request.headers.raw)
-        session = request.headers.get(parts.router.config.policy.session_header)
         key: Key | None = request.state.key
         usage = None if key is None else key.usage
         counted = nullcontext() if usage is None else usage.counted()
         with counted, parts.router.admission.buffer() as buffer:
-            content = await _body(
-                request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
-            )
-            terms = Terms(
-                session=session,
-                headers=headers,
-                salt=tenant_salt(key, "/route"),
-                check_model=None if usage is None else usage.check_model,
-                owner=None if key is None else key.owner,
-            )
+            content = await parts.read(request, buffer.add)
+            terms = terms_of(key, headers, session_header, tenant_salt(key, "/route"))
             decision = await parts.router.dispatcher.dispatch(
                 Endpoint.ROUTE, content, terms, encoding_of(headers)
             )
@@ -259,7 +250,9 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         names = parts.router.models.names()
         allowed = {name: names[name] for name in names if _may_use(request, name)}
         healthy = parts.healthy()
-        return _json(model_list(allowed, lambda name: parts.router.models.serving(name, healthy)))
+        return json_response(
+            model_list(allowed, lambda name: parts.router.models.serving(name, healthy))
+        )
 
     @app.get(
         "/v1/models/{name:path}",
@@ -276,7 +269,7 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         names = parts.router.models.names()
         if name not in names or not serving or not _may_use(request, name):
             raise UnknownModel(name)
-        return _json(model_entry(name, names[name], serving))
+        return json_response(model_entry(name, names[name], serving))
 
 
 def _may_use(request: Request, model: str) -> bool:
@@ -299,18 +292,18 @@ def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get("/replicas", **describe("Every replica: health, load, event streams", everything))
     async def replicas() -> Response:
-        return _json(ReplicaList(replicas=replica_details(parts.fleet())))
+        return json_response(ReplicaList(replicas=replica_details(parts.fleet())))
 
     @app.get("/replicas/{replica_id}", **describe("One replica", _ONE, errors=(_UNKNOWN,)))
     async def replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.router.registry.get(replica_id).id))
+        return json_response(parts.details(parts.router.registry.get(replica_id).id))
 
     @app.delete(
         "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
     )
     async def remove_replica(replica_id: str) -> Response:
         parts.router.registry.remove(replica_id)
-        return _json(RemovedReplica(removed=replica_id))
+        return json_response(RemovedReplica(removed=replica_id))
 
 
 def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
@@ -318,15 +311,14 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
     async def drain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.router.registry.drain(replica_id).id))
+        return json_response(parts.details(parts.router.registry.drain(replica_id).id))
 
     @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
     async def undrain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.router.registry.undrain(replica_id).id))
+        return json_response(parts.details(parts.router.registry.undrain(replica_id).id))
 
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
-    body_s = parts.router.config.server.timeouts.client_body_s
     networks = Networks(parts.router.config.server.replica_networks)
     refused = (
         BadRequest("$.sped", "unknown key", "did you mean speed?"),
@@ -347,11 +339,11 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     )
     async def add_replica(request: Request) -> Response:
         with parts.router.admission.buffer() as buffer:
-            content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
+            content = await parts.read(request, buffer.add, MAX_OPERATOR_BODY_BYTES)
         wanted = read_replica(decode_json(content))
         await networks.check_replica(wanted)
         added = parts.router.registry.add(wanted, networks.__contains__)
-        return _json(parts.details(added.id), 201)
+        return json_response(parts.details(added.id), 201)
 
 
 # --- insight --------------------------------------------------------------------------------------
@@ -368,7 +360,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def overview_of_all() -> Response:
-        return _json(parts.overview())
+        return json_response(parts.overview())
 
     @app.get(
         "/requests",
@@ -388,7 +380,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
         parts.desk.reservations.show_some()
-        return _json(requests_view(parts.router.request_log, after, limit))
+        return json_response(requests_view(parts.router.request_log, after, limit))
 
     @app.get(
         "/config",
@@ -398,7 +390,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def config() -> Response:
-        return _json(parts.router.config.to_public_dict())
+        return json_response(parts.router.config.to_public_dict())
 
 
 _MAX_HISTORIES = 16
@@ -428,7 +420,7 @@ def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ids = request.query_params.getlist("replica")
         if len(ids) > _MAX_HISTORIES:
             raise BadRequest("replica", f"{len(ids)} times", rule)
-        return _json(history_view(parts.router.history.hours(ids)))
+        return json_response(history_view(parts.router.history.hours(ids)))
 
 
 _RECORDING = "application/x-ndjson"
@@ -519,21 +511,3 @@ def _add_description(app: FastAPI, client: Access) -> None:
     async def openapi() -> Response:
         # Made once, in a thread: it takes longer than other streams should wait.
         return Response(await asyncio.to_thread(encoded), media_type=JSON)
-
-
-# --- bodies and encodings -------------------------------------------------------------------------
-
-
-async def _body(
-    request: Request, limit_bytes: int, timeout_s: float, hold: Callable[[int], None]
-) -> bytes:
-    headers = dict(request.headers.raw)
-    return await read_body(headers, request.receive, limit_bytes, timeout_s, hold)
-
-
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    content = msgspec.json.encode(value)
-    return Response(content, status_code=status, headers=headers, media_type=JSON)
-
-
-# --- errors ---------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from fastapi import Depends, FastAPI, Request, Response
 from kvevents.events import BlockHash
 from router.config.replica import read_replica
 from router.doors.http.access import Key, tenant_salt
-from router.doors.http.bodies import decode_body, read_body
+from router.doors.http.bodies import decode_body
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
 from router.doors.http.parts import ApiParts
+from router.doors.http.views import json_response
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica
@@ -130,27 +131,29 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
         found = await dialects.look_up(request, asked.model, asked)
         if asked.instance_id is not None:
             found = {name: each for name, each in found.items() if name == asked.instance_id}
-        return _json(mooncake_answer(found, asked.tenant_id))
+        return json_response(mooncake_answer(found, asked.tenant_id))
 
     @app.post("/dynamo/query", **asking)
     async def dynamo_query(request: Request) -> Response:
         asked = await dialects.read(request, DynamoQuery)
-        return _json(dynamo_answer(await dialects.look_up(request, asked.model_name, asked)))
+        return json_response(
+            dynamo_answer(await dialects.look_up(request, asked.model_name, asked))
+        )
 
     @app.post("/mooncake/query_by_hash", **asking)
     async def mooncake_query_by_hash(request: Request) -> Response:
         asked = await dialects.read(request, MooncakeHashQuery)
         found = await dialects.look_up_hashes(request, asked, asked.instance_id)
-        return _json(mooncake_answer(found, asked.tenant_id))
+        return json_response(mooncake_answer(found, asked.tenant_id))
 
     @app.post("/dynamo/query_by_hash", **asking)
     async def dynamo_query_by_hash(request: Request) -> Response:
         asked = await dialects.read(request, DynamoHashQuery)
-        return _json(dynamo_answer(await dialects.look_up_hashes(request, asked)))
+        return json_response(dynamo_answer(await dialects.look_up_hashes(request, asked)))
 
     @app.get("/dynamo/workers", **asking)
     async def workers() -> Response:
-        return _json([_worker(replica) for replica in parts.router.registry.replicas()])
+        return json_response([_worker(replica) for replica in parts.router.registry.replicas()])
 
     _add_changes(app, parts, dialects, operator)
 
@@ -172,7 +175,7 @@ def _add_changes(
         if dialects.known(asked.instance_id) is None:
             parts.router.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
-        return _json(answer, 201 if request.url.path.startswith("/dynamo") else 200)
+        return json_response(answer, 201 if request.url.path.startswith("/dynamo") else 200)
 
     @app.post("/dynamo/unregister", **changing)
     @app.post("/mooncake/unregister", **changing)
@@ -183,7 +186,7 @@ def _add_changes(
             raise UnknownReplica(str(asked.instance_id))
         parts.router.registry.remove(replica.id)
         removed = [f"{replica.id}|default|{asked.dp_rank}"]
-        return _json({"status": "unregistered successfully", "removed_instances": removed})
+        return json_response({"status": "unregistered successfully", "removed_instances": removed})
 
 
 class _DialectEndpoints:
@@ -195,12 +198,8 @@ class _DialectEndpoints:
     async def read(
         self, request: Request, kind: type[_Asked], most_bytes: int | None = None
     ) -> _Asked:
-        server = self._parts.router.config.server
         with self._parts.router.admission.buffer() as buffer:
-            body = await read_body(
-                *(dict(request.headers.raw), request.receive, most_bytes or server.max_body_bytes),
-                *(server.timeouts.client_body_s, buffer.add),
-            )
+            body = await self._parts.read(request, buffer.add, most_bytes)
             return await asyncio.to_thread(decode_body, body, kind)
 
     async def look_up(
@@ -319,11 +318,6 @@ def _worker(replica: Replica) -> dict[str, Any]:
             for each in replica.sources
         },
     }
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    content = msgspec.json.encode(value)
-    return Response(content, status_code=status, media_type="application/json")
 
 
 # --- answers --------------------------------------------------------------------------------------

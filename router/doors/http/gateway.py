@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from router.doors.http.access import Guard, Key, of_key, tenant_salt
+from router.doors.http.access import Guard, Key, of_key, tenant_salt, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     announced_bytes,
@@ -69,7 +69,7 @@ class Gateway:
         self.engine_order = EngineOrder(config.overload)
         self.logs_access = config.observability.access_log
         self._paths = paths
-        self._session_header = config.policy.session_header.encode()
+        self.session_header = config.policy.session_header.encode()
         self._open: set[asyncio.Task[Decision]] = set()
 
     def opens(
@@ -133,14 +133,9 @@ class Gateway:
         salt: TenantSalt | None,
         version: str | None = None,
     ) -> Terms:
-        session = headers.get(self._session_header)
-        return Terms(
-            session=session.decode("latin-1") if session else None,
-            headers=headers,
+        return replace(
+            terms_of(key, headers, self.session_header, salt),
             dp_rank=_rank(headers) if self.server.trust_client_rank else None,
-            salt=salt,
-            check_model=None if key is None or key.usage is None else key.usage.check_model,
-            owner=None if key is None else key.owner,
             tenant=self.tenant(key, headers),
             version=version,
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from typing_extensions import override
 
 from router.config.origin import Header
-from router.doors.http.access import Key, Role
+from router.doors.http.access import Key, terms_of
 from router.doors.http.gateway import Gateway, Passage
 from router.doors.http.openapi import JSON, MSGPACK
 from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
@@ -23,9 +24,6 @@ from router.errors import RequestError
 from router.plane.exchanges import PlaneExchange
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
-from router.routing.dispatcher import Dispatcher
-from router.routing.terms import Terms
-from router.telemetry.metrics import RouterMetrics
 
 Encoding: TypeAlias = Literal["json", "msgpack"]
 
@@ -34,22 +32,11 @@ _PATH = Endpoint.ROUTE.value
 _ROUTE = ProxiedPath(RoutedBy.CACHE, endpoint=Endpoint.ROUTE)
 
 
+@dataclass(frozen=True, slots=True)
 class RouteQuestions:
     """Serves the questions, and leaves everything else to the gateway: a `Handler`."""
 
-    def __init__(
-        self, gateway: Gateway, dispatcher: Dispatcher, metrics: RouterMetrics, session_header: str
-    ) -> None:
-        """
-        Args:
-            session_header: The header that names a client's session, in lower case.
-        """
-        self._gateway = gateway
-        self.dispatcher = dispatcher
-        self.metrics = metrics
-        self.session_header = session_header.encode()
-        self.role: Role = "client" if gateway.guard.clients_see_hits else "operator"
-        """The role that may ask: the answer reveals what is cached."""
+    gateway: Gateway
 
     def opens(
         self, method: str, path: str, query: bytes
@@ -57,44 +44,30 @@ class RouteQuestions:
         """Return the server of a request; None if it is for the API."""
         if path == _PATH:
             is_short = method == "POST" and not query
-            return functools.partial(RouteQuestion, self, self._gateway) if is_short else None
-        return self._gateway.opens(method, path)
+            return functools.partial(RouteQuestion, self.gateway, _ROUTE) if is_short else None
+        return self.gateway.opens(method, path)
 
 
 class RouteQuestion(Passage):
     """One request to `/route`."""
 
-    __slots__ = ("_asked", "_encoding")
-
-    def __init__(self, asked: RouteQuestions, gateway: Gateway, exchange: PlaneExchange) -> None:
-        super().__init__(gateway, _ROUTE, exchange)
-        self._asked = asked
-        self._encoding = encoding_of(self._headers)
+    __slots__ = ()
 
     @override
     def _enter(self) -> Key | None:
         # It is over at once, and asks nothing of a replica: it takes no place among the requests.
-        return self._gateway.guard.check(self._asked.role, self._exchange.scope, self._headers)
+        guard = self._gateway.guard
+        return guard.check(guard.asks_for_hits, self._exchange.scope, self._headers)
 
     @override
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        session = self._headers.get(self._asked.session_header)
-        return self._asked.dispatcher.dispatch_now(
-            Endpoint.ROUTE,
-            body,
-            Terms(
-                session=session.decode("latin-1") if session else None,
-                headers=self._headers,
-                salt=self._salt,
-                check_model=None if self._usage is None else self._usage.check_model,
-                owner=None if self._key is None else self._key.owner,
-            ),
-            self._encoding,
-        )
+        terms = terms_of(self._key, self._headers, self._gateway.session_header, self._salt)
+        dispatch = self._gateway.router.dispatcher.dispatch_now
+        return dispatch(Endpoint.ROUTE, body, terms, encoding_of(self._headers))
 
     @override
     def _send(self, decision: Decision) -> None:
-        self._asked.metrics.decided(
+        self._gateway.router.metrics.decided(
             decision.model_name, decision.tokenization_s, decision.routing_s
         )
         decision.require_replica()
@@ -108,7 +81,7 @@ class RouteQuestion(Passage):
 
     @override
     def _count_refused(self, error: RequestError) -> None:
-        self._asked.metrics.bad_requests.labels(error.code).inc()
+        self._gateway.router.metrics.bad_requests.labels(error.code).inc()
 
 
 def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from router.doors.http.views import View
-from router.doors.names import address_of, worker_number
+from router.doors.names import worker_number
 from router.index.base import GroupHit, SourceId
 from router.routing.question import uncached_tokens
 
@@ -270,7 +270,7 @@ def selection_view(
         worker_id=worker_number(replica.id),
         dp_rank=candidate.dp_rank,
         endpoint=str(replica.origin),
-        address=address_of(replica),
+        address=replica.address,
         headers={} if attempt is None else _headers_of(replica, attempt),
         body_fields=dict(fields),
         block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
@@ -293,7 +293,7 @@ def _prefill_view(decision: Decision, prefiller: Candidate) -> PrefillView:
         replica=replica.id,
         worker_id=worker_number(replica.id),
         endpoint=str(replica.origin),
-        address=address_of(replica),
+        address=replica.address,
         hit=hit_view(prefiller),
         effective_prefill_tokens=uncached_tokens(decision.prompt_tokens, prefiller),
     )

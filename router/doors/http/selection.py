@@ -17,7 +17,7 @@ from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import new_id
 from router.doors.http.access import Key, tenant_salt
-from router.doors.http.bodies import ClientLeft, decode_body, read_body
+from router.doors.http.bodies import ClientLeft, decode_body
 from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.parts import ApiParts
@@ -29,7 +29,7 @@ from router.doors.http.request_bodies import (
     SelectionRequest,
 )
 from router.doors.http.route_views import SelectionView, selection_view
-from router.doors.http.views import StatusView
+from router.doors.http.views import StatusView, json_response
 from router.doors.names import names_of, worker_number
 from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
 from router.errors import (
@@ -45,11 +45,10 @@ from router.fleet.replica import Replica
 from router.plane.attempts import Failure
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
-from router.routing.terms import IsEligible
+from router.routing.terms import IsEligible, session_in
 
 MAX_REPORT_BYTES = 65_536
 SELECT_PATH = "/select"
-_JSON = "application/json"
 _EVERY_REQUEST = (RESERVE_PATH, "/reservations/{")
 _NOTED = StatusView(status="ok")
 _RESERVED = (
@@ -130,7 +129,7 @@ def _add_selecting(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> 
         fields, ask = await doors.read(request, SelectionRequest)
         decision = await doors.desk.select(ask, fields.selection_id)
         to_set = _body_fields(decision, None, ask.caller)
-        return _json(selection_view(decision, None, fields.selection_id or "", to_set))
+        return json_response(selection_view(decision, None, fields.selection_id or "", to_set))
 
     @app.post(
         RESERVE_PATH,
@@ -146,7 +145,7 @@ def _add_selecting(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> 
     async def select_and_reserve(request: Request) -> Response:
         fields, ask = await doors.read(request, SelectionRequest)
         reservation = await doors.reserve(request, ask, fields.selection_id)
-        return _json(_reserved(reservation, ask.caller))
+        return json_response(_reserved(reservation, ask.caller))
 
 
 def _add_reservations(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> None:
@@ -170,7 +169,7 @@ def _add_reservations(app: FastAPI, doors: _SelectionEndpoints, access: Access) 
             reservation = doors.desk.reserve_selected(fields.selection_id, ask.caller)
         else:
             reservation = await doors.reserve(request, ask, fields.selection_id)
-        return _json(_reserved(reservation, ask.caller), 201)
+        return json_response(_reserved(reservation, ask.caller), 201)
 
 
 def _add_reports(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> None:
@@ -189,7 +188,7 @@ def _add_reports(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> No
     )
     async def prefill_complete(request: Request, reservation_id: str) -> Response:
         doors.get(request, reservation_id).prefill_complete()
-        return _json(_NOTED)
+        return json_response(_NOTED)
 
     @app.post(
         "/reservations/{reservation_id}/output_block",
@@ -203,7 +202,7 @@ def _add_reports(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> No
     async def output(request: Request, reservation_id: str) -> Response:
         report = await doors.read_report(request, OutputReport)
         _note_output(doors.get(request, reservation_id), report, None)
-        return _json(_NOTED)
+        return json_response(_NOTED)
 
     @app.delete(
         "/reservations/{reservation_id}",
@@ -212,7 +211,7 @@ def _add_reports(app: FastAPI, doors: _SelectionEndpoints, access: Access) -> No
     async def end(request: Request, reservation_id: str) -> Response:
         report = await doors.read_report(request, ReservationEnd)
         _note_end(doors.get(request, reservation_id), report, None)
-        return _json(_NOTED)
+        return json_response(_NOTED)
 
 
 def take_report(
@@ -260,14 +259,10 @@ class _SelectionEndpoints:
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
-        server, headers = self._parts.router.config.server, dict(request.headers.raw)
+        headers = dict(request.headers.raw)
         with self._parts.router.admission.buffer() as buffer:
-            body = await read_body(
-                *(headers, request.receive, server.max_body_bytes),
-                *(server.timeouts.client_body_s, buffer.add),
-            )
+            body = await self._parts.read(request, buffer.add)
         fields: Any = decode_body(body, _OWN_FIELDS[kind])
-        session = headers.get(self._session_header)
         given = headers.get(b"x-request-id", b"")
         is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
         ask = Question(
@@ -276,7 +271,7 @@ class _SelectionEndpoints:
             path=request.url.path,
             request_id=given.decode("latin-1") if is_id else new_id(),
             headers=headers,
-            session=session.decode("latin-1") if session else None,
+            session=session_in(headers, self._session_header),
             dp_rank=fields.dp_rank,
             is_eligible=_eligible(fields),
             caller=_caller(request),
@@ -293,10 +288,7 @@ class _SelectionEndpoints:
         return await _unless_left(request.receive, reserving)
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
-        timeouts, headers = self._parts.router.config.server.timeouts, dict(request.headers.raw)
-        body = await read_body(
-            *(headers, request.receive, MAX_REPORT_BYTES, timeouts.client_body_s), lambda _: None
-        )
+        body = await self._parts.read(request, lambda _: None, MAX_REPORT_BYTES)
         return _decoded(body, kind)
 
     def get(self, request: Request, reservation_id: str) -> Reservation:
@@ -393,7 +385,3 @@ def report_usage(reservation: Reservation, report: OutputReport) -> None:
         )
     if usage is not None:
         reservation.report(msgspec.json.encode({"usage": usage}))
-
-
-def _json(view: SelectionView | StatusView, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(view), status_code=status, media_type=_JSON)
