@@ -263,7 +263,6 @@ class KVEventAggregator:
 
         Args:
             worker: Its rank, or any other number that no other worker has.
-            events: Its events since its last report.
         """
         for event in events:
             reports = self._reports.setdefault(event, [])
@@ -275,11 +274,7 @@ class KVEventAggregator:
 
     def withdraw_event(self, worker: int, event: Event) -> bool:
         """Take back a worker's last report of an event that was not popped; return whether there
-        was one.
-
-        Args:
-            event: It no longer holds for that worker.
-        """
+        was one."""
         reports = self._reports.get(event, [])
         last = next((each for each in reversed(reports) if worker in each.workers), None)
         if last is None:

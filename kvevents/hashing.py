@@ -89,7 +89,6 @@ class HashChain:
 
         Args:
             parent: Digest of the block before; None for the first block.
-            token_ids: The block's tokens.
             extra_keys: Other hashed values: LoRA name, multimodal items, salt.
 
         Raises:
@@ -109,7 +108,6 @@ class HashChain:
         """Digests of all full blocks of a prompt, computed one by one.
 
         Args:
-            token_ids: The whole prompt.
             hash_block_size: Tokens between two hashes of the chain.
             extra_keys: Other values that are hashed, by block; missing entries are None.
             lookahead: Tokens after each block that its hash also covers (vLLM >= 0.33 with

@@ -141,7 +141,6 @@ def group_from_spec(index: int, spec: GroupSpec) -> KVCacheGroup:
 
     Args:
         index: The group's index, for error messages.
-        spec: One entry of `CacheLayout.groups`.
 
     Raises:
         LayoutError: The kind is unknown, or a size is out of range.

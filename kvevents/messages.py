@@ -48,7 +48,6 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
     """Read a message of the PUB socket.
 
     Args:
-        frames: The whole message.
         topic: The subscribed topic; None accepts any.
 
     Raises:
@@ -66,9 +65,6 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
 def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
     """Read a reply of the ROUTER socket; None for the end marker.
 
-    Args:
-        frames: The whole message.
-        topic: The subscribed topic; None accepts any.
 
     Raises:
         MalformedReply: Frames of neither form, another topic, a number that is not 8 bytes, or an
@@ -98,7 +94,6 @@ def read_snapshot_head(frames: Sequence[bytes], has_more: bool) -> SnapshotHead 
 
     Args:
         frames: The first three of the message, or all that it has.
-        has_more: True if others follow.
 
     Raises:
         MalformedReply: Another form, a number that is not a batch's, or payloads where there can be

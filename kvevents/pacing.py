@@ -100,11 +100,7 @@ class WorkSlice:
 
 class Backoff:
     """Delays that double up to a cap, spread by up to a half so that clients that fail together do
-    not return together.
-
-    Args:
-        first_s: The first delay, in seconds.
-    """
+    not return together."""
 
     def __init__(self, first_s: float, cap_s: float) -> None:
         self._first_s = first_s

@@ -60,7 +60,6 @@ class PlugIns(Generic[Arguments, Made]):
         """Add a factory in this process, without an entry point.
 
         Args:
-            name: Its name for `make`.
             factory: Called with the arguments of `make`.
 
         Raises:
@@ -75,8 +74,6 @@ class PlugIns(Generic[Arguments, Made]):
 
         Args:
             name: A built-in or registered name, or that of a plug-in.
-            *args: Passed to the factory.
-            **kwargs: Passed to the factory.
 
         Raises:
             PlugInError: The name is unknown or two packages offer it, or its plug-in cannot be

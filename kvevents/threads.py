@@ -22,7 +22,6 @@ def begun_pool(
     """Return a pool whose threads have all begun; it starts none later.
 
     Args:
-        threads: How many.
         name: What their names begin with.
         warm: Done first in each thread, after this function has returned.
     """

@@ -34,11 +34,7 @@ _GROUP_IDX = struct.Struct(">I")
 
 
 def pack_offload_key(block_hash: bytes, group_idx: GroupIdx) -> OffloadKey:
-    """The key of a group's block in every tier.
-
-    Args:
-        block_hash: The hash at the block's end.
-    """
+    """The key of a group's block in every tier."""
     return OffloadKey(block_hash + _GROUP_IDX.pack(group_idx))
 
 
@@ -166,8 +162,7 @@ class OffloadingManager(Protocol):
     from one thread. A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit
     only after that. A block is read by `prepare_load`, the copy, `complete_load`, and is not
     evicted in between. Keys are passed in the order of the prompt, and a tier evicts a prompt's
-    tail before its head.
-    """
+    tail before its head."""
 
     enable_events: bool = False
     """True if `take_events` reports what is stored and removed, and must be called. A tier whose

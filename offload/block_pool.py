@@ -60,7 +60,6 @@ class BlockPool:
         Args:
             num_blocks: Pages of the cache, at least two: the first is the null block and is never
                 given out.
-            groups: Kind and block size of each group.
             event_log: Records every change of presence; its owner takes the events.
 
         Raises:

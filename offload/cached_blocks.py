@@ -53,11 +53,7 @@ class CachedBlocks:
         return False
 
     def discard(self, block_hash: bytes, block: Block) -> bool:
-        """Remove a copy; return True if it was the last.
-
-        Args:
-            block_hash: The hash that *block* was added under.
-        """
+        """Remove a copy; return True if it was the last."""
         later = self._later.get(block_hash)
         if later is None:
             del self._oldest[block_hash]

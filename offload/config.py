@@ -54,7 +54,6 @@ class CacheConfig:
         """Build a checked configuration. All sizes but *num_blocks* are in tokens.
 
         Args:
-            groups: Kind and block size of each group of layers.
             num_blocks: Blocks in the pool, the null block included.
             scheduler_block_size: Hits end at its multiples; a multiple of every group's block size.
             hash_block_size: Tokens between two block hashes; divides every group's block size.

@@ -59,11 +59,6 @@ class Coordinator(ABC):
     """Blocks of all groups for a request; its forms differ in the blocks they find and cache."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
-        """
-        Args:
-            pool: Shared by all groups.
-            scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
-        """
         self.layout = config.layout
         self.pool = pool
         self.scheduler_block_size = scheduler_block_size
@@ -86,11 +81,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
-        """The longest prefix in tokens that each group could serve by itself; for display.
-
-        Args:
-            limit: Longest hit wanted, in tokens.
-        """
+        """The longest prefix in tokens that each group could serve by itself; for display."""
 
     @abstractmethod
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
@@ -147,7 +138,6 @@ class Coordinator(ABC):
 
         Args:
             request_id: A request that holds no blocks.
-            need: Its next tokens.
         """
         for manager, blocks in zip(self.managers, need.computed_blocks, strict=True):
             manager.adopt_computed_blocks(request_id, blocks, need.num_computed_tokens)
@@ -156,18 +146,13 @@ class Coordinator(ABC):
                 manager.allocate_external_blocks(request_id, need.num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> tuple[list[Block], ...]:
-        """Allocate blocks for the slots that have none, and return them per group.
-
-        Args:
-            need: Its next tokens.
-        """
+        """Allocate blocks for the slots that have none, and return them per group."""
         return tuple(manager.allocate_new_blocks(request_id, need) for manager in self.managers)
 
     def free_skipped_blocks(self, request: CacheRequest, num_computed_tokens: int) -> None:
         """Give back blocks that the running request no longer needs. If its session goes on, no
         request resumes at its beginning any more: the next turn does behind it. That leaves the
-        boundaries that it named, and its present end.
-        """
+        boundaries that it named, and its present end."""
         ends: Sequence[int] | None = None
         if request.hints.keep_end and self.retention_interval == 0:
             named, shared = request.hints.boundaries, request.shared_prefix_boundary

@@ -38,7 +38,6 @@ class RetentionHints:
         """Read `kvroute.keep` and `kvroute.keep_end`.
 
         Args:
-            kv_transfer_params: A request's, as they came.
             num_prompt_tokens: No boundary lies behind them; those that do are left out.
 
         Raises:
@@ -77,8 +76,6 @@ class PeerSource:
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Self | None:
         """Read `remote_kv_source`; None where the field is missing.
 
-        Args:
-            kv_transfer_params: A request's, as they came.
 
         Raises:
             EngineRequestError: A field is of another form; the message names place, value and rule.
@@ -140,14 +137,12 @@ class CacheRequest:
         """
         Args:
             request_id: Unique among the requests that hold blocks.
-            prompt_token_ids: The whole prompt.
             lora_name: The adapter; keeps its blocks apart from those of other adapters.
             cache_salt: Keeps its blocks apart from those of requests with another salt.
             extra_keys: Further parts of a block's content, per hash block of the prompt:
                 `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
                 encoder's input as bytes.
             kv_transfer_params: For the lower tiers; see `RequestContext`.
-            hints: The router's.
             at_peer: Blocks of it that can be pulled.
         """
         self.request_id = request_id

@@ -90,7 +90,6 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         Errors name a key by its position among *keys*: the key itself identifies a prompt.
 
         Args:
-            keys: The caller's.
             fits: Returns whether an entry is in the state the call needs.
             complaint: The fault of an entry that does not fit, for the error.
 

@@ -86,8 +86,6 @@ class Tier:
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
         """See `OffloadingManager.prepare_load`.
 
-        Args:
-            keys: Offloaded blocks that `find` returned.
 
         Raises:
             TierStateError: A block was lost since. Nothing was protected.
@@ -97,11 +95,7 @@ class Tier:
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
     ) -> None:
-        """See `OffloadingManager.complete_load`.
-
-        Args:
-            success: False if the blocks are bad; they are dropped.
-        """
+        """See `OffloadingManager.complete_load`."""
         self.manager.complete_load(keys, context, success)
 
     def prepare_store(
@@ -136,12 +130,7 @@ class Tier:
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
     ) -> None:
-        """See `OffloadingManager.complete_store`.
-
-        Args:
-            keys: The `keys_to_store` of `prepare_store`.
-            success: False drops the blocks.
-        """
+        """See `OffloadingManager.complete_store`."""
         self.manager.complete_store(keys, context, success)
         if not success:
             for key in keys:

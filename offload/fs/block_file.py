@@ -76,10 +76,6 @@ def _hash_bytes(key: OffloadKey) -> int:
 def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
     """Verify the content of a block's file.
 
-    Args:
-        header: The file's first `header_bytes(key, gpu_blocks)` bytes.
-        key: The block that the file is named after.
-        payload: The bytes behind the header.
 
     Raises:
         BlockFileError: Header and payload differ from those written for this key.

@@ -77,9 +77,6 @@ class GroupManager(ABC):
 
     def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
         """
-        Args:
-            settings: The group and the cache's limits.
-            pool: Shared with the other groups.
 
         Raises:
             CacheConfigError: scheduler_block_size is not a multiple of the group's block size.
@@ -186,8 +183,6 @@ class GroupManager(ABC):
         """Free blocks the request will take: new ones, and a hit's blocks that are free now.
 
         Args:
-            request_id: The request; it may hold blocks already.
-            need: Its next tokens, or all of them.
             is_admission: True if *need* is the whole request: then blocks that will have slid out
                 on the way are not counted twice.
         """
@@ -234,7 +229,6 @@ class GroupManager(ABC):
 
         Args:
             request_id: The request; its table is started if it has none.
-            need: Its next tokens.
         """
         table = self._tables.setdefault(request_id, [])
         self._cached_counts.setdefault(request_id, 0)

@@ -61,7 +61,6 @@ class CudaStager(Stager):
     ) -> None:
         """
         Args:
-            geometry: The cache and how its blocks make up the tier's.
             staging_bytes: How large a chunk may be; four buffers of it are allocated, two of them
                 in pinned host memory.
             pace: Called before each chunk.

@@ -49,10 +49,6 @@ class Transfers:
     """Plans a job at its submission and copies it in the queue's thread."""
 
     def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
-        """
-        Args:
-            geometry: The cache and how its blocks make up the tier's.
-        """
         on_gpu = geometry.cache.device.type == "cuda"
         self.geometry = geometry
         self.copier = RowCopier(options.threads(on_gpu))
@@ -78,8 +74,6 @@ class Transfers:
     def submit(self, job: TransferJob, plan: TransferPlan, side: LowerSide) -> None:
         """Queue a planned job behind the work of the caller's stream.
 
-        Args:
-            plan: From `plan`.
 
         Raises:
             TransferError: The queue was shut down, or another job has that id.
@@ -109,10 +103,6 @@ class TransferWorker(OffloadingWorker):
     """The common part of all tiers' workers; each has a `submit` of its own."""
 
     def __init__(self, transfers: Transfers) -> None:
-        """
-        Args:
-            transfers: Cuts jobs into chunks, and runs them.
-        """
         self._transfers = transfers
 
     @override

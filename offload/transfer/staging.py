@@ -84,11 +84,7 @@ class Stager(Protocol):
 
 
 def staging_size(geometry: TransferGeometry, wanted_bytes: int) -> int:
-    """Bytes of a staging buffer: at least the largest offloaded block, and whole machine words.
-
-    Args:
-        geometry: The cache and its offloaded blocks.
-    """
+    """Bytes of a staging buffer: at least the largest offloaded block, and whole machine words."""
     return -(-max(wanted_bytes, *geometry.offloaded_bytes) // 8) * 8
 
 
@@ -104,7 +100,6 @@ class HostStager(Stager):
     ) -> None:
         """
         Args:
-            geometry: The cache and how its blocks make up the tier's.
             staging_bytes: How large a chunk may be; one buffer of it is allocated.
             pace: Called before each chunk.
         """
@@ -182,8 +177,6 @@ def chunk_view(geometry: TransferGeometry, chunk: Chunk, staging: Tensor) -> Ten
     """The front of a flat staging buffer as a chunk's offloaded blocks.
 
     Args:
-        geometry: The cache and its offloaded blocks.
-        chunk: How many blocks, and of which group.
         staging: `[staging_bytes]` int8.
 
     Returns:

@@ -18,10 +18,6 @@ class LRUPolicy(EvictionPolicy):
     """
 
     def __init__(self, capacity: int) -> None:
-        """
-        Args:
-            capacity: In blocks; every policy is created with it.
-        """
         self.capacity = capacity
         self.idle: OrderedDict[OffloadKey, None] = OrderedDict()
         """Resident and not held, the next to be evicted first."""
