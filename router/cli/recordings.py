@@ -35,7 +35,7 @@ from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
 from router.index.base import LayoutHints, SourceId
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 
 MAX_LINE_BYTES = 256 * 2**20
 _SOURCE = SourceId("recording")

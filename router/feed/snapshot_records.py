@@ -18,7 +18,7 @@ from router.feed.source_feed import SavedSource
 from router.index.base import SourceId
 from router.index.dump import FrameWriter, read_frames
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ The files; each imports only what is listed above it:
     layout_learner.py  the cache layout, learned from events
     prompt.py          a prompt under every key and hash that some source may know it by
     core_values.py     layouts, tiers and hits as the core takes and gives them
-    sources.py         the state of one source outside the core
-    records.py         the state of an index as records
+    sources.py         the state of one source outside the core; that of an index as records
     index.py           all sources of one model
     dump.py            an index as bytes and back
     mirror_types.py    what goes into a mirror and comes out

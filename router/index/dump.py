@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 
 VERSION = 9
 

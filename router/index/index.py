@@ -37,16 +37,19 @@ from router.index.core_values import canonical, group_hits, key_drawn_from, tier
 from router.index.hash_finder import HashFinder, HashForm
 from router.index.layout_learner import LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
-from router.index.records import (
+from router.index.sources import (
+    HeldHashes,
     IndexRecord,
+    KnownSource,
+    SharedStore,
     SourceRecord,
     StoreRecord,
     decoded_record,
     restore_state,
     source_record,
+    statistics_of,
     store_record,
 )
-from router.index.sources import HeldHashes, KnownSource, SharedStore, statistics_of
 
 Mapping.register(HitMap)
 

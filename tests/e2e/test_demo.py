@@ -36,7 +36,7 @@ from kvroute_engine.demo.workload import WorkloadSizes, questions_about_document
 from router.index.base import SourceId
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 from tests.support.router_process import ROOT
 from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port

@@ -38,7 +38,7 @@ from kvevents.layout import GroupKind
 from router.config.schema import RouterConfig
 from router.index.base import ApplyResult, LayoutHints, SourceId
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])

@@ -10,7 +10,8 @@ The files; each imports only what is listed above it:
     forwarding.py         the part of a client's request that goes on to a replica
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              bodies of responses as types: probes, errors, models
-    route_views.py        where a request goes, and why
+    route_views.py        where a request goes, and why: the types
+    decision_views.py     these, made from decisions
     request_views.py      the requests routed last, and the last hour
     replica_views.py      replicas in full
     overview.py           the router at a glance

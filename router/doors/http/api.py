@@ -19,6 +19,7 @@ from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.doors.http.access import Key, tenant_salt, terms_of
 from router.doors.http.bodies import decode_json
+from router.doors.http.decision_views import route_view
 from router.doors.http.dialects import add_dialects
 from router.doors.http.error_handlers import add_error_handlers
 from router.doors.http.live_page import add_page
@@ -48,7 +49,7 @@ from router.doors.http.request_bodies import (
     TokenIdsRequest,
 )
 from router.doors.http.request_views import HistoryView, RequestsView, history_view, requests_view
-from router.doors.http.route_views import RouteView, route_view
+from router.doors.http.route_views import RouteView
 from router.doors.http.selection import add_selection
 from router.doors.http.views import (
     ModelEntry,

@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from router.config.origin import Header
 from router.doors.http.access import Key, terms_of
+from router.doors.http.decision_views import route_view
 from router.doors.http.gateway import Gateway, Passage
 from router.doors.http.openapi import JSON, MSGPACK
 from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
-from router.doors.http.route_views import RouteView, route_view
+from router.doors.http.route_views import RouteView
 from router.errors import RequestError
 from router.plane.exchanges import PlaneExchange
 from router.prompt.endpoints import Endpoint

@@ -18,6 +18,7 @@ from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import new_id
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import ClientLeft, decode_body
+from router.doors.http.decision_views import selection_view
 from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.parts import ApiParts
@@ -28,7 +29,7 @@ from router.doors.http.request_bodies import (
     ReservationRequest,
     SelectionRequest,
 )
-from router.doors.http.route_views import SelectionView, selection_view
+from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView, json_response
 from router.doors.names import names_of, worker_number
 from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations

@@ -16,7 +16,7 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from router.index.base import LayoutHints, SourceId, SourceLimits, TierHint
 from router.index.layout_learner import SeenGroup
-from router.index.records import DumpError
+from router.index.sources import DumpError
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import Counting
 from tests.oracle.index.keys import KeySpace, joined, split

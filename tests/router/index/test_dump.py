@@ -26,7 +26,7 @@ from router.cli.recordings import Query, Record, RecordingReader
 from router.index.base import Hit, LayoutHints, SourceId, SourceLimits, TierHint
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
-from router.index.records import DumpError
+from router.index.sources import DumpError
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 
