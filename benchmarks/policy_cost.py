@@ -41,9 +41,9 @@ from router.policies import (
     make_policy,
 )
 from router.policies.policies import BUILT_IN
+from router.routing.known import Known
 from router.routing.planner import RoutePlanner
 from router.routing.question import RankQuestion
-from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
 PROMPT_TOKENS = 4096
@@ -133,7 +133,7 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
             sent = index.prepare(_tokens(random), extra_steps=(STEP,))
             visit = mirror.begin(MODEL, index, SourceId(name), [sent], PROMPT_TOKENS, PROMPT_TOKENS)
             flights.append(load.started(name, PROMPT_TOKENS, PROMPT_TOKENS, visit=visit))
-            planner.remember([sent], SourceId(name))
+            planner.visits.remember([sent], SourceId(name))
             if number:
                 flights[-1].first_token()
     prompts = [index.prepare(prompt, extra_steps=(STEP,))]

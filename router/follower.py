@@ -19,7 +19,7 @@ from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
-from router.routing.models import Model
+from router.routing.model import Model
 from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts
 from router.telemetry.request_observer import RequestObservers
@@ -61,7 +61,7 @@ class ReplicaFollower(ReplicaListener):
         """A replica that failed may have lost what was sent to it; one that is healthy again may be
         another process."""
         if replica.state is ReplicaState.UNHEALTHY:
-            self.planner.forget(replica.id)
+            self.planner.visits.forget(replica.id)
         self._compare_tokenizers(replica)
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
@@ -93,7 +93,7 @@ class ReplicaFollower(ReplicaListener):
 
     def on_removed(self, replica: Replica) -> None:
         self.planner.note_streams(replica)
-        self.planner.forget(replica.id)
+        self.planner.visits.forget(replica.id)
         self.parts.tokenizer_check.forget(replica.id)
         self.on_gone(replica.id)
         self.observers.forget_replica(replica.id)
@@ -105,7 +105,7 @@ class ReplicaFollower(ReplicaListener):
         for model in self.parts.models.forget_all_but(self.parts.registry.models()):
             if self.parts.entrance is not None:
                 self.parts.entrance.room.forget(model)
-            self.planner.forget_model(model)
+            self.planner.visits.forget_model(model)
             self.observers.forget_model(model)
 
     def _follow(
@@ -125,8 +125,11 @@ class ReplicaFollower(ReplicaListener):
 
     def _compare_tokenizers(self, replica: Replica) -> None:
         model = self._model_of(replica)
-        if replica.state is ReplicaState.HEALTHY and model is not None:
-            self.parts.tokenizer_check.start(replica, model)
+        if replica.state is not ReplicaState.HEALTHY or model is None:
+            return
+        local = self.parts.models.tokenization_of(model).local
+        if local is not None:
+            self.parts.tokenizer_check.start(replica, model.name, local)
 
     def _model_of(self, replica: Replica) -> Model | None:
         return (

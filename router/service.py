@@ -43,10 +43,11 @@ from router.prompt.processes import LargeWork
 from router.routing.admission import Admission
 from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
+from router.routing.known import Known
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.prefill import PrefillPlanner
-from router.routing.ranker import Known, Ranker
+from router.routing.ranker import Ranker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -287,7 +288,7 @@ class RouterService(RouterParts):
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
-            bookings=Bookings(self._load, planner, self.repair.quiet),
+            bookings=Bookings(self._load, planner.visits, self.repair.quiet),
             metrics=self.metrics,
             replicas=self.registry,
             log=self.request_log,

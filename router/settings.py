@@ -25,8 +25,7 @@ from router.fleet.client import UpstreamClient
 from router.fleet.client_errors import ResponseTooLarge, UpstreamError
 from router.fleet.gate import GateOptions
 from router.fleet.replica import Replica
-from router.index.approximate import ApproximateCaches
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCaches, Mirror
 from router.plane.attempts import RetryLimits
 from router.plane.proxy_types import ProxySettings
 from router.telemetry.metrics import RouterMetrics

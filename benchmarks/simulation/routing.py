@@ -31,9 +31,9 @@ from router.policies import (
 )
 from router.prompt.prompts import NO_ENDS, MessageEnds
 from router.routing.booking import Bookings
-from router.routing.planner import RECENT_STEP, RoutePlanner
+from router.routing.known import RECENT_STEP, Known
+from router.routing.planner import RoutePlanner
 from router.routing.question import Placement, RankQuestion, uncached_tokens
-from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering
 
@@ -95,7 +95,7 @@ class SimulatedRouter:
             clock=clock,
             random=Random(seed),
         )
-        self._bookings = Bookings(self.load, self._planner, QuietMoments(math.inf), clock)
+        self._bookings = Bookings(self.load, self._planner.visits, QuietMoments(math.inf), clock)
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""

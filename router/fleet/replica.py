@@ -134,6 +134,14 @@ class Replica:
         """Its health, or that it is draining."""
         return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
 
+    def cache_at(self, dp_rank: int | None) -> SourceId:
+        """The cache whose hit a candidate of this replica stands for.
+
+        Args:
+            dp_rank: The candidate's rank; None: the first, or its only one.
+        """
+        return self.cache if dp_rank is None else SourceId(self.id, dp_rank)
+
     @property
     def cache_blocks(self) -> int | None:
         """Blocks on the GPU of each rank, by its metrics; None: unknown."""

@@ -20,6 +20,5 @@ The files; each imports only what is listed above it:
     index.py           all sources of one model
     dump.py            an index as bytes and back
     mirror_types.py    what goes into a mirror and comes out
-    mirror.py          every cache: requests in prefill, ended ones in order, what is evicted next
-    approximate.py     estimates of caches without events
+    mirror.py          every cache: requests in prefill, ended ones, what is evicted next; estimates
 """

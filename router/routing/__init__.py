@@ -37,9 +37,11 @@ The files; each imports only what is listed above it:
     stored_responses.py    which replica has which stored response
     terms.py               what else is known of a request besides its body
     versions.py            which version of a model a request gets
+    model.py               one model: names, index, hints
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
     question.py            one request, as replicas are ranked for it, and where it goes
+    known.py               the state that decisions read, and the requests in caches it follows
     fleets.py              updates the compiled core with the replicas and their state
     ranker.py              has the core rank by a policy of its own, or by a plug-in
     planner.py             hits, load and policy -> a ranking of replicas

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from router._core import EstimatedVisit, Visit
 from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments, QuietSample
-from router.routing.planner import RoutePlanner
+from router.routing.known import CacheVisits
 from router.routing.question import Placement
 
 
@@ -23,8 +23,8 @@ class Bookings:
 
     load: LoadTracker
     """Counts what is in flight at each replica."""
-    planner: RoutePlanner
-    """Follows prompts in the caches, and remembers which were just sent where."""
+    visits: CacheVisits
+    """Follow prompts in the caches, and remember which were just sent where."""
     quiet: QuietMoments
     """Know which requests had a replica to themselves."""
     clock: Callable[[], float] = time.monotonic
@@ -70,11 +70,11 @@ class Booking:
     def _follow(self, at: Placement) -> None:
         self.placement = at
         """Where it was sent last."""
-        planner = self._bookings.planner
+        visits = self._bookings.visits
         # This one first: it changes nothing before its first token, so nothing is left behind where
         # the other finds no memory.
-        self._estimated: EstimatedVisit | None = planner.estimated_visit(at)
-        self._visit: Visit | None = planner.visit(at)
+        self._estimated: EstimatedVisit | None = visits.estimated_visit(at)
+        self._visit: Visit | None = visits.visit(at)
 
     @property
     def expected_tokens(self) -> int | None:

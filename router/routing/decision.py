@@ -24,8 +24,8 @@ from router.prompt.body.retention import with_hints
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
-from router.routing.models import Model
-from router.routing.question import Placement, RankQuestion, source_of, uncached_tokens
+from router.routing.model import Model
+from router.routing.question import Placement, RankQuestion, uncached_tokens
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import ContinuationSign
 from router.routing.terms import IsEligible
@@ -184,7 +184,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         replica = self.replicas[candidate.replica_id]
         if replica.has_ranks and (candidate.dp_rank is None or not self.reads_rank):
             return None
-        return source_of(replica, candidate.dp_rank)
+        return replica.cache_at(candidate.dp_rank)
 
     def placement(self, candidate: Candidate, attempt: Attempt) -> Placement:
         uncached = uncached_tokens(self.prompt_tokens, candidate)
@@ -215,7 +215,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def source_of(self, candidate: Candidate) -> SourceId:
         """The cache whose hit *candidate* stands for."""
-        return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
+        return self.replicas[candidate.replica_id].cache_at(candidate.dp_rank)
 
     def expected_tokens(self, candidate: Candidate) -> int:
         """Prompt tokens that will be cached at *candidate* when the engine admits the request."""

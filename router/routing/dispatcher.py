@@ -27,7 +27,8 @@ from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision
 from router.routing.lengths import check_length, common_length
-from router.routing.models import Model, ModelSet
+from router.routing.model import Model
+from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
@@ -137,7 +138,9 @@ class Dispatcher:
         spec, started = asked.spec, time.perf_counter()
         if spec.stored_response is not None:
             return self._decide_later(asked)
-        tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
+        tokenized = self.models.tokenization_of(asked.model).tokenize_now(
+            spec, lora_name=asked.lora_name
+        )
         tokenized_at = time.perf_counter()
         if tokenized is None:
             return self._decide_later(asked)
@@ -206,10 +209,11 @@ class Dispatcher:
 
     def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
         """Look for the ends of messages from the first chat on of which a replica takes hints."""
-        if model.tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
+        tokenization = self.models.tokenization_of(model)
+        if tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
             return
         serving = self._serving(model, lora_name).values()
-        model.tokenization.finds_ends = any(map(model.hint_form, serving))
+        tokenization.finds_ends = any(map(model.hint_form, serving))
 
     def _is_served(self, name: str) -> bool:
         """Return whether some replica can take requests for a model."""
@@ -243,7 +247,8 @@ class Dispatcher:
             asked = await self._at_holder(asked, asked.spec.stored_response)
         spec, model = asked.spec, asked.model
         started = time.perf_counter()
-        tokenized = await model.tokenization.tokenize(spec, lora_name=asked.lora_name)
+        tokenization = self.models.tokenization_of(model)
+        tokenized = await tokenization.tokenize(spec, lora_name=asked.lora_name)
         return await self._look_up_later(asked, tokenized, (started, time.perf_counter()))
 
     async def _look_up_later(
@@ -298,7 +303,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self.planner.obstacle,
-            expects=self.planner.expected,
+            expects=self.planner.visits.expected,
             asked=asked,
             named=asked.named,
             target=asked.target,
@@ -401,7 +406,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self.planner.obstacle,
-            expects=self.planner.expected,
+            expects=self.planner.visits.expected,
             named=named,
             body=body,
             routing_s=time.perf_counter() - started,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from router.config.models import TOKENIZER_AT_REPLICA, ModelConfig, StoreConfig
+from router.config.models import TOKENIZER_AT_REPLICA, ModelConfig
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
-from router.index.base import LayoutHints, SourceId, SourceStatistics
+from router.index.base import SourceId, SourceStatistics
 from router.index.index import PrefixIndex
-from router.prompt.body.retention import HintForm
 from router.prompt.chat.renderer import ChatSettings
 from router.prompt.errors import ModelFilesError
 from router.prompt.local.tokenizer import LocalTokenizer
@@ -21,7 +19,7 @@ from router.prompt.model_files import read_model_files
 from router.prompt.processes import LargeWork
 from router.prompt.remote import RemoteTokenizer
 from router.prompt.tokenization import Tokenization
-from router.routing.steering import Steering
+from router.routing.model import Model
 from router.routing.versions import Versions
 
 logger = logging.getLogger(__name__)
@@ -32,46 +30,6 @@ names."""
 
 MAX_NAMES = 16_384
 """Bound on names of models and adapters: a replica must not make the router grow without end."""
-
-
-@dataclass(slots=True)
-class Model:
-    """One base model."""
-
-    name: str
-    tokenization: Tokenization
-    aliases: tuple[str, ...] = ()
-    hints: LayoutHints = field(default_factory=LayoutHints)
-    index: PrefixIndex = field(default_factory=PrefixIndex)
-    stores: tuple[StoreConfig, ...] = ()
-    """The stores that its replicas share."""
-    retention_hints: Literal["auto", "always", "never"] = "auto"
-    """Selects the replicas that get retention hints."""
-    steering: Steering = field(default_factory=Steering)
-    """Makes the hints."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every name under which replicas serve it."""
-        return (self.name, *self.aliases)
-
-    def hint_form(self, replica: Replica) -> HintForm | None:
-        """The form of retention hints to a replica; None if it gets none.
-
-        A replica takes hints if its `GET /server_info` or its event stream announces that.
-        """
-        if self.retention_hints == "never":
-            return None
-        if self.retention_hints == "auto" and not replica.server_info.retention_hints:
-            announced = self.index.announced(replica.cache)
-            if announced is None or not announced.retention_hints:
-                return None
-        return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
-
-    def hints_of(self, replica_id: str) -> LayoutHints:
-        """Return the configuration of a replica's cache, and of the stores it shares."""
-        shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
-        return replace(self.hints, stores=shared)
 
 
 class _NameTarget(NamedTuple):
@@ -112,6 +70,7 @@ class ModelSet:
         self.versions = versions or Versions()
         self._key_secret = key_secret
         self._models: dict[str, Model] = {}
+        self._tokenizations: dict[str, Tokenization] = {}
         self._names: dict[str, _NameTarget] = {}
         problems = [
             problem
@@ -135,6 +94,12 @@ class ModelSet:
     def index_of(self, name: str) -> PrefixIndex:
         """The index of the base model of exactly this name, which must be known."""
         return self._models[name].index
+
+    def tokenization_of(self, model: Model) -> Tokenization:
+        """What turns prompts for a model into token ids. One that was forgotten meanwhile was not
+        configured: its replicas tokenise."""
+        found = self._tokenizations.get(model.name)
+        return self._at_replica(model) if found is None else found
 
     def resolve(self, name: str | None) -> tuple[Model, str | None]:
         """Return the base model that a request's `model` stands for, and the adapter if it is one.
@@ -165,11 +130,8 @@ class ModelSet:
             return None
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
-            self._models[base] = Model(
-                base,
-                Tokenization(remote=self._remote((base,))),
-                index=self._new_index(),
-            )
+            self._models[base] = Model(base, index=self._new_index())
+            self._tokenizations[base] = self._at_replica(self._models[base])
             self._names[base] = _NameTarget(base)
         self._names[name] = _NameTarget(base, name if parent else None)
         return self._models[base]
@@ -190,7 +152,8 @@ class ModelSet:
         gone = [name for name in unserved if name in self._models and name not in needed]
         for name in gone:
             del self._names[name]
-            self._models.pop(name).tokenization.close()
+            del self._models[name]
+            self._tokenizations.pop(name).close()
         return gone
 
     def names(self) -> dict[str, str | None]:
@@ -221,8 +184,8 @@ class ModelSet:
     def tokenizers(self) -> dict[str, str]:
         """Return the tokenizer of each configured model."""
         tokenizers = {
-            name: model.tokenization.local
-            for name, model in self._models.items()
+            name: tokenization.local
+            for name, tokenization in self._tokenizations.items()
             if name in self._configured
         }
         return {
@@ -239,8 +202,8 @@ class ModelSet:
         }
 
     def close(self) -> None:
-        for model in self._models.values():
-            model.tokenization.close()
+        for tokenization in self._tokenizations.values():
+            tokenization.close()
 
     def _add_configured(self, index: int, config: ModelConfig) -> ConfigProblem | None:
         try:
@@ -252,9 +215,9 @@ class ModelSet:
             return ConfigProblem(f"models[{index}]", str(error))
         if tokenization.local is not None:
             logger.info("model %s: tokenised by %s", config.name, tokenization.local.backend)
+        self._tokenizations[config.name] = tokenization
         self._models[config.name] = Model(
             config.name,
-            tokenization,
             config.aliases,
             config.layout.to_hints(),
             self._new_index(),
@@ -270,6 +233,9 @@ class ModelSet:
     def _new_index(self) -> PrefixIndex:
         secret = self._key_secret
         return self._make_index() if secret is None else self._make_index(secret=secret)
+
+    def _at_replica(self, model: Model) -> Tokenization:
+        return Tokenization(remote=self._remote(model.names))
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

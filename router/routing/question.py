@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.fleet.replica import Replica
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.index.prompt import HashedPrompt
@@ -68,15 +67,6 @@ class Placement:
     def dp_rank(self) -> int | None:
         """The replica's rank that gets it; None: the engine chooses, or there is only one."""
         return None if self.source is None else self.candidate.dp_rank
-
-
-def source_of(replica: Replica, dp_rank: int | None) -> SourceId:
-    """The cache whose hit a candidate stands for.
-
-    Args:
-        dp_rank: The candidate's rank; None: the replica's first, or its only one.
-    """
-    return replica.cache if dp_rank is None else SourceId(replica.id, dp_rank)
 
 
 def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:

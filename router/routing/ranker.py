@@ -7,8 +7,7 @@ gets what the core found as columns, and orders it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -25,11 +24,7 @@ from router.fleet.gate import (
     BREAKER_OPEN,
     TENANT_BACKING_OFF,
 )
-from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.index.approximate import ApproximateCaches
-from router.index.base import SourceId
-from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 from router.policies.plug_ins import PlugIn
 from router.policies.policies import BuiltInPolicy, session_bytes
@@ -37,8 +32,8 @@ from router.policies.reasons import Why
 from router.policies.standings import Lower, Ranking, Standings
 from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 from router.routing.fleets import FleetKeeper
+from router.routing.known import Known
 from router.routing.question import RankQuestion
-from router.routing.recent_prefixes import RecentPrefixes
 
 _OBSTACLES = (
     None,
@@ -53,26 +48,6 @@ _OBSTACLES = (
     "removed",
 )
 """As `Obstacle` of core/decide/fleet.hpp counts them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Holds the state that decisions read."""
-
-    load: LoadTracker
-    """Counts what this router has in flight at each replica."""
-    suspects: Collection[SourceId] = ()
-    """The sources of which events were lost, so that their hits are doubtful; it changes with
-    them."""
-    recent: RecentPrefixes | None = None
-    """Which prefixes were just sent where; None: what the mirror has in prefill."""
-    mirror: Mirror | None = None
-    """Follows every cache: what it is doing, and evicts next; its books are those of the load.
-    None: that is not known."""
-    approximate: ApproximateCaches | None = None
-    """Estimates what caches hold without events, with the mirror; None: that is not estimated."""
-    engine_load_stale_after_s: float = 10.0
-    """Age from which an engine's own load no longer counts."""
 
 
 class Ranker:

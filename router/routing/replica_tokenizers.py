@@ -33,7 +33,6 @@ from router.prompt.errors import ReplicaAnswerError, UntokenizableError
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.prompts import ChatPrompt, TextPrompt
 from router.prompt.remote import RemoteTokenizer
-from router.routing.models import Model
 
 logger = logging.getLogger(__name__)
 
@@ -218,13 +217,10 @@ class TokenizerCheck:
         self.disagreements: dict[tuple[str, str], int] = {}
         """(model, replica) -> probes tokenised differently; absent where that is not known."""
 
-    def start(self, replica: Replica, model: Model) -> None:
-        """Check a replica in the background, if the router tokenises its model itself."""
-        local = model.tokenization.local
-        if local is None:
-            return
+    def start(self, replica: Replica, model: str, local: LocalTokenizer) -> None:
+        """Check in the background whether a replica tokenises as the router does."""
         task = asyncio.get_running_loop().create_task(
-            self._check(replica, model.name, local), name=f"tokenizer {replica.id}"
+            self._check(replica, model, local), name=f"tokenizer {replica.id}"
         )
         self._running.add(task)
         task.add_done_callback(self._running.discard)

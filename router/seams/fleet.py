@@ -40,7 +40,7 @@ from router.prompt.body.retention import HintForm
 from router.prompt.limits import PromptLimits
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
-from router.routing.models import Model
+from router.routing.model import Model
 from router.routing.ranker import Ranker
 from router.telemetry.trace_context import TRACEPARENT
 

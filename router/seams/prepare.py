@@ -30,7 +30,7 @@ from router.prompt.endpoints import Endpoint
 from router.prompt.prompts import ChatPrompt, OpaquePrompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
-from router.routing.models import Model
+from router.routing.model import Model
 from router.routing.planner import prepare
 from router.routing.tenant import ContinuationSign
 from router.routing.terms import Terms, session_in
@@ -123,11 +123,12 @@ class Preparation:
             self._open(number)
             return
         started = time.perf_counter()
-        tokenized = asked.model.tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
+        tokenization = self.dispatcher.models.tokenization_of(asked.model)
+        tokenized = tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
         if tokenized is not None:
             self._place(number, body, asked, tokenized[0], time.perf_counter() - started)
             return
-        if asked.model.tokenization.local is None:
+        if tokenization.local is None:
             self._open(number)  # a replica is asked once, and may keep the caller waiting
             return
         task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
@@ -210,7 +211,7 @@ class Preparation:
 
     async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
         started = time.perf_counter()
-        tokenization = asked.model.tokenization
+        tokenization = self.dispatcher.models.tokenization_of(asked.model)
         (tokenized,) = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
         self._place(number, body, asked, tokenized, time.perf_counter() - started)
 

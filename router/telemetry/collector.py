@@ -69,7 +69,7 @@ def collect(parts: RouterParts) -> Iterator[Metric]:
         _replica_metrics(parts.registry.snapshot(), parts.keeper.statistics()),
         tuple(_scaling_metrics(parts, feeds)),
         _tokenization_metrics(
-            {model.name: model.tokenization.statistics() for model in parts.models}
+            {model.name: parts.models.tokenization_of(model).statistics() for model in parts.models}
         ),
         _steering_metrics([((each.name,), each.steering.statistics()) for each in parts.models]),
         tuple(_work_metrics(parts)),

@@ -13,8 +13,7 @@ from router.fleet.discovery.keeper import ReplicaKeeper
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyLimits
 from router.fleet.registry import ReplicaRegistry
-from router.index.approximate import ApproximateCaches
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCaches, Mirror
 from router.plane.relays import PlaneProxy
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher

@@ -19,7 +19,7 @@ from router.policies.types import Candidate
 from router.prompt.endpoints import Endpoint
 from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
-from router.routing.question import Placement, source_of
+from router.routing.question import Placement
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
 from router.telemetry.request_log import RequestLog, RoutedRequest
@@ -117,7 +117,7 @@ class RequestObservers:
             self.replicas.report_busy(replica_id, retry_after_s, tenant)
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
-            self.bookings.planner.forget(replica_id)
+            self.bookings.visits.forget(replica_id)
         if found not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, found.value)
         return found
@@ -149,7 +149,7 @@ class RequestObservers:
         if failure in RETRIED and replica_id in self.replicas:
             self.metrics.retries.labels(replica_id, failure.value).inc()
             if is_its_own and failure not in _CACHE_IS_THERE:
-                self.bookings.planner.forget(replica_id)
+                self.bookings.visits.forget(replica_id)
         if is_its_own and failure not in _NOT_HELD_AGAINST_IT:
             self.replicas.report_failure(replica_id, failure.value)
         return not self.replicas.is_healthy(replica_id)
@@ -259,7 +259,7 @@ class RequestObservers:
             settled.replica, settled.began_at
         )
         if was_quiet and not settled.suspect:
-            source = source_of(self.replicas.get(settled.replica), settled.dp_rank)
+            source = self.replicas.get(settled.replica).cache_at(settled.dp_rank)
             comparison = Comparison(
                 self.clock(),
                 predicted,

@@ -47,6 +47,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/index/hash_finder.py": _CORE,
     "router/index/dump.py": _CORE,
     # Routing and scoring.
+    "router/routing/known.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/planner.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/recent_prefixes.py": ("tests/router/routing",),
     "router/routing/booking.py": ("tests/router/routing", "tests/router/telemetry"),

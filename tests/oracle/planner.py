@@ -29,7 +29,7 @@ from router.policies import (
     State,
     Weights,
 )
-from router.routing.planner import RECENT_STEP
+from router.routing.known import RECENT_STEP
 from router.routing.question import RankChoice, RankQuestion
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent

@@ -26,7 +26,7 @@ from router.fleet.replica import Replica
 from router.index.base import GroupHit, HashesFound, Hit, SourceId
 from router.index.prompt import HashedPrompt
 from router.prompt.body.rewriting import tenant_salt_of
-from router.routing.models import Model
+from router.routing.model import Model
 
 _TokenIds = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)

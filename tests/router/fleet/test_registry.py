@@ -51,9 +51,9 @@ from router.policies import (
     RouteRequest,
     make_policy,
 )
+from router.routing.known import Known
 from router.routing.planner import RoutePlanner
 from router.routing.question import UNREAD_RANK, RankQuestion
-from router.routing.ranker import Known
 from tests.support.waiting import DEADLINE_S
 
 FAST = HealthConfig(

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router._core import EstimatedVisit
-from router.index.approximate import ApproximateCache, ApproximateCaches
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCache, ApproximateCaches, Mirror
 from router.index.mirror_types import STEP
 
 R0, R1 = SourceId("r0"), SourceId("r1")

@@ -11,16 +11,15 @@ import pytest
 
 from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
-from router.index.approximate import ApproximateCaches
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCaches, Mirror
 from router.policies import Candidate, RouteRequest, make_policy
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Bookings
+from router.routing.known import Known
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion
-from router.routing.ranker import Known
 
 IDS = list(range(1, 1026))
 LATER_S = 60.0
@@ -41,7 +40,7 @@ class Booked:
         known = Known(self.load, mirror=self.mirror, approximate=self.caches)
         planner = RoutePlanner(make_policy("least_delay"), known, lambda: self.now)
         self.quiet = QuietMoments(1.0)
-        self.bookings = Bookings(self.load, planner, self.quiet, lambda: self.now)
+        self.bookings = Bookings(self.load, planner.visits, self.quiet, lambda: self.now)
         self.index: PrefixIndex = PrefixIndex()
 
     def at(self, source: SourceId, trust: float | None = None) -> Placement:
@@ -122,7 +121,7 @@ def test_a_booking_that_cannot_be_made_leaves_nothing_behind(booked: Booked) -> 
     def no_memory() -> float:
         raise MemoryError
 
-    bookings = Bookings(booked.load, booked.bookings.planner, booked.quiet, no_memory)
+    bookings = Bookings(booked.load, booked.bookings.visits, booked.quiet, no_memory)
     with pytest.raises(MemoryError):
         bookings.book(booked.at(R0))
     assert booked.under_way == {}

@@ -18,10 +18,9 @@ from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
-from router.index.approximate import ApproximateCaches
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCaches, Mirror
 from router.index.prompt import HashedPrompt
 from router.policies import (
     LEAST_DELAY,
@@ -32,17 +31,16 @@ from router.policies import (
 )
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Booking, Bookings
-from router.routing.planner import MAX_MATCHED_PROMPTS, RECENT_STEP, RoutePlanner, prepare
+from router.routing.known import RECENT_STEP, Known
+from router.routing.planner import MAX_MATCHED_PROMPTS, RoutePlanner, prepare
 from router.routing.question import (
     ANY_RANK,
     UNREAD_RANK,
     Placement,
     RankChoice,
     RankQuestion,
-    source_of,
     uncached_tokens,
 )
-from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 
 IDS = list(range(1, 257))
@@ -124,7 +122,7 @@ class Planning:
         chosen = self.rank(prompts, *replicas, tokens=tokens)[0].candidate
         question, source = self.question(prompts, tokens), SourceId(chosen.replica_id)
         at = Placement(question, chosen, source, uncached_tokens(tokens, chosen))
-        self.bookings.append(Bookings(self.load, self.planner, QuietMoments(1.0)).book(at))
+        self.bookings.append(Bookings(self.load, self.planner.visits, QuietMoments(1.0)).book(at))
         return chosen.replica_id
 
     def only(
@@ -207,9 +205,9 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     assert (found["r0"].cached_tokens, found["r0"].is_approximate) == (256, False)
     assert (found["silent"].cached_tokens, found["silent"].is_approximate) == (0, True)
     question = planning.question(prompts, len(IDS) + 1)
-    assert planner.estimated_visit(Placement(question, found["r0"], R0, 1)) is None
+    assert planner.visits.estimated_visit(Placement(question, found["r0"], R0, 1)) is None
     at = Placement(question, found["silent"], SourceId("silent"), len(IDS) + 1)
-    visit = planner.estimated_visit(at)
+    visit = planner.visits.estimated_visit(at)
     assert visit is not None
     visit.first_token()
     visit.ended(0)
@@ -220,7 +218,7 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     lost[R0] = -10.0
     short = candidates()["r0"]
     assert (short.cached_tokens, short.suspect, short.is_approximate) == (0, False, True)
-    planner.forget("silent")
+    planner.visits.forget("silent")
     assert candidates()["silent"].cached_tokens == 0
     silent.sources = (EventSource(0, "tcp://127.0.0.1:1"),)
     planner.note_streams(silent)
@@ -262,7 +260,7 @@ def test_hits_and_recent_tokens_of_all_prompts_of_a_batch_are_added_up(planning:
     found = planning.only(prompts, replica())
     assert (found.gpu_cached_tokens, found.cached_tokens) == (256 + 64, 256 + 128)
     assert uncached_tokens(100, found) == 0, "a hit may be longer than what is known of a prompt"
-    planning.planner.remember(prompts, R0)
+    planning.planner.visits.remember(prompts, R0)
     assert planning.only(prompts, replica()).recent_tokens == 256 + 128
 
 
@@ -282,7 +280,7 @@ def test_a_hit_and_the_same_tokens_sent_just_now_count_once(planning: Planning) 
     wholly cached."""
     planning.store(R0, IDS[:128])
     prompts = planning.prompts([*IDS, 0])
-    planning.planner.remember(planning.prompts(IDS[:128]), R0)
+    planning.planner.visits.remember(planning.prompts(IDS[:128]), R0)
     found = planning.only(prompts, replica())
     assert (found.cached_tokens, found.recent_tokens) == (128, 128)
     assert uncached_tokens(256, found) == 128
@@ -295,9 +293,9 @@ def test_what_was_sent_to_a_replica_is_forgotten_with_it(planning: Planning) -> 
     prompts = planning.prompts(IDS)
     two = replica(ranks=2)
     for rank in range(2):
-        planning.planner.remember(prompts, SourceId("r0", rank))
+        planning.planner.visits.remember(prompts, SourceId("r0", rank))
     assert planning.only(prompts, two).recent_tokens == 256
-    planning.planner.forget("r0")
+    planning.planner.visits.forget("r0")
     assert planning.only(prompts, two).recent_tokens == 0
 
 
@@ -308,12 +306,12 @@ def test_what_a_replica_was_computing_is_forgotten_with_it_in_the_mirror_too() -
     prompts = planning.prompts(IDS)
     began = planning.only(prompts, replica())
     question = planning.question(prompts)
-    planning.planner.visit(Placement(question, began, R0, len(IDS)))
-    assert planning.planner.expected(question, R0, 0) == 255
+    planning.planner.visits.visit(Placement(question, began, R0, len(IDS)))
+    assert planning.planner.visits.expected(question, R0, 0) == 255
     two = planning.question([*prompts, *prompts], 2 * len(IDS))
-    assert planning.planner.expected(two, R0, 16) == 16
-    planning.planner.forget("r0")
-    assert planning.planner.expected(question, R0, 0) == 0
+    assert planning.planner.visits.expected(two, R0, 16) == 16
+    planning.planner.visits.forget("r0")
+    assert planning.planner.visits.expected(question, R0, 0) == 0
 
 
 @pytest.mark.parametrize("tokens", [130, 300, 700, 1000, 8000])
@@ -350,7 +348,7 @@ def test_prompts_that_begin_alike_have_one_home() -> None:
 def test_the_prompts_of_a_request_are_remembered_where_it_goes(planning: Planning) -> None:
     """The second of two equal prompts must go where the first is being computed."""
     prompts = planning.prompts(IDS)
-    planning.planner.remember(prompts, SourceId("r1"))
+    planning.planner.visits.remember(prompts, SourceId("r1"))
     ranking = planning.rank(prompts, replica("r0"), replica("r1"))
     assert [entry.candidate.replica_id for entry in ranking] == ["r1", "r0"]
 
@@ -385,7 +383,7 @@ def test_a_longer_hit_in_a_lower_tier_beats_a_short_one_on_the_gpu(planning: Pla
 def test_the_rank_of_a_recent_prompt_is_asked_for(planning: Planning) -> None:
     """Before its events arrive, only the router knows where an equal prompt is being computed."""
     prompts = planning.prompts(IDS)
-    planning.planner.remember(prompts, SourceId("r0", 2))
+    planning.planner.visits.remember(prompts, SourceId("r0", 2))
     found = planning.only(prompts, replica(ranks=4))
     assert (found.dp_rank, found.recent_tokens) == (2, 256)
 
@@ -394,7 +392,7 @@ def test_hits_of_one_rank_do_not_lean_on_recent_prompts_of_another(planning: Pla
     """They are two caches."""
     prompts = planning.prompts([*IDS, 0])
     planning.store(SourceId("r0", 0), IDS[:192])
-    planning.planner.remember(planning.prompts(IDS[:64]), SourceId("r0", 1))
+    planning.planner.visits.remember(planning.prompts(IDS[:64]), SourceId("r0", 1))
     found = planning.only(prompts, replica(ranks=2))
     assert (found.dp_rank, found.cached_tokens, found.recent_tokens) == (0, 192, 0)
 
@@ -481,7 +479,7 @@ def test_where_the_rank_is_not_read_only_what_every_rank_has_counts(planning: Pl
     two = replica(ranks=2)
     planning.store(SourceId("r0", 0), IDS)
     planning.store(SourceId("r0", 1), IDS[:48])
-    planning.planner.remember(prompts, SourceId("r0", 0))
+    planning.planner.visits.remember(prompts, SourceId("r0", 0))
     planning.suspects.add(SourceId("r0", 1))
     found = planning.only(prompts, two, UNREAD_RANK)
     assert (found.gpu_cached_tokens, found.cached_tokens, found.recent_tokens) == (48, 48, 0)
@@ -504,8 +502,8 @@ def test_a_rank_that_the_client_asks_for_is_taken(planning: Planning) -> None:
 def test_the_cache_of_a_candidate_is_that_of_its_rank() -> None:
     """Explanations and comparisons look there."""
     two = replica(ranks=2)
-    assert source_of(two, 1) == SourceId("r0", 1)
-    assert source_of(two, None) == source_of(replica(ranks=0), None) == R0
+    assert two.cache_at(1) == SourceId("r0", 1)
+    assert two.cache_at(None) == replica(ranks=0).cache_at(None) == R0
 
 
 # --- what another replica's memory holds ----------------------------------------------------------

@@ -17,8 +17,6 @@ from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import read_model_files
-from router.prompt.tokenization import Tokenization
-from router.routing.models import Model
 from router.routing.replica_tokenizers import TokenizerCheck
 
 
@@ -36,23 +34,22 @@ def trained(directory: Path, corpus: str) -> Tokenizer:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
+def local(tmp_path: Path) -> LocalTokenizer:
     trained(tmp_path / "model", "the answer is the answer to the question")
-    return Model("m", Tokenization(local=LocalTokenizer(read_model_files(tmp_path / "model"))))
+    return LocalTokenizer(read_model_files(tmp_path / "model"))
 
 
-async def result_of(check: TokenizerCheck, model: Model) -> dict[tuple[str, str], int]:
+async def result_of(check: TokenizerCheck, local: LocalTokenizer) -> dict[tuple[str, str], int]:
     """Start a check of one replica and wait until it is over."""
     registry = ReplicaRegistry(_refuse, HealthConfig(), LoadTracker())
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:9", id="r", models=("m",)))
     try:
-        check.start(replica, model)
+        check.start(replica, "m", local)
         await asyncio.gather(
             *(task for task in asyncio.all_tasks() if task.get_name() == "tokenizer r")
         )
     finally:
         await registry.close()
-        model.tokenization.close()
     return check.disagreements
 
 
@@ -72,31 +69,33 @@ def engine(tokenizer: Tokenizer) -> TokenizerCheck:
     return TokenizerCheck(ask)
 
 
-async def test_a_replica_with_the_same_tokenizer_agrees(model: Model, tmp_path: Path) -> None:
+async def test_a_replica_with_the_same_tokenizer_agrees(
+    local: LocalTokenizer, tmp_path: Path
+) -> None:
     """The usual case says nothing."""
     same = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
-    assert await result_of(engine(same), model) == {("m", "r"): 0}
+    assert await result_of(engine(same), local) == {("m", "r"): 0}
 
 
 async def test_a_replica_with_another_tokenizer_is_named(
-    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    local: LocalTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing else would say why no hit ever comes true."""
     other = trained(tmp_path / "other", "zzz yyy xxx zzz yyy xxx 42 42 42")
     with caplog.at_level(logging.WARNING):
-        found = await result_of(engine(other), model)
+        found = await result_of(engine(other), local)
     assert found["m", "r"] > 0
     assert "replica r tokenises m differently" in caplog.text
 
 
-async def test_a_replica_that_cannot_be_asked_proves_nothing(model: Model) -> None:
+async def test_a_replica_that_cannot_be_asked_proves_nothing(local: LocalTokenizer) -> None:
     """No result is not a good one."""
-    assert await result_of(TokenizerCheck(_refuse), model) == {}
+    assert await result_of(TokenizerCheck(_refuse), local) == {}
 
 
-async def test_a_replica_that_is_gone_is_forgotten(model: Model, tmp_path: Path) -> None:
+async def test_a_replica_that_is_gone_is_forgotten(local: LocalTokenizer, tmp_path: Path) -> None:
     """Its series must vanish from the metrics."""
     check = engine(Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")))
-    await result_of(check, model)
+    await result_of(check, local)
     check.forget("r")
     assert check.disagreements == {}

@@ -28,9 +28,9 @@ from router.prompt.processes import LargeWork
 from router.routing.booking import Bookings
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
+from router.routing.known import Known
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
-from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics
@@ -78,7 +78,7 @@ class Observed:
             self.rebuilt.append, lambda *_: True, lambda *_: CacheFacts(), RepairTimes()
         )
         self.observers = RequestObservers(
-            Bookings(self.load, planner, self.repair.quiet, lambda: self.now),
+            Bookings(self.load, planner.visits, self.repair.quiet, lambda: self.now),
             RouterMetrics(self.metrics),
             self.registry,
             RequestLog(),

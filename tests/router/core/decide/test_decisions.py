@@ -21,10 +21,9 @@ from router.fleet.health import HealthRecord
 from router.fleet.load import InFlight, LoadTracker, ReplicaLoad
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
-from router.index.approximate import ApproximateCaches
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import Mirror
+from router.index.mirror import ApproximateCaches, Mirror
 from router.index.prompt import HashedPrompt
 from router.policies import (
     Candidate,
@@ -35,9 +34,9 @@ from router.policies import (
     make_policy,
 )
 from router.prompt.prompts import TokenizedPrompt
-from router.routing.planner import RECENT_STEP, RoutePlanner, prepare
+from router.routing.known import RECENT_STEP, Known
+from router.routing.planner import RoutePlanner, prepare
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
-from router.routing.ranker import Known
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.approximate import ReferenceEstimates
@@ -304,7 +303,7 @@ class Setting:
                 if responds:
                     self.flights[-1].first_token()
             for source, blocks in zip(told["sources"], told["recent"], strict=True):
-                planner.remember(self._prepared([PROMPT[: blocks * BLOCK]]), source)
+                planner.visits.remember(self._prepared([PROMPT[: blocks * BLOCK]]), source)
         return planner
 
     def lost_since(self, source: SourceId) -> float | None:

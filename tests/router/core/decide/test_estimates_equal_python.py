@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.index.approximate import ApproximateCaches
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.mirror import ApproximateCaches
 from router.index.mirror_types import STEP
 from tests.oracle.mirror.approximate import ReferenceEstimates
 from tests.router.core.decide.both import BothMirrors, same

@@ -1,0 +1,52 @@
+"""One base model: its names, its index, and the hints to its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from router.config.models import StoreConfig
+from router.fleet.replica import Replica
+from router.index.base import LayoutHints
+from router.index.index import PrefixIndex
+from router.prompt.body.retention import HintForm
+from router.routing.steering import Steering
+
+
+@dataclass(slots=True)
+class Model:
+    """One base model. `ModelSet` has its tokenisation."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    hints: LayoutHints = field(default_factory=LayoutHints)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    stores: tuple[StoreConfig, ...] = ()
+    """The stores that its replicas share."""
+    retention_hints: Literal["auto", "always", "never"] = "auto"
+    """Selects the replicas that get retention hints."""
+    steering: Steering = field(default_factory=Steering)
+    """Makes the hints."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which replicas serve it."""
+        return (self.name, *self.aliases)
+
+    def hint_form(self, replica: Replica) -> HintForm | None:
+        """The form of retention hints to a replica; None if it gets none.
+
+        A replica takes hints if its `GET /server_info` or its event stream announces that.
+        """
+        if self.retention_hints == "never":
+            return None
+        if self.retention_hints == "auto" and not replica.server_info.retention_hints:
+            announced = self.index.announced(replica.cache)
+            if announced is None or not announced.retention_hints:
+                return None
+        return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
+
+    def hints_of(self, replica_id: str) -> LayoutHints:
+        """Return the configuration of a replica's cache, and of the stores it shares."""
+        shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
+        return replace(self.hints, stores=shared)
