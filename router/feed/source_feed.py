@@ -131,11 +131,8 @@ class SourceFeed:
 
     def rebuild(self) -> None:
         assert self._subscriber is not None
-        _log.warning(
-            "replica %s rank %d: its hits were predicted wrongly for long: it is rebuilt",
-            self.source.replica,
-            self.source.dp_rank,
-        )
+        text = "replica %s rank %d: its hits were predicted wrongly for long: it is rebuilt"
+        _log.warning(text, *self.source)
         self._subscriber.rebuild()
 
     def cancel(self) -> None:
@@ -194,16 +191,10 @@ class SourceFeed:
         """Warn if nothing of this source will ever be found."""
         found = self.index.statistics().get(self.source)
         if found is not None and found.key_problem is not None:
-            source = self.source
-            _log.error("replica %s rank %d: %s", *source, found.key_problem)
+            _log.error("replica %s rank %d: %s", *self.source, found.key_problem)
 
     def clear(self, reason: str) -> None:
-        _log.info(
-            "replica %s rank %d: start from nothing (%s)",
-            self.source.replica,
-            self.source.dp_rank,
-            reason,
-        )
+        _log.info("replica %s rank %d: start from nothing (%s)", *self.source, reason)
         self._applied.cleared += 1
         self.taps.end(self.source, f"the stream starts from nothing: {reason}")
         self.index.clear(self.source)
@@ -248,12 +239,7 @@ class SourceFeed:
                 if isinstance(error, KVEventsError)
                 else f"{type(error).__name__} at {_raised_at(error)}"
             )
-            _log.error(
-                "replica %s rank %d: no longer followed: %s",
-                self.source.replica,
-                self.source.dp_rank,
-                what,
-            )
+            _log.error("replica %s rank %d: no longer followed: %s", *self.source, what)
 
 
 def _raised_at(error: BaseException) -> str:

@@ -91,7 +91,8 @@ class Tokenization:
                 some 0.5 ms, and as much work for fastokens; above that a thread does it.
             inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
         """
-        self._local = local
+        self.local = local
+        """The router's own tokenizer of the model, if it has one."""
         self._remote = remote
         self._threads: _Threads | None = None
         if local is not None:
@@ -105,11 +106,6 @@ class Tokenization:
         self._prompts: Counter[Coverage] = Counter()
         self._unknown: Counter[str] = Counter()
         self._seconds = 0.0
-
-    @property
-    def local(self) -> LocalTokenizer | None:
-        """The router's own tokenizer of the model, if it has one."""
-        return self._local
 
     async def tokenize(
         self, spec: PromptSpec, *, lora_name: str | None = None
@@ -138,7 +134,7 @@ class Tokenization:
             # What most gateways send.
             outcome = _given(first)
             return [self._result(outcome, lora_name or spec.lora_name, spec.salt_of(0))]
-        is_short = self._local is not None and spec.body_bytes <= self._inline_chars
+        is_short = self.local is not None and spec.body_bytes <= self._inline_chars
         texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
         if not is_short and any(texts):
             return None
@@ -171,7 +167,7 @@ class Tokenization:
             unknown=dict(self._unknown),
             seconds=self._seconds,
             waiting=self._threads.waiting if self._threads else 0,
-            local=self._local.statistics() if self._local else None,
+            local=self.local.statistics() if self.local else None,
             remote=self._remote.statistics() if self._remote else None,
         )
 
@@ -215,25 +211,22 @@ class Tokenization:
     def _prepare(self, prompt: Prompt, cache_salt: str | None) -> _Attempt:
         if isinstance(prompt, OpaquePrompt):
             return UntokenizableError(prompt.reason)
-        if isinstance(prompt, TokenPrompt) or self._local is None:
+        if isinstance(prompt, TokenPrompt) or self.local is None:
             return UntokenizableError("no_local_tokenizer")
         try:
-            return self._local.prepare(prompt, cache_salt)
+            return self.local.prepare(prompt, cache_salt)
         except UntokenizableError as error:
             return error
 
     def _finish(self, prompt: Prompt, attempt: _Attempt) -> _Outcome:
         if isinstance(prompt, TokenPrompt):
             return _given(prompt)
-        if isinstance(attempt, UntokenizableError) or self._local is None:
-            return (
-                attempt
-                if isinstance(attempt, UntokenizableError)
-                else UntokenizableError("no_local_tokenizer")
-            )
+        if isinstance(attempt, UntokenizableError):
+            return attempt
+        assert self.local is not None, "it has prepared the prompt"
         try:
-            ids = self._local.finish(attempt)
-            ends = self._local.message_ends(attempt, ids) if self.finds_ends else NO_ENDS
+            ids = self.local.finish(attempt)
+            ends = self.local.message_ends(attempt, ids) if self.finds_ends else NO_ENDS
             return ids, attempt.coverage, ends
         except UntokenizableError as error:
             return error

@@ -145,18 +145,9 @@ class History:
         self._at, self._counts = now, counts
         self._removed = {name: found.removed for name, found in caches.items()}
 
-    def hour(self, replica_id: str | None = None) -> Hour | None:
-        """The steps that are over, and the one that runs as its last.
-
-        Args:
-            replica_id: None: all together.
-        Returns:
-            None for a replica that is not followed.
-        """
-        return self.hours(() if replica_id is None else (replica_id,)).get(replica_id)
-
     def hours(self, replica_ids: Iterable[str]) -> dict[str | None, Hour]:
-        """The same of all together, under None, and of those of the replicas that are followed."""
+        """The steps that are over, and the one that runs as its last: of all together, under None,
+        and of those of the replicas that are followed."""
         caches = self.caches()
         differences = self._since(self._read())
         seconds = max(self.clock() - self._at, 1e-3)

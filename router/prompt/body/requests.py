@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -212,12 +212,6 @@ def _stored_response(fields: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) and named else None
 
 
-def _chat(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
-    return (parse_chat(fields, limits, truncation),)
-
-
 def _chats(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
@@ -301,31 +295,29 @@ def _embeddings(
     return _text_or_tokens(fields, "input", limits, truncation)
 
 
-def _responses(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
-    return (parse_responses(fields, limits, truncation),)
-
-
-def _messages(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
-    return (parse_messages(fields, limits, truncation),)
-
-
 def _route(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
     return _text_or_tokens(fields, "token_ids", limits, truncation)
 
 
-_PARSERS: Mapping[
-    Endpoint, Callable[[Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]]
-] = {
-    Endpoint.CHAT: _chat,
+_Parser: TypeAlias = Callable[
+    [Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]
+]
+
+
+def _one(
+    parse: Callable[[Mapping[str, Any], PromptLimits, Truncation | None], Prompt],
+) -> _Parser:
+    """The parser of a form that holds one prompt."""
+    return lambda fields, limits, truncation: (parse(fields, limits, truncation),)
+
+
+_PARSERS: Mapping[Endpoint, _Parser] = {
+    Endpoint.CHAT: _one(parse_chat),
     Endpoint.COMPLETIONS: _completions,
-    Endpoint.RESPONSES: _responses,
-    Endpoint.MESSAGES: _messages,
+    Endpoint.RESPONSES: _one(parse_responses),
+    Endpoint.MESSAGES: _one(parse_messages),
     Endpoint.EMBEDDINGS: _embeddings,
     Endpoint.CHAT_BATCH: _chats,
     Endpoint.GENERATE: _generate,

@@ -8,63 +8,53 @@ tools as JSON at the very start of a prompt, so a different key order would be a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from router.prompt.body.json_fields import object_list, optional_object, optional_text
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
+
+_Tool = TypeVar("_Tool", bound="dict[str, Any] | None")
 
 
 def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read `tools` of a chat completion; None without the field.
 
     Raises:
-        RequestBodyError: The list or an entry breaks a rule.
+        RequestBodyError: The list or an entry breaks a rule; likewise of the others.
     """
-    tools = _tool_list(fields, limits)
-    return (
-        None
-        if tools is None
-        else [_chat_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
-    )
+    return _converted(fields, limits, _chat_tool)
 
 
 def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read `tools` of the responses API, where a function's fields lie beside its type.
 
     Other kinds of tools (web search, MCP) stay at the server and reach no template.
-
-    Raises:
-        RequestBodyError: The list or an entry breaks a rule.
     """
-    tools = _tool_list(fields, limits)
-    if not tools:
-        return None
-    return [
-        _tool(_function(tool, f"$.tools[{index}]"), None)
-        for index, tool in enumerate(tools)
-        if tool.get("type") == "function"
-    ]
+    tools = _converted(fields, limits, _responses_tool)
+    return None if not tools else [tool for tool in tools if tool is not None]
 
 
 def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type.
+    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type."""
+    return _converted(fields, limits, _anthropic_tool)
 
-    Raises:
-        RequestBodyError: The list or an entry breaks a rule.
-    """
-    tools = _tool_list(fields, limits)
-    if tools is None:
+
+def _converted(
+    fields: Mapping[str, Any],
+    limits: PromptLimits,
+    convert: Callable[[dict[str, Any], str], _Tool],
+) -> list[_Tool] | None:
+    given = fields.get("tools")
+    if given is None:
         return None
-    return [_anthropic_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
+    tools = object_list(given, "$.tools", limits)
+    return [convert(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
 
 
-def _tool_list(fields: Mapping[str, Any], limits: PromptLimits) -> Sequence[dict[str, Any]] | None:
-    tools = fields.get("tools")
-    if tools is None:
-        return None
-    return object_list(tools, "$.tools", limits)
+def _responses_tool(tool: dict[str, Any], place: str) -> dict[str, Any] | None:
+    return _tool(_function(tool, place), None) if tool.get("type") == "function" else None
 
 
 def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
