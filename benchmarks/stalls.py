@@ -25,7 +25,7 @@ import uvloop
 from benchmarks.figures import report
 from benchmarks.load import run_paced, stub_replica
 from router.config.schema import RouterConfig
-from router.serve import SWITCH_INTERVAL_S, serve
+from router.serve.server import SWITCH_INTERVAL_S, serve
 from tests.support.http_client import ask
 from tests.support.vllm_publisher import free_port
 

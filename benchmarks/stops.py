@@ -33,7 +33,7 @@ from benchmarks.load import stub_replica
 from benchmarks.stalls import until_healthy
 from benchmarks.text_path import write_model
 from router.config.schema import RouterConfig
-from router.serve import serve
+from router.serve.server import serve
 from tests.support.http_client import ask
 from tests.support.vllm_publisher import free_port
 

@@ -30,7 +30,7 @@ from router.config import board, discovery, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
-from router.service import RouterService
+from router.serve.service import RouterService
 
 DOCS = Path(__file__).parent
 _EXAMPLE = DOCS.parent / "examples/kvroute.yaml"

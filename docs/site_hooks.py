@@ -13,9 +13,9 @@ import httpx
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
-from router.app import RouterApp
 from router.config.schema import RouterConfig
-from router.service import RouterService
+from router.serve.app import RouterApp
+from router.serve.service import RouterService
 
 _BESIDE = re.compile(r"\]\((\.\./[^)#]+)")
 

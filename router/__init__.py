@@ -15,14 +15,7 @@ and `index/`; only `binding/` knows Python. The files; each imports only what is
     sharing/         what routers publish to each other
     telemetry/       metrics, the request log, traces, problems
     doors/           the APIs, and who may use them
-    settings.py      the options of each part, made from the configuration
-    follower.py      what follows when replicas change
-    service.py       makes, wires and closes all parts
-    process.py       the start of the process: its event loop, its log, its sockets
-    reload.py        takes over a changed configuration
-    app.py           the ASGI application
-    seams/           what joins the data plane to Python
-    serve.py         the data plane, the application behind it, signals
+    serve/           makes a router of these parts, and runs it in a process
     client.py        asks a router where to send, and reports; knows nothing of the others
     cli/             kvroute
 """

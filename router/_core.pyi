@@ -8,7 +8,7 @@ from router.fleet.engine_order import OrderFacts
 from router.index.base import ApplyResult, Hit, SourceId
 from router.index.mirror_types import ByTier
 from router.policies import Candidate, Weights
-from router.seams.fleet import ServedName
+from router.serve.seams.fleet import ServedName
 
 core_version: int
 built_in_policies: tuple[str, ...]

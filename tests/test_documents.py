@@ -22,7 +22,6 @@ from async_timeout import timeout
 from pydantic.fields import FieldInfo
 
 from docs import reference
-from router.app import RouterApp
 from router.cli import main as command_line
 from router.config.replica import ReplicaOptions
 from router.config.schema import RouterConfig
@@ -30,7 +29,8 @@ from router.feed.feed import Feed
 from router.fleet.types import EventSource
 from router.index.base import Hit, SourceId
 from router.index.index import PrefixIndex
-from router.service import RouterService
+from router.serve.app import RouterApp
+from router.serve.service import RouterService
 from tests.support.following import QUICK
 from tests.support.waiting import DEADLINE_S, eventually
 

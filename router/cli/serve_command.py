@@ -13,8 +13,8 @@ from router.config.document import read_text
 from router.config.schema import Overrides, RouterConfig
 from router.policies.policies import PolicySettings, make_policy
 from router.routing.models import ModelSet
-from router.serve import ConfigSource
-from router.serve import run as run_server
+from router.serve.server import ConfigSource
+from router.serve.server import run as run_server
 
 
 def add_to(commands: Any) -> None:

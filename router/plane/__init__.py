@@ -6,8 +6,8 @@ report what happens to a request:
     core thread ──Opened──> DataPlane ──> Passage ──> PlaneProxy
          ^                                                │
          └────────── Forward, Respond, PassOn ────────────┘
-    core thread ──Prepare──> `router.seams.prepare`, which answers `place` or `open` core thread
-    ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
+    core thread ──Prepare──> `serve.seams.prepare`, which answers `place` or `open`
+    core thread ──FirstByte, Progress, Ended──> PlaneRelay ──> the request's observer
 
 The files:
 

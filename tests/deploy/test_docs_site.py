@@ -9,9 +9,9 @@ import httpx
 import pytest
 import yaml
 
-from router.app import RouterApp
 from router.config.schema import RouterConfig
-from router.service import RouterService
+from router.serve.app import RouterApp
+from router.serve.service import RouterService
 from tests.deploy.files import ROOT, succeeds, tool
 
 

@@ -39,7 +39,7 @@ from router.config.schema import RouterConfig
 from router.index.base import ApplyResult, LayoutHints, SourceId
 from router.index.index import PrefixIndex
 from router.index.sources import DumpError
-from router.serve import run
+from router.serve.server import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])
 

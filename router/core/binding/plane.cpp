@@ -163,7 +163,7 @@ Ordering ordering_of(nb::handle from) {
             read<int>(from, "class_bits"), read<u64>(from, "longest_tokens")};
 }
 
-// Reads a `Way` of router/seams/fleet.py.
+// Reads a `Way` of router/serve/seams/fleet.py.
 Forward way_of(nb::handle from) {
     Forward made;
     made.origin = read<std::string>(from, "origin");
@@ -182,14 +182,14 @@ Forward way_of(nb::handle from) {
     return made;
 }
 
-// Reads an `AtGateway` of router/seams/fleet.py.
+// Reads an `AtGateway` of router/serve/seams/fleet.py.
 AtGateway at_gateway_of(nb::handle from) {
     return {std::to_string(read<u64>(from, "worker_id")), read<std::string>(from, "endpoint"),
             read<std::string>(from, "address"),
             read<std::vector<std::pair<int, u64>>>(from, "block_tokens")};
 }
 
-// Reads a `ServedName` of router/seams/fleet.py.
+// Reads a `ServedName` of router/serve/seams/fleet.py.
 std::shared_ptr<Served> served_of(nb::handle from) {
     auto made = std::make_shared<Served>();
     made->model = read<std::string>(from, "model");

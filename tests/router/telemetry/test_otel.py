@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from router.config.observability import TracingConfig
 from router.config.schema import RouterConfig
 from router.errors import ConfigError
-from router.service import RouterService
+from router.serve.service import RouterService
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.otel import OtelTracing, make_tracing
 from router.telemetry.spans import RequestTrace

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from router.app import RouterApp
 from router.config.schema import RouterConfig
 from router.errors import Unauthorized
 from router.plane.data_plane import DataPlane
 from router.plane.secured import Secured
 from router.routing.dispatcher import INLINE_BODY_BYTES
-from router.service import RouterService
+from router.serve.app import RouterApp
+from router.serve.service import RouterService
 from tests.router.proxy_server import NOBODY_LISTENS, NothingPrepared, plane_options
 from tests.support.http_client import connect, request_bytes
 from tests.support.waiting import eventually

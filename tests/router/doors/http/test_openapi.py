@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from router.app import RouterApp
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.doors.http import request_bodies
@@ -30,7 +29,8 @@ from router.doors.http.request_bodies import (
 from router.prompt.body.decoding import FIELD_NAMES
 from router.prompt.body.requests import parse_request
 from router.prompt.endpoints import PROMPT_ENDPOINTS, Endpoint
-from router.service import RouterService
+from router.serve.app import RouterApp
+from router.serve.service import RouterService
 
 REPLICA = {
     "url": "http://127.0.0.1:1",

@@ -21,7 +21,7 @@ from router.doors.http.proxied_paths import ProxiedPaths
 from router.doors.http.questions import RouteQuestions
 from router.errors import ConfigError, ConfigProblem
 from router.fleet.engine_order import EngineOrder
-from router.service import RouterService
+from router.serve.service import RouterService
 
 
 class RouterApp:

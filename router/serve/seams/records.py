@@ -14,7 +14,7 @@ from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
 from router.plane.attempts import Attempt
 from router.plane.exchanges import FailedFirst
-from router.seams.prepare import PREPARED, Preparation
+from router.serve.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.settled import Settled

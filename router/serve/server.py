@@ -27,7 +27,6 @@ from async_timeout import timeout
 
 from kvevents.tasks import begin_lasting
 from kvevents.threads import begun_pool
-from router.app import RouterApp
 from router.config.certificates import (
     LISTENER,
     REPLICAS,
@@ -48,7 +47,10 @@ from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.relays import DIALECTS
 from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from router.policies.policies import LEAST_DELAY
-from router.process import (
+from router.prompt.endpoints import Endpoint
+from router.routing.admission import Elsewhere
+from router.serve.app import RouterApp
+from router.serve.process import (
     BACKLOG,
     allow_open_files,
     announce,
@@ -57,16 +59,14 @@ from router.process import (
     run_on_event_loop,
     set_up_logging,
 )
-from router.prompt.endpoints import Endpoint
-from router.reload import Reloader
-from router.routing.admission import Elsewhere
-from router.seams.fleet import native_decisions, opened_with, prepared_with
-from router.seams.prepare import PREPARED, Preparation
-from router.seams.records import Settling
-from router.service import RouterService
+from router.serve.reload import Reloader
+from router.serve.seams.fleet import native_decisions, opened_with, prepared_with
+from router.serve.seams.prepare import PREPARED, Preparation
+from router.serve.seams.records import Settling
+from router.serve.service import RouterService
 
 if TYPE_CHECKING:
-    from router.seams.fleet import NativeDecisions
+    from router.serve.seams.fleet import NativeDecisions
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ from router.fleet.load import LoadTracker
 from router.fleet.probes import ProbeFetch
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.room import RoomListener, WaitingRoom
-from router.follower import ReplicaFollower
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.relays import PlaneProxy
@@ -52,7 +51,8 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.routing.versions import Versions
-from router.settings import (
+from router.serve.follower import ReplicaFollower
+from router.serve.settings import (
     ReplicaResponses,
     approximate_of,
     curve_keys,

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.config.schema import RouterConfig
-from router.reload import REFUSED, TAKEN, Reloader
+from router.serve.reload import REFUSED, TAKEN, Reloader
 from router.telemetry.metrics import RouterMetrics
 from tests.support.waiting import eventually
 

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from router.process import EventLoop, _TextFormatter
+from router.serve.process import EventLoop, _TextFormatter
 from tests.support.resets import close_by_reset
 
 
@@ -63,7 +63,8 @@ def test_a_reset_tls_connection_is_closed_once() -> None:
 def test_the_table_of_files_has_grown_before_threads_begin() -> None:
     """Later each doubling would wait for all processors."""
     code = (
-        "import router.process as p; p.allow_open_files(); print(open('/proc/self/status').read())"
+        "from router.serve.process import allow_open_files; allow_open_files()\n"
+        "print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = re.search(r"^FDSize:\s*(\d+)$", done.stdout, re.M)

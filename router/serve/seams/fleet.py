@@ -1,8 +1,8 @@
 """Updates the core with what it may decide without Python, and by what, whenever that changes.
 
-Those are completions of token ids, and what `router.seams.prepare` has made token ids of. All else
-is asked in Python. A change of a replica or of an event stream reaches the core at once; any other
-is looked for every `REFRESH_S`, and less often while no request is under way.
+Those are completions of token ids, and what `prepare.py` has made token ids of. All else is asked
+in Python. A change of a replica or of an event stream reaches the core at once; any other is looked
+for every `REFRESH_S`, and less often while no request is under way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from router.telemetry.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
     from router._core import Placing
-    from router.service import RouterService
+    from router.serve.service import RouterService
 
 logger = logging.getLogger(__name__)
 
