@@ -9,9 +9,10 @@ from types import MappingProxyType
 import msgspec
 
 from router.fleet.limits import KeyUsage
+from router.fleet.replica import IsEligible
 from router.prompt.endpoints import Endpoint
 from router.routing.stored_responses import ResponseOwner
-from router.routing.terms import IsEligible, TenantSalt
+from router.routing.terms import TenantSalt
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,13 @@ from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
 from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
-from router.fleet.replica import Replica
+from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import RANK_HEADER, Attempt
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.prompt.endpoints import Endpoint
 from router.routing.admission import Admission, BodyBuffer
-from router.routing.terms import IsEligible, session_in
+from router.routing.terms import session_in
 
 ENDPOINT = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"

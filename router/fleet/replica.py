@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from router.config.origin import Header
 from router.config.replica import ReplicaConfig, key_bytes
@@ -290,6 +290,10 @@ class Replica:
             backs_off_s=self.gate.backs_off_s,
             slow_start=self.gate.speed,
         )
+
+
+IsEligible: TypeAlias = Callable[[Replica], bool]
+"""Returns whether a replica may be chosen for a request."""
 
 
 def _foreign(

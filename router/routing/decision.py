@@ -11,7 +11,7 @@ import msgspec
 from router.config.origin import Header
 from router.errors import KeyLimitReached, NoReplica
 from router.fleet.gate import PASSING, TENANT_BACKING_OFF
-from router.fleet.replica import Replica
+from router.fleet.replica import IsEligible, Replica
 from router.index.base import SourceId
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
@@ -28,7 +28,6 @@ from router.routing.model import Model
 from router.routing.question import Placement, RankQuestion, uncached_tokens
 from router.routing.steering import NO_HINTS, Hints
 from router.routing.tenant import ContinuationSign
-from router.routing.terms import IsEligible
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""

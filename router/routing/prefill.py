@@ -13,22 +13,25 @@ compute much of the prompt is it worth moving a cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from router.fleet.replica import Replica
 from router.index.prompt import HashedPrompt
-from router.policies.types import Candidate
+from router.policies.types import Candidate, Ranked
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec
-from router.routing.planner import RoutePlanner
 from router.routing.question import RankChoice, RankQuestion
 
 _RANK_OF_ITS_OWN = RankChoice(is_read=False, may_pull=False)
 """A prefiller gets neither a rank nor a peer to pull from."""
+
+RankReplicas: TypeAlias = Callable[
+    [RankQuestion, Iterable[Replica]], tuple[Sequence[Ranked], Sequence[Candidate]]
+]
 
 
 class Serving(NamedTuple):
@@ -56,12 +59,13 @@ class PrefillPlanner:
     """Chooses the replica that computes a prompt.
 
     Args:
+        rank: `RoutePlanner.rank`.
         min_uncached_tokens: The least to compute at the replica of the response; 0: no other
             replica ever computes a prompt.
     """
 
-    def __init__(self, planner: RoutePlanner, min_uncached_tokens: int) -> None:
-        self._planner = planner
+    def __init__(self, rank: RankReplicas, min_uncached_tokens: int) -> None:
+        self._rank = rank
         self._least = min_uncached_tokens
 
     @property
@@ -97,5 +101,5 @@ class PrefillPlanner:
             return None
         request = msgspec.structs.replace(question.request, is_for_prefill=True)
         asked = replace(question, request=request, choice=_RANK_OF_ITS_OWN)
-        ranking, _ = self._planner.rank(asked, others)
+        ranking, _ = self._rank(asked, others)
         return ranking[0].candidate if ranking else None

@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from router.fleet.replica import Replica
+from router.fleet.replica import IsEligible, Replica
 from router.routing.stored_responses import ResponseOwner
 
-IsEligible: TypeAlias = Callable[[Replica], bool]
 CheckModel: TypeAlias = Callable[[str], object]
 """Called with a model or adapter, as the client names it; raises where its key is not for it."""
 NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})

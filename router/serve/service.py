@@ -251,7 +251,7 @@ class RouterService(RouterParts):
             self.responses,
             self._large_work,
             owns_priority=config.owns_priority,
-            prefill=PrefillPlanner(planner, config.prefill.min_uncached_tokens),
+            prefill=PrefillPlanner(planner.rank, config.prefill.min_uncached_tokens),
         )
         self.proxy = PlaneProxy(proxy_settings(config), self.shortages.note)
         return planner

@@ -6,12 +6,11 @@ The files; each imports only what is listed above it:
     networks.py           networks of addresses
     proxied_paths.py      the paths that go to a replica, and how it is chosen
     access.py             authorises requests: keys, peers, names, origins
-    bodies.py             reads the bodies of requests, and one field of a form
+    bodies.py             reads the bodies of requests, and one field of a form; JSON as a response
     forwarding.py         the part of a client's request that goes on to a replica
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              bodies of responses as types: probes, errors, models
     route_views.py        where a request goes, and why: the types
-    decision_views.py     these, made from decisions
     request_views.py      the requests routed last, and the last hour
     replica_views.py      replicas in full
     overview.py           the router at a glance
@@ -19,6 +18,7 @@ The files; each imports only what is listed above it:
     parts.py              the parts that the endpoints read and change
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
+    decision_views.py     the responses that show a decision
     live_page.py          the live page's files, and the headers that restrict a browser to them
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report

@@ -18,15 +18,13 @@ from starlette.responses import StreamingResponse
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.doors.http.access import Key, tenant_salt, terms_of
-from router.doors.http.bodies import decode_json
-from router.doors.http.decision_views import route_view
-from router.doors.http.dialects import add_dialects
+from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
+from router.doors.http.decision_views import encoded, encoding_of, route_view
+from router.doors.http.dialects import DialectEndpoints, add_dialects
 from router.doors.http.error_handlers import add_error_handlers
 from router.doors.http.live_page import add_page
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
-    JSON,
-    MSGPACK,
     NOT_ROUTED,
     REFUSED_BODY,
     Access,
@@ -38,7 +36,6 @@ from router.doors.http.openapi import (
 )
 from router.doors.http.overview import Overview
 from router.doors.http.parts import ApiParts
-from router.doors.http.questions import encoded, encoding_of
 from router.doors.http.replica_views import ReplicaDetails, ReplicaList, replica_details
 from router.doors.http.request_bodies import (
     ChatRequest,
@@ -56,7 +53,6 @@ from router.doors.http.views import (
     ModelList,
     RemovedReplica,
     StatusView,
-    json_response,
     model_entry,
     model_list,
 )
@@ -99,12 +95,16 @@ def create_api(
         redirect_slashes=False,
     )
     client, operator = Access("client", parts.guard), Access("operator", parts.guard)
-    add_error_handlers(app, parts)
+    router = parts.router
+    add_error_handlers(app, parts.proxied_paths, router.metrics, router.shortages)
     _add_probes(app, parts, operator)
     sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
     _add_route(app, parts, sees_hits)
-    add_selection(app, parts, sees_hits)
-    add_dialects(app, parts, sees_hits, operator)
+    add_selection(app, parts.desk, router.config, sees_hits)
+    dialects = DialectEndpoints(
+        router.config.server, router.admission, router.registry, router.models
+    )
+    add_dialects(app, dialects, sees_hits, operator)
     _add_models(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
@@ -224,7 +224,7 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         usage = None if key is None else key.usage
         counted = nullcontext() if usage is None else usage.counted()
         with counted, parts.router.admission.buffer() as buffer:
-            content = await parts.read(request, buffer.add)
+            content = await read_request(request, parts.router.config.server, buffer.add)
             terms = terms_of(key, headers, session_header, tenant_salt(key, "/route"))
             decision = await parts.router.dispatcher.dispatch(
                 Endpoint.ROUTE, content, terms, encoding_of(headers)
@@ -340,7 +340,9 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     )
     async def add_replica(request: Request) -> Response:
         with parts.router.admission.buffer() as buffer:
-            content = await parts.read(request, buffer.add, MAX_OPERATOR_BODY_BYTES)
+            content = await read_request(
+                request, parts.router.config.server, buffer.add, MAX_OPERATOR_BODY_BYTES
+            )
         wanted = read_replica(decode_json(content))
         await networks.check_replica(wanted)
         added = parts.router.registry.add(wanted, networks.__contains__)

@@ -1,5 +1,5 @@
 """Reading the bodies of requests: whole and bounded; as JSON; and one field of a multipart form, as
-audio is sent in. The form itself goes to the replica as it is."""
+audio is sent in. The form itself goes to the replica as it is. And JSON as a response."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any, TypeVar
 
 import msgspec
 from async_timeout import timeout
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from kvevents.errors import UNREADABLE
+from router.config.server import ServerConfig
 from router.errors import BadRequest, BodyTooLarge
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
+JSON = "application/json"
+MSGPACK = "application/msgpack"
 MAX_FORM_PARTS = 256
 _MAX_PART_HEAD_BYTES = 8192
 _MAX_FIELD_BYTES = 1024
@@ -76,6 +81,21 @@ async def read_body(
             return await _read_rest(message, receive, limit_bytes, hold)
     except asyncio.TimeoutError:
         raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
+
+
+async def read_request(
+    request: Request,
+    server: ServerConfig,
+    hold: Callable[[int], None],
+    max_bytes: int | None = None,
+) -> bytes:
+    """Read the body of a request to an endpoint as `read_body` does, whose *hold* this is.
+
+    Args:
+        max_bytes: None: as for the proxied paths.
+    """
+    most, body_s = max_bytes or server.max_body_bytes, server.timeouts.client_body_s
+    return await read_body(dict(request.headers.raw), request.receive, most, body_s, hold)
 
 
 async def _read_rest(
@@ -256,3 +276,9 @@ def _find(body: bytes, needle: bytes, start: int) -> int:
             return found
         start += _SEARCH_STEP_BYTES
     return -1
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A response of the router's own."""
+    content = msgspec.json.encode(value)
+    return Response(content, status_code=status, media_type=JSON)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from router.doors.http.bodies import JSON, MSGPACK
 from router.doors.http.route_views import (
     ExcludedReplica,
     HitView,
@@ -27,6 +28,8 @@ from router.policies.types import Candidate, Ranked
 from router.routing.decision import Decision
 from router.routing.question import uncached_tokens
 
+Encoding: TypeAlias = Literal["json", "msgpack"]
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 _BLOCK_SIZE = 16
 _CPU_TIERS = ("CPU", "cpu")
 
@@ -182,3 +185,20 @@ def _overlap(candidate: Candidate) -> OverlapView:
         cpu=min(gpu + in_memory, candidate.cached_tokens),
         disk=candidate.cached_tokens,
     )
+
+
+def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
+    """Return the encoding of a question's body."""
+    named = headers.get(b"content-type", b"").split(b";")[0].strip()
+    return "msgpack" if named.decode("latin-1") in _MSGPACK_NAMES else "json"
+
+
+def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes]:
+    """Return the type and the body of an answer: msgpack where the client accepts it, or sent it
+    and accepts anything."""
+    accepted = headers.get(b"accept", b"*/*").decode("latin-1")
+    if any(name in accepted for name in _MSGPACK_NAMES) or (
+        "json" not in accepted and encoding_of(headers) == "msgpack"
+    ):
+        return MSGPACK, msgspec.msgpack.encode(view)
+    return JSON, msgspec.json.encode(view)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -14,19 +15,21 @@ from fastapi import Depends, FastAPI, Request, Response
 
 from kvevents.events import BlockHash
 from router.config.replica import read_replica
+from router.config.server import ServerConfig
 from router.doors.http.access import Key, tenant_salt
-from router.doors.http.bodies import decode_body
+from router.doors.http.bodies import decode_body, json_response, read_request
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
-from router.doors.http.parts import ApiParts
-from router.doors.http.views import json_response
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
+from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index.base import GroupHit, HashesFound, Hit, SourceId
 from router.index.prompt import HashedPrompt
 from router.prompt.body.rewriting import tenant_salt_of
+from router.routing.admission import Admission
 from router.routing.model import Model
+from router.routing.models import ModelSet
 
 _TokenIds = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)
@@ -121,8 +124,9 @@ class Registration(msgspec.Struct, frozen=True):
 _Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
-def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access) -> None:
-    dialects = _DialectEndpoints(parts)
+def add_dialects(
+    app: FastAPI, dialects: DialectEndpoints, access: Access, operator: Access
+) -> None:
     asking: dict[str, Any] = {"include_in_schema": False, "dependencies": [Depends(access.check)]}
 
     @app.post("/mooncake/query", **asking)
@@ -153,15 +157,13 @@ def add_dialects(app: FastAPI, parts: ApiParts, access: Access, operator: Access
 
     @app.get("/dynamo/workers", **asking)
     async def workers() -> Response:
-        return json_response([_worker(replica) for replica in parts.router.registry.replicas()])
+        return json_response([_worker(replica) for replica in dialects.registry.replicas()])
 
-    _add_changes(app, parts, dialects, operator)
+    _add_changes(app, dialects, operator)
 
 
-def _add_changes(
-    app: FastAPI, parts: ApiParts, dialects: _DialectEndpoints, operator: Access
-) -> None:
-    networks = Networks(parts.router.config.server.replica_networks)
+def _add_changes(app: FastAPI, dialects: DialectEndpoints, operator: Access) -> None:
+    networks = Networks(dialects.server.replica_networks)
     changing: dict[str, Any] = {
         "include_in_schema": False,
         "dependencies": [Depends(operator.check)],
@@ -173,7 +175,7 @@ def _add_changes(
         asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
         _check_namespace(asked)
         if dialects.known(asked.instance_id) is None:
-            parts.router.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
+            dialects.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
         return json_response(answer, 201 if request.url.path.startswith("/dynamo") else 200)
 
@@ -184,22 +186,25 @@ def _add_changes(
         replica = dialects.known(asked.instance_id)
         if replica is None:
             raise UnknownReplica(str(asked.instance_id))
-        parts.router.registry.remove(replica.id)
+        dialects.registry.remove(replica.id)
         removed = [f"{replica.id}|default|{asked.dp_rank}"]
         return json_response({"status": "unregistered successfully", "removed_instances": removed})
 
 
-class _DialectEndpoints:
+@dataclass(slots=True, eq=False)
+class DialectEndpoints:
     """The common part of the endpoints."""
 
-    def __init__(self, parts: ApiParts) -> None:
-        self._parts = parts
+    server: ServerConfig
+    admission: Admission
+    registry: ReplicaRegistry
+    models: ModelSet
 
     async def read(
         self, request: Request, kind: type[_Asked], most_bytes: int | None = None
     ) -> _Asked:
-        with self._parts.router.admission.buffer() as buffer:
-            body = await self._parts.read(request, buffer.add, most_bytes)
+        with self.admission.buffer() as buffer:
+            body = await read_request(request, self.server, buffer.add, most_bytes)
             return await asyncio.to_thread(decode_body, body, kind)
 
     async def look_up(
@@ -248,11 +253,11 @@ class _DialectEndpoints:
         """The model of a name, and its adapter, if the key may ask about it."""
         if key is not None and key.usage is not None:
             key.usage.check_model(model_name)
-        return self._parts.router.models.resolve(model_name)
+        return self.models.resolve(model_name)
 
     def known(self, instance_id: str | int) -> Replica | None:
         """The replica behind another indexer's name."""
-        for replica in self._parts.router.registry.replicas():
+        for replica in self.registry.replicas():
             if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
                 return replica
         return None

@@ -8,28 +8,30 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from router.doors.http.access_log import note_refused
-from router.doors.http.bodies import ClientLeft
-from router.doors.http.openapi import JSON
-from router.doors.http.parts import ApiParts
+from router.doors.http.bodies import JSON, ClientLeft
 from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
 from router.errors import MethodNotAllowed, Overloaded, RequestError, UnknownPath, is_out_of_memory
 from router.plane.proxied_messages import error_body
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.shortages import Shortages
 
 
-def add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
+def add_error_handlers(
+    app: FastAPI, paths: ProxiedPaths, metrics: RouterMetrics, shortages: Shortages
+) -> None:
     """Give every error the one form, and count it."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         note_refused(request.scope, error.code)
-        parts.router.metrics.bad_requests.labels(error.code).inc()
+        metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
         return Response(body, error.status, headers, JSON)
 
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        allowed = _allowed_methods(app, parts.proxied_paths, request.scope)
+        allowed = _allowed_methods(app, paths, request.scope)
         if not allowed:
             return await refuse(request, UnknownPath())
         if request.method == "OPTIONS":
@@ -37,13 +39,13 @@ def add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         return await refuse(request, MethodNotAllowed(allowed))
 
     async def count_gone(_request: Request, _error: Exception) -> Response:
-        parts.router.metrics.bad_requests.labels("client_gone").inc()
+        metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
     async def refuse_for_memory(request: Request, error: Exception) -> Response:
         if not is_out_of_memory(error):
             raise error
-        parts.router.shortages.note("memory")
+        shortages.note("memory")
         return await refuse(request, Overloaded("is out of memory"))
 
     async def fail(request: Request, _error: Exception) -> Response:

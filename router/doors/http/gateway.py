@@ -25,7 +25,13 @@ from router.doors.http.bodies import (
     with_form_field,
 )
 from router.doors.http.forwarding import Forwarding
-from router.doors.http.proxied_paths import ProxiedPath, ProxiedPaths, RoutedBy, dialect_of
+from router.doors.http.proxied_paths import (
+    MAX_REQUEST_ID_LENGTH,
+    ProxiedPath,
+    ProxiedPaths,
+    RoutedBy,
+    dialect_of,
+)
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -55,7 +61,6 @@ from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_conte
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_LENGTH = 128
 MAX_RANK_DIGITS = 5
 
 

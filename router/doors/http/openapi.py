@@ -19,6 +19,7 @@ from router.config.replica import ReplicaConfig
 from router.config.schema import RouterConfig
 from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
+from router.doors.http.bodies import JSON
 from router.doors.http.overview import Overview
 from router.doors.http.proxied_paths import dialect_of
 from router.doors.http.replica_views import ReplicaDetails
@@ -41,8 +42,6 @@ from router.errors import (
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 
-JSON = "application/json"
-MSGPACK = "application/msgpack"
 EVENT_STREAM = "text/event-stream"
 _SCHEMAS, _EXAMPLES = "#/components/schemas/", "#/components/examples/"
 _OUR_PACKAGES = ("router.", "kvevents.")

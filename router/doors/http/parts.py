@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from fastapi import Request
-
 from router.doors.desk import Desk
 from router.doors.http.access import Guard
-from router.doors.http.bodies import read_body
 from router.doors.http.overview import Overview, overview
 from router.doors.http.proxied_paths import ProxiedPaths
 from router.doors.http.replica_views import Fleet, ReplicaDetails, replica_details
@@ -30,18 +27,6 @@ class ApiParts:
     """All metrics as text; with True in OpenMetrics' format, which has exemplars."""
     has_exemplars: bool
     """True if there are any."""
-
-    async def read(
-        self, request: Request, hold: Callable[[int], None], max_bytes: int | None = None
-    ) -> bytes:
-        """Read the body of a request to an endpoint as `read_body` does, whose *hold* this is.
-
-        Args:
-            max_bytes: None: as for the proxied paths.
-        """
-        server, headers = self.router.config.server, dict(request.headers.raw)
-        most, body_s = max_bytes or server.max_body_bytes, server.timeouts.client_body_s
-        return await read_body(headers, request.receive, most, body_s, hold)
 
     def fleet(self) -> Fleet:
         """All replicas and their caches, now."""

@@ -7,28 +7,22 @@ is the API's, which explains it all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-import msgspec
 from typing_extensions import override
 
 from router.config.origin import Header
 from router.doors.http.access import Key, terms_of
-from router.doors.http.decision_views import route_view
+from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.gateway import Gateway, Passage
-from router.doors.http.openapi import JSON, MSGPACK
 from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
-from router.doors.http.route_views import RouteView
 from router.errors import RequestError
 from router.plane.exchanges import PlaneExchange
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
 
-Encoding: TypeAlias = Literal["json", "msgpack"]
-
-_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 _PATH = Endpoint.ROUTE.value
 _ROUTE = ProxiedPath(RoutedBy.CACHE, endpoint=Endpoint.ROUTE)
 
@@ -83,20 +77,3 @@ class RouteQuestion(Passage):
     @override
     def _count_refused(self, error: RequestError) -> None:
         self._gateway.router.metrics.bad_requests.labels(error.code).inc()
-
-
-def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:
-    """Return the encoding of a question's body."""
-    named = headers.get(b"content-type", b"").split(b";")[0].strip()
-    return "msgpack" if named.decode("latin-1") in _MSGPACK_NAMES else "json"
-
-
-def encoded(view: RouteView, headers: Mapping[bytes, bytes]) -> tuple[str, bytes]:
-    """Return the type and the body of an answer: msgpack where the client accepts it, or sent it
-    and accepts anything."""
-    accepted = headers.get(b"accept", b"*/*").decode("latin-1")
-    if any(name in accepted for name in _MSGPACK_NAMES) or (
-        "json" not in accepted and encoding_of(headers) == "msgpack"
-    ):
-        return MSGPACK, msgspec.msgpack.encode(view)
-    return JSON, msgspec.json.encode(view)

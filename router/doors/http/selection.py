@@ -13,15 +13,15 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Receive
 
+from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import ANONYMOUS, Caller, Question
-from router.doors.desk import new_id
+from router.doors.desk import Desk, new_id
 from router.doors.http.access import Key, tenant_salt
-from router.doors.http.bodies import ClientLeft, decode_body
+from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
-from router.doors.http.gateway import MAX_REQUEST_ID_LENGTH
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
-from router.doors.http.parts import ApiParts
+from router.doors.http.proxied_paths import MAX_REQUEST_ID_LENGTH
 from router.doors.http.request_bodies import (
     EngineUsage,
     OutputReport,
@@ -30,7 +30,7 @@ from router.doors.http.request_bodies import (
     SelectionRequest,
 )
 from router.doors.http.route_views import SelectionView
-from router.doors.http.views import StatusView, json_response
+from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
 from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
 from router.errors import (
@@ -42,11 +42,11 @@ from router.errors import (
     ReservationExists,
     UnknownReservation,
 )
-from router.fleet.replica import Replica
+from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import Failure
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
-from router.routing.terms import IsEligible, session_in
+from router.routing.terms import session_in
 
 MAX_REPORT_BYTES = 65_536
 SELECT_PATH = "/select"
@@ -78,13 +78,13 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 
-def add_selection(app: FastAPI, parts: ApiParts, access: Access) -> None:
+def add_selection(app: FastAPI, desk: Desk, config: RouterConfig, access: Access) -> None:
     """Add the endpoints.
 
     Args:
         access: Who may ask: the answers reveal what is cached.
     """
-    doors = _SelectionEndpoints(parts)
+    doors = _SelectionEndpoints(desk, config)
     _add_selecting(app, doors, access)
     _add_reservations(app, doors, access)
     _add_reports(app, doors, access)
@@ -253,16 +253,16 @@ def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None
 class _SelectionEndpoints:
     """The common part of the endpoints."""
 
-    def __init__(self, parts: ApiParts) -> None:
-        self.desk = parts.desk
-        self._parts = parts
-        self._session_header = parts.router.config.policy.session_header.encode()
+    def __init__(self, desk: Desk, config: RouterConfig) -> None:
+        self.desk = desk
+        self._config = config
+        self._session_header = config.policy.session_header.encode()
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
         headers = dict(request.headers.raw)
-        with self._parts.router.admission.buffer() as buffer:
-            body = await self._parts.read(request, buffer.add)
+        with self.desk.admission.buffer() as buffer:
+            body = await read_request(request, self._config.server, buffer.add)
         fields: Any = decode_body(body, _OWN_FIELDS[kind])
         given = headers.get(b"x-request-id", b"")
         is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
@@ -284,12 +284,12 @@ class _SelectionEndpoints:
     ) -> DecidedReservation:
         """Reserve; while that waits, it is given up if the gateway leaves."""
         reserving = self.desk.reserve(ask, name)
-        if not self._parts.router.config.overload.is_queueing:
+        if not self._config.overload.is_queueing:
             return await reserving
         return await _unless_left(request.receive, reserving)
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
-        body = await self._parts.read(request, lambda _: None, MAX_REPORT_BYTES)
+        body = await read_request(request, self._config.server, lambda _: None, MAX_REPORT_BYTES)
         return _decoded(body, kind)
 
     def get(self, request: Request, reservation_id: str) -> Reservation:

@@ -13,19 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from fastapi import Response
 
 from router.fleet.replica import Replica
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """The base of all of them."""
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A response of the router's own."""
-    content = msgspec.json.encode(value)
-    return Response(content, status_code=status, media_type="application/json")
 
 
 class StatusView(View, frozen=True, kw_only=True, omit_defaults=True):
