@@ -66,10 +66,6 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that fit into them, where one block is one of all layers; None if it is not
     reported."""
 
-    def of_rank(self, dp_rank: int) -> EngineRankLoad | None:
-        """The load of one rank; None where the engine does not distinguish its ranks."""
-        return next((rank for rank in self.ranks if rank.dp_rank == dp_rank), None)
-
 
 class _GaugeSample(NamedTuple):
     dp_rank: int | None

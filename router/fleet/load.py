@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Annotated, Protocol
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvevents.field_docs import gauge
 from router._core import Books, Flight, TokenIdsRequest
@@ -48,13 +49,7 @@ NO_LOAD = ReplicaLoad()
 
 
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
-    return ReplicaLoad(
-        one.prefilling_requests + other.prefilling_requests,
-        one.prefill_tokens + other.prefill_tokens,
-        one.decoding_requests + other.decoding_requests,
-        one.context_tokens + other.context_tokens,
-        one.tokenizing_requests + other.tokenizing_requests,
-    )
+    return ReplicaLoad(*map(sum, zip(astuple(one), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,7 @@ class LoadTracker:
         """Replace the loads of other routers, by replica or rank."""
         self.books.take_others(
             [
-                (*((place, None) if isinstance(place, str) else place), _fields_of(load))
+                (*((place, None) if isinstance(place, str) else place), astuple(load))
                 for place, load in loads.items()
             ]
         )
@@ -213,13 +208,3 @@ class InFlight:
         traceback: TracebackType | None,
     ) -> None:
         self.ended()
-
-
-def _fields_of(load: ReplicaLoad) -> tuple[int, int, int, int, int]:
-    return (
-        load.prefilling_requests,
-        load.prefill_tokens,
-        load.decoding_requests,
-        load.context_tokens,
-        load.tokenizing_requests,
-    )

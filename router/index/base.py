@@ -38,10 +38,6 @@ class TierHint:
     unit_size: int | None = None
     """Tokens in a unit, in every group."""
 
-    def unit_tokens(self, block_size: int) -> int:
-        """Tokens in a unit of a group; 0 where that is not configured."""
-        return self.unit_size or (self.unit_blocks or 0) * block_size
-
 
 @dataclass(frozen=True, slots=True)
 class StoreHint:

@@ -579,10 +579,5 @@ class PrefixIndex:
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
-    def source_statistics(self, source: SourceId) -> SourceStatistics | None:
-        """Return the state of one source; None where it is unknown."""
-        known = self._sources.get(source)
-        return None if known is None else statistics_of(self.core, known)
-
 
 # --- records --------------------------------------------------------------------------------------

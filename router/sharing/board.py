@@ -62,9 +62,6 @@ class Board(Protocol):
     def publish(self, slot: bytes) -> None:
         """Publish this from now on, in place of what was published before."""
 
-    def refresh(self) -> None:
-        """Publish it again, where it is time to."""
-
     def read(self) -> Mapping[str, bytes]:
         """The fresh slots of the others, by writer. One that has not changed is the same object."""
 
@@ -143,8 +140,6 @@ class BoardExchange:
         data = encode_slot(self.collect())
         if data != self._published:
             self.board.publish(data)
-        else:
-            self.board.refresh()
         self._published = data
         self._publish_after = self.clock() + self._pause_s(begun_at)
 

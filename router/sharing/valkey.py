@@ -191,10 +191,6 @@ class ValkeyBoard(Board):
         self._is_new.set()
 
     @override
-    def refresh(self) -> None:
-        """Nothing to do: the task refreshes by itself."""
-
-    @override
     def read(self) -> Mapping[str, bytes]:
         oldest = self._clock() - KNOWN_S
         self._received = {

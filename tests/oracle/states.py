@@ -109,7 +109,7 @@ def _foreign_and_waiting(
     replica: Replica, engine_load: EngineLoad, dp_rank: int
 ) -> tuple[int, int]:
     """Requests of others, and those that wait, at a rank."""
-    rank = engine_load.of_rank(dp_rank)
+    rank = next((rank for rank in engine_load.ranks if rank.dp_rank == dp_rank), None)
     if rank is not None:
         return replica.foreign_requests_by_rank[dp_rank], rank.waiting
     ranks = len(replica.sources)

@@ -184,10 +184,6 @@ class ReferenceIndex:
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: source.statistics() for source_id, source in self.sources.items()}
 
-    def source_statistics(self, source: SourceId) -> SourceStatistics | None:
-        known = self.sources.get(source)
-        return None if known is None else known.statistics()
-
 
 # --- a prompt ------------------------------------------------------------------------------------
 

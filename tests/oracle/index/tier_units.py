@@ -103,7 +103,7 @@ class TierUnits:
         size = layout.groups[index].block_size
         hint, named = self.hints.get(tier), self.sizes.get((index, tier), 0)
         if hint is not None:
-            unit = hint.unit_tokens(size)
+            unit = hint.unit_size or (hint.unit_blocks or 0) * size
         else:
             # Not the GPU's blocks: the tier, such as LMCache's, has its own.
             unit = named if named > size else self.seen.get((index, tier), 0)

@@ -134,7 +134,7 @@ def layout_of(index: PrefixIndex, source: SourceId) -> Layout:
         index: The model's.
         source: The cache.
     """
-    cache = index.source_statistics(source)
+    cache = index.statistics().get(source)
     layout = None if cache is None else cache.layout
     if cache is None or layout is None:
         return UNKNOWN

@@ -755,7 +755,7 @@ def _is_followed(cache: _Cache) -> bool:
     """Whether its events are followed. Until the first one says where hits end and of which groups
     they are, what is being computed there promises nothing: with windows or states it was wrong
     twice as often as right, with full attention about as often."""
-    return cache.index.source_statistics(cache.source) is not None
+    return cache.index.holds(cache.source)
 
 
 def _evictable(cache: _Cache) -> float:

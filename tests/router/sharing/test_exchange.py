@@ -40,10 +40,6 @@ class OneOther(Board):
         self.said += 1
 
     @override
-    def refresh(self) -> None:
-        self.said += 1
-
-    @override
     def read(self) -> Mapping[str, bytes]:
         self.asked += 1
         return {"1": encode_slot(Slot(begun={"r0": self.asked}))}
