@@ -303,7 +303,8 @@ class Setting:
                 if responds:
                     self.flights[-1].first_token()
             for source, blocks in zip(told["sources"], told["recent"], strict=True):
-                planner.visits.remember(self._prepared([PROMPT[: blocks * BLOCK]]), source)
+                sent = planner if isinstance(planner, ReferencePlanner) else planner.visits
+                sent.remember(self._prepared([PROMPT[: blocks * BLOCK]]), source)
         return planner
 
     def lost_since(self, source: SourceId) -> float | None:
