@@ -267,7 +267,7 @@ private:
         std::unique_ptr<Scratch> scratch = taken();
         const bool is_long = std::any_of(
             question.prompts.begin(), question.prompts.end(),
-            [](const Prompt* each) { return each->tokens().size() > kLongPrompt; });
+            [](const Prompt* each) { return each->length() > kLongPrompt; });
         {
             ReleasedIf released(is_long);
             Patient patient(!is_long);

@@ -273,17 +273,18 @@ public:
     void hash(PromptHandle& handle) {
         Prompt& prompt = *handle.prompt;
         handle.index = shared_;
-        ReleasedIf released(prompt.tokens().size() > kLongPrompt);
+        ReleasedIf released(prompt.length() > kLongPrompt);
         std::vector<Prompt::Step> steps;
         {
-            Guarded guarded(mutex_, prompt.tokens().size() <= kLongPrompt);
+            Guarded guarded(mutex_, prompt.length() <= kLongPrompt);
             steps = matcher_.steps();
         }
         for (Prompt::Step step : steps) prompt.keys(index_.space(), step);
     }
 
     std::vector<u64> prefix_keys(const PromptHandle& handle, u64 step) {
-        return handle.prompt->prefix_keys(index_.space(), step);
+        const std::span<const u64> keys = handle.prompt->prefix_keys(index_.space(), step);
+        return {keys.begin(), keys.end()};
     }
 
     // `slots`: see `HitMap`.
@@ -292,7 +293,7 @@ public:
         Prompt& prompt = *handle.prompt;
         HitMap found(std::move(slots), types_);
         const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
-        const bool is_long = prompt.tokens().size() > kLongPrompt;
+        const bool is_long = prompt.length() > kLongPrompt;
         ReleasedIf released(is_long);
         Guarded guarded(mutex_, !is_long);
         matcher_.match(prompt, by_hash, hits_);
@@ -311,7 +312,7 @@ public:
         Hit hit;
         NamedShares shares;
         {
-            const bool is_long = prompt.tokens().size() > kLongPrompt;
+            const bool is_long = prompt.length() > kLongPrompt;
             ReleasedIf released(is_long);
             Guarded guarded(mutex_, !is_long);
             check(slot);
@@ -327,7 +328,7 @@ public:
                    const std::vector<ComputedTuple>& computed) {
         Prompt& prompt = *handle.prompt;
         const std::vector<Computed> by_hash = computed_of(index_.space(), computed);
-        const bool is_long = prompt.tokens().size() > kLongPrompt;
+        const bool is_long = prompt.length() > kLongPrompt;
         ReleasedIf released(is_long);
         Guarded guarded(mutex_, !is_long);
         check(slot);

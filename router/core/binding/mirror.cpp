@@ -26,7 +26,6 @@ using mirror::ByTier;
 using mirror::CacheId;
 using mirror::Coming;
 using mirror::OtherNumber;
-using mirror::Keys;
 using mirror::ModelId;
 using mirror::Outlook;
 using mirror::Tokens;
@@ -159,10 +158,10 @@ public:
         return found;
     }
 
-    OtherNumber add_other(CacheId cache, Tokens tokens, std::vector<u64> keys) {
+    OtherNumber add_other(CacheId cache, Tokens tokens, const std::vector<u64>& keys) {
         if (keys.empty()) throw nb::value_error("a prompt that others compute has a key at least");
         Guarded guarded(books_->mutex);
-        return books_->mirror->add_other(cache, tokens, std::move(keys));
+        return books_->mirror->add_other(cache, tokens, Keys::of(keys));
     }
 
     void remove_other(OtherNumber number) {

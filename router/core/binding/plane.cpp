@@ -108,11 +108,9 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
              nb::handle added, nb::handle reported, nb::handle body,
              std::tuple<double, double, double> timeouts, int flags, int dialect) {
     Forward made;
-    made.origin = std::move(origin);
-    made.addresses = addresses_of(hosts, port);
-    made.secure_host = std::move(secure_host);
-    made.authority = text_of(authority);
-    made.base_path = text_of(base_path);
+    made.to = std::make_shared<Server>(Server{std::move(origin), addresses_of(hosts, port),
+                                              std::move(secure_host), text_of(authority),
+                                              text_of(base_path)});
     made.target = optional_text(target);
     for (nb::handle each : replaced) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
@@ -134,8 +132,8 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
            bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
     ask.model = std::move(model);
-    ask.tokens = kvroute::binding::tokens_of(tokens);
-    if (ask.tokens.empty()) throw nb::value_error("no tokens");
+    ask.tokens = std::make_shared<std::vector<u32>>(kvroute::binding::tokens_of(tokens));
+    if (ask.tokens->empty()) throw nb::value_error("no tokens");
     ask.is_stream = is_stream;
     ask.is_comparable = is_comparable;
     ask.tokenization_s = tokenization_s;
@@ -166,11 +164,11 @@ Ordering ordering_of(nb::handle from) {
 // Reads a `Way` of router/serve/seams/fleet.py.
 Forward way_of(nb::handle from) {
     Forward made;
-    made.origin = read<std::string>(from, "origin");
-    made.addresses = addresses_of(from.attr("hosts"), read<int>(from, "port"));
-    made.secure_host = read<std::string>(from, "secure_host");
-    made.authority = text_of(from.attr("authority"));
-    made.base_path = text_of(from.attr("base_path"));
+    made.to = std::make_shared<Server>(
+        Server{read<std::string>(from, "origin"),
+               addresses_of(from.attr("hosts"), read<int>(from, "port")),
+               read<std::string>(from, "secure_host"), text_of(from.attr("authority")),
+               text_of(from.attr("base_path"))});
     for (nb::handle each : from.attr("replaced")) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
     }
@@ -258,7 +256,7 @@ nb::bytes released(EventLines& lines, nb::bytes piece, bool is_last) {
 nb::object read_ask_of(nb::bytes body) {
     const std::optional<Ask> ask = read_ask({body.c_str(), body.size()});
     if (!ask) return nb::none();
-    return nb::make_tuple(ask->model, ask->tokens, ask->is_stream);
+    return nb::make_tuple(ask->model, *ask->tokens, ask->is_stream);
 }
 
 nb::object read_report_of(const std::string& method, nb::bytes target, nb::bytes body,

@@ -27,7 +27,7 @@ std::optional<std::vector<u8>> digests_of(const Prompt& prompt, const EngineHash
     if (!function) return std::nullopt;
     std::vector<std::span<const u8>> extras;
     for (const nb::bytes& each : hashing.extra_keys) extras.push_back(bytes_of(each));
-    ReleasedIf released(prompt.tokens().size() > kLongPrompt);
+    ReleasedIf released(prompt.length() > kLongPrompt);
     std::vector<u8> digests;
     const HashedBlocks blocks{hashing.block_size, hashing.lookahead};
     const bool is_done = append_block_hashes(*function, bytes_of(hashing.root), prompt.tokens(),
@@ -113,14 +113,14 @@ void bind_prompt(nb::module_& module) {
                std::optional<std::string> salt, nb::bytes extra_keys) {
                 const auto* bytes = static_cast<const u8*>(extra_keys.data());
                 new (self) PromptHandle{std::make_shared<Prompt>(
-                    tokens_of(tokens), std::move(lora), std::move(salt),
+                    std::make_shared<const std::vector<u32>>(tokens_of(tokens)), std::move(lora), std::move(salt),
                     std::vector<u8>(bytes, bytes + extra_keys.size())), nullptr};
             },
             nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
             nb::arg("extra_keys"))
-        .def("__len__", [](const PromptHandle& self) { return self.prompt->tokens().size(); })
+        .def("__len__", [](const PromptHandle& self) { return self.prompt->length(); })
         .def("tokens", [](const PromptHandle& self) {
-            const std::vector<u32>& tokens = self.prompt->tokens();
+            const std::span<const u32> tokens = self.prompt->tokens();
             return nb::bytes(tokens.data(), tokens.size() * sizeof(u32));
         });
 

@@ -90,7 +90,7 @@ void Decider::find(const Question& question, Scratch& scratch) {
     scratch.is_remembered_ = false;
     scratch.coming_.assign(question.fleet->caches(), Coming());
     for (Prompt* prompt : question.prompts) {
-        const std::vector<u64>& keys =
+        const std::span<const u64> keys =
             prompt->prefix_keys(question.index->index.space(), kKeyStep);
         scratch.keys_.push_back(keys);
         scratch.is_remembered_ |= !keys.empty();
@@ -146,7 +146,7 @@ State Decider::state_of(const Replica& replica, u32 number, const Load& load,
                         const Question& question) const {
     State state{.replica = number,
                 .speed = replica.speed_at(question.now),
-                .is_suspect = replica.is_suspect(replica.caches.front().dp_rank),
+                .is_suspect = replica.is_suspect(),
                 .queued_tokens = load.prefill_tokens,
                 .prefilling = load.prefilling,
                 .decoding = load.decoding,
@@ -192,7 +192,7 @@ void Decider::find_holders(const Question& question, Scratch& scratch) {
     for (const u32 number : question.replicas) {
         const Replica& replica = (*question.fleet)[number];
         if (!replica.peer || !replica.conditions->is_healthy ||
-            replica.is_suspect(replica.caches.front().dp_rank)) {
+            replica.is_suspect()) {
             continue;
         }
         holders.push_back({scratch.hits.at(replica.first_cache).all,

@@ -84,10 +84,13 @@ Fleet::Fleet(u64 version, std::vector<Replica> replicas)
 void Fleet::number_caches() {
     for (Replica& replica : replicas_) {
         replica.first_cache = static_cast<u32>(caches_.size());
-        for (const Cache& cache : replica.caches) caches_.push_back(&cache);
+        for (const Cache& cache : replica.caches) {
+            caches_.push_back(&cache);
+            cache_ids_.push_back(cache.id);
+        }
     }
     for (u32 number = 0; number < caches_.size(); ++number) {
-        const CacheId id = caches_[number]->id;
+        const CacheId id = cache_ids_[number];
         if (id >= cache_numbers_.size()) cache_numbers_.resize(id + 1, kNone);
         cache_numbers_[id] = number;
     }

@@ -106,24 +106,30 @@ struct Cache {
     }
 };
 
+// Every decision reads of every replica what stands first here; a cache line less of a thousand
+// replicas is some of its time.
 struct Replica {
-    std::string id;
+    std::shared_ptr<ReplicaLoad> load;
+    std::shared_ptr<Conditions> conditions;
     double speed = 1.0;  // relative to others, when it has grown
+    std::vector<Cache> caches;  // one at least; several are ranks
+    // Set by the fleet:
+    u32 first_cache = 0;  // its number among those of the fleet
+    u32 name_crc = 0;
+    u32 place_by_name = 0;
+
     std::optional<i64> max_concurrent_requests;
+    std::string id;
     std::optional<std::pair<std::string, int>> peer;  // its address for pulls from its memory
     std::vector<std::string> models;
     std::vector<std::pair<std::string, std::string>> adapters;  // and the model of each
-    std::vector<Cache> caches;  // one at least; several are ranks
-    std::shared_ptr<ReplicaLoad> load;
-    std::shared_ptr<Conditions> conditions;
-
-    // Set by the fleet:
-    u32 name_crc = 0;
-    u32 place_by_name = 0;
-    u32 first_cache = 0;  // its number among those of the fleet
 
     bool has_ranks() const { return caches.size() > 1; }
     bool is_suspect(int dp_rank) const { return conditions->is_suspect(dp_rank); }
+    // Its first rank, or the only one.
+    bool is_suspect() const {
+        return !conditions->suspects.empty() && is_suspect(caches.front().dp_rank);
+    }
     double speed_at(double now) const { return speed * conditions->gate.speed(now); }
 
     // Returns why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for
@@ -150,6 +156,7 @@ public:
 
     std::size_t caches() const { return caches_.size(); }
     const Cache& cache(u32 number) const { return *caches_[number]; }
+    CacheId cache_id(u32 number) const { return cache_ids_[number]; }
     // Returns a cache's number by its id; `kNone`: it is not of this fleet.
     u32 cache_number(CacheId id) const {
         return id < cache_numbers_.size() ? cache_numbers_[id] : kNone;
@@ -169,6 +176,7 @@ private:
     std::vector<Replica> replicas_;
     std::vector<u32> numbers_;
     std::vector<const Cache*> caches_;
+    std::vector<CacheId> cache_ids_;  // of these
     std::vector<u32> cache_numbers_;  // by id
     ByName<u32> by_id_;
     ByName<std::vector<u32>> serving_;

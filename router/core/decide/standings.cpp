@@ -100,7 +100,7 @@ void Decider::put_outlooks(const Question& question, const Scratch& scratch,
                            Candidates& out) const {
     mirror::Mirror& mirror = *books_.mirror;
     for (u32 number = 0; number < out.size(); ++number) {
-        const CacheId cache = question.fleet->cache(scratch.caches_[number]).id;
+        const CacheId cache = question.fleet->cache_id(scratch.caches_[number]);
         const auto& engine = (*question.fleet)[out.states[number].replica].conditions->engine;
         const std::optional<u64> blocks =
             engine ? std::optional<u64>(engine->cache_blocks) : std::nullopt;
@@ -130,7 +130,7 @@ void Decider::add_lower(const Question& question, const Scratch& scratch, u32 ca
         out.shares.push_back({tier, tokens});
         lower.shares += 1;
     });
-    lower.price = mean_price(question.fleet->cache(cache).id, out.shares_of(lower));
+    lower.price = mean_price(question.fleet->cache_id(cache), out.shares_of(lower));
 }
 
 // Puts estimates where there are no events, or none for long.
@@ -141,6 +141,7 @@ void Decider::put_estimates(const Wanted& asked, const Question& question, const
     for (u32 number = 0; number < out.size(); ++number) {
         State& state = out.states[number];
         const Conditions& conditions = *(*question.fleet)[state.replica].conditions;
+        if (conditions.lost.empty()) continue;
         const Cache& cache = question.fleet->cache(scratch.caches_[number]);
         const std::optional<double> lost_since = conditions.lost_since(cache.dp_rank);
         if (!lost_since || books_.estimates->waits(*lost_since, question.now)) continue;

@@ -93,7 +93,7 @@ void Lane::add_needed(u32 place, u64 stride, const Source& of) {
 
 // --- one prompt ---
 
-void Lane::match(const Index& index, const std::vector<u64>& keys, u64 length, Collected& out,
+void Lane::match(const Index& index, std::span<const u64> keys, u64 length, Collected& out,
                  std::vector<Hit>& hits) {
     out.chunks = (keys.size() + 63) / 64;
     for (Cohort& cohort : cohorts_) cohort.start(length, keys.size());
@@ -121,7 +121,7 @@ void Lane::match(const Index& index, const std::vector<u64>& keys, u64 length, C
 }
 
 // Collects the rows of the blocks [first, end), of one chunk of 64.
-void Lane::collect(const Index& index, const std::vector<u64>& keys, u64 first, u64 end,
+void Lane::collect(const Index& index, std::span<const u64> keys, u64 first, u64 end,
                    Collected& out) const {
     const NodeTables& nodes = index.nodes();
     const u64 count = end - first;

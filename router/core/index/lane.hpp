@@ -35,7 +35,7 @@ public:
     void settle(const Index& index);
 
     // Looks a prompt of `length` tokens up, and sets the hits of the sources in cohorts.
-    void match(const Index& index, const std::vector<u64>& keys, u64 length, Collected& out,
+    void match(const Index& index, std::span<const u64> keys, u64 length, Collected& out,
                std::vector<Hit>& hits);
     // The others, by slot; their blocks are in `Turned` then.
     const std::vector<u32>& turned() const { return slots_; }
@@ -70,7 +70,7 @@ private:
     void add_turned(const Source& of);
     void add_needed(u32 place, u64 stride, const Source& of);
 
-    void collect(const Index& index, const std::vector<u64>& keys, u64 first, u64 end,
+    void collect(const Index& index, std::span<const u64> keys, u64 first, u64 end,
                  Collected& out) const;
     void add_rows(const Node& node, u64* out) const;
     bool is_over_at(u64 first, u64 end, Collected& out) const;

@@ -14,7 +14,7 @@ bool is_found_below(const Source& of, const Node& node) {
 
 LoneLookUp::LoneLookUp(const Index& index, const Source& of, Prompt& prompt,
                        const Computed* computed, bool ends_early)
-    : index_(index), of_(of), blocks_(prompt.tokens().size() / of.layout.hash_block_size) {
+    : index_(index), of_(of), blocks_(prompt.length() / of.layout.hash_block_size) {
     look_up(prompt, computed, ends_early);
     if (computed != nullptr) {
         for (const std::vector<u64>& hashes : computed->hashes) look_up_hashes(hashes);
@@ -39,7 +39,7 @@ Bitmap LoneLookUp::at(u32 plane, u32 where) const {
 
 void LoneLookUp::look_up(Prompt& prompt, const Computed* computed, bool ends_early) {
     const Prompt::Step step{of_.layout.hash_block_size, of_.read_lookahead};
-    const std::vector<u64>& keys = prompt.keys(index_.space(), step);
+    const std::span<const u64> keys = prompt.keys(index_.space(), step);
     const NodeTables& nodes = index_.nodes();
     const bool is_learned = computed == nullptr || !computed->is_alone;
     // Blocks without a hash of the engine's are found by their tokens, only below the GPU.

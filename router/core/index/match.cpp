@@ -30,11 +30,11 @@ std::vector<u64> accepted_by_groups(const Source& of, const Found& found, u64 le
 void Matcher::match(Prompt& prompt, const std::vector<Computed>& computed, Hits& hits) {
     hits.by_slot.assign(index_.sources().size(), Hit());
     hits.shares.clear();
-    const u64 length = prompt.tokens().size();
+    const u64 length = prompt.length();
     if (length < 2) return;
     if (version_ != index_.version()) find_lanes();
     for (Lane& lane : lanes_) {
-        const std::vector<u64>& keys = prompt.keys(index_.space(), lane.step());
+        const std::span<const u64> keys = prompt.keys(index_.space(), lane.step());
         lane.match(index_, keys, length, collected_, hits.by_slot);
         for (u32 slot : lane.turned()) {
             if (of_slot(computed, slot) != nullptr) continue;
@@ -53,13 +53,13 @@ void Matcher::match(Prompt& prompt, const std::vector<Computed>& computed, Hits&
 }
 
 TieredHit Matcher::match_source(u32 slot, Prompt& prompt, const Computed* computed) {
-    if (prompt.tokens().size() < 2 || !index_.source(slot).has_layout) return {};
+    if (prompt.length() < 2 || !index_.source(slot).has_layout) return {};
     return match_alone(slot, prompt, computed);
 }
 
 u64 Matcher::match_tier(u32 slot, Prompt& prompt, const std::string& name,
                         const Computed* computed) {
-    const u64 length = prompt.tokens().size();
+    const u64 length = prompt.length();
     Source& of = index_.source(slot);
     if (length < 2 || !of.has_layout) return 0;
     combined_.clear();
@@ -68,7 +68,7 @@ u64 Matcher::match_tier(u32 slot, Prompt& prompt, const std::string& name,
 }
 
 std::vector<u64> Matcher::group_hits(Prompt& prompt, u32 slot, const Computed* computed) {
-    const u64 length = prompt.tokens().size();
+    const u64 length = prompt.length();
     const Source& of = index_.source(slot);
     if (length < 2 || !of.has_layout) return {};
     return accepted_by_groups(of, LoneLookUp(index_, of, prompt, computed), length);
@@ -124,7 +124,7 @@ TieredHit Matcher::match_alone(u32 slot, Prompt& prompt, const Computed* compute
     Source& of = index_.source(slot);
     const bool ends_early = computed == nullptr && may_end_early(of);
     const LoneLookUp found(index_, of, prompt, computed, ends_early);
-    return hit_of(of, prompt.tokens().size(), found);
+    return hit_of(of, prompt.length(), found);
 }
 
 TieredHit Matcher::hit_of(Source& of, u64 length, const Found& found) {

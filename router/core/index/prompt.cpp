@@ -1,67 +1,89 @@
 #include "index/prompt.hpp"
 
+#include <algorithm>
+
 namespace kvroute {
 
-const std::vector<u64>& Prompt::keys(const KeySpace& space, Step step) {
+std::span<const u64> Prompt::keys(const KeySpace& space, Step step) {
     std::lock_guard locked(mutex_);
-    return keys_at(space, step);
+    return keys_at(space, step).span;
 }
 
-const std::vector<u64>& Prompt::prefix_keys(const KeySpace& space, u64 step) {
+bool Prompt::has_keys(Step step) const {
     std::lock_guard locked(mutex_);
-    auto known = prefix_keys_.find(step);
-    if (known == prefix_keys_.end()) {
-        known = prefix_keys_.emplace(step, &every(space, step)).first;
+    return find(step, false) != nullptr;
+}
+
+Keys Prompt::shared_prefix_keys(const KeySpace& space, u64 step) {
+    std::lock_guard locked(mutex_);
+    if (const Made* known = find({step, 0}, true)) return known->keys;
+    Keys keys = every(space, step);
+    made_.push_back({{step, 0}, true, keys});
+    return keys;
+}
+
+std::shared_ptr<Prompt> Prompt::without_tokens() const {
+    std::shared_ptr<Prompt> made(new Prompt);
+    made->length_ = length_;
+    std::lock_guard locked(mutex_);
+    made->made_ = made_;
+    return made;
+}
+
+const Prompt::Made* Prompt::find(Step step, bool is_of_prefixes) const {
+    const auto found = std::find_if(made_.begin(), made_.end(), [&](const Made& each) {
+        return each.step == step && each.is_of_prefixes == is_of_prefixes;
+    });
+    return found == made_.end() ? nullptr : &*found;
+}
+
+const Keys& Prompt::keys_at(const KeySpace& space, Step step) {
+    if (const Made* known = find(step, false)) return known->keys;
+    made_.push_back({step, false, computed(space, step)});
+    return made_.back().keys;
+}
+
+Keys Prompt::every(const KeySpace& space, u64 step) {
+    const Made* finest = nullptr;
+    for (const Made& each : made_) {
+        const Step finer = each.step;
+        const bool is_fit = !each.is_of_prefixes && !finer.lookahead && step % finer.tokens == 0;
+        if (is_fit && (!finest || finer < finest->step)) finest = &each;
     }
-    return *known->second;
+    if (!finest || length_ < step) return keys_at(space, {step, 0});
+    if (finest->step.tokens == step) return finest->keys;
+    const std::span<const u64> keys = finest->keys.span;
+    const u64 nth = step / finest->step.tokens;
+    return Keys::made(keys.size() / nth, [&](std::size_t i) { return keys[(i + 1) * nth - 1]; });
 }
 
-const std::vector<u64>& Prompt::keys_at(const KeySpace& space, Step step) {
-    auto known = keys_.find(step);
-    return known == keys_.end() ? keys_.emplace(step, computed(space, step)).first->second
-                                : known->second;
-}
-
-const std::vector<u64>& Prompt::every(const KeySpace& space, u64 step) {
-    for (const auto& [finer, keys] : keys_) {
-        if (finer.lookahead || step % finer.tokens || tokens_.size() < step) continue;
-        if (finer.tokens == step) return keys;
-        std::vector<u64>& picked = picked_.emplace_back();
-        const u64 nth = step / finer.tokens;
-        for (u64 i = nth - 1; i < keys.size(); i += nth) picked.push_back(keys[i]);
-        return picked;
-    }
-    return keys_at(space, {step, 0});
-}
-
-std::vector<u64> Prompt::computed(const KeySpace& space, Step step) const {
-    const u64 size = tokens_.size();
-    if (size < step.tokens + step.lookahead) return {};
-    std::vector<u64> found((size - step.lookahead) / step.tokens);
-    const Key root = root_key(space, lora_.value_or(""));
-    if (!step.lookahead && !salt_ && extra_keys_.empty()) {
+Keys Prompt::computed(const KeySpace& space, Step step) const {
+    if (!content_ || length_ < step.tokens + step.lookahead) return {};
+    const auto& [tokens, lora, salt, extra_keys] = *content_;
+    const std::size_t count = (length_ - step.lookahead) / step.tokens;
+    const Key root = root_key(space, lora.value_or(""));
+    if (!step.lookahead && !salt && extra_keys.empty()) {
         u64 residue = root.residue;
-        for (std::size_t i = 0; i < found.size(); ++i) {
-            const u32* block = tokens_.data() + i * step.tokens;
+        const u32* block = tokens->data();
+        return Keys::made(count, [&](std::size_t) {
             residue = space.extended(residue, {block, step.tokens}, step.tokens);
-            found[i] = residue;
-        }
-        return found;
+            block += step.tokens;
+            return residue;
+        });
     }
     const std::vector<Mark> marks = marks_of(space, step);
-    KeyChain chain(space, root, tokens_, marks);
-    for (std::size_t i = 0; i < found.size(); ++i) {
-        found[i] = chain.until((i + 1) * step.tokens + step.lookahead).residue;
-    }
-    return found;
+    KeyChain chain(space, root, *tokens, marks);
+    return Keys::made(count, [&](std::size_t i) {
+        return chain.until((i + 1) * step.tokens + step.lookahead).residue;
+    });
 }
 
 std::vector<Mark> Prompt::marks_of(const KeySpace& space, Step step) const {
     std::vector<Mark> marks;
     MarkRules rules{step.tokens, std::nullopt, std::nullopt, step.lookahead};
-    if (lora_) rules.lora = *lora_;
-    if (salt_) rules.salt = *salt_;
-    read_marks(extra_keys_, space, rules, marks);
+    if (content_->lora) rules.lora = *content_->lora;
+    if (content_->salt) rules.salt = *content_->salt;
+    read_marks(content_->extra_keys, space, rules, marks);
     return marks;
 }
 

@@ -64,6 +64,12 @@ struct Cache {
           prices(first_prices), removals(index.removals()),
           had_content(index.blocks_held() > 0) {}
 
+    // Every decision reads these of every cache.
+    std::optional<Outlook> outlook;  // the last one returned; nothing: something has happened since
+    double outlook_until = 0.0;
+    std::vector<Visit*> prefilling;  // in the order of their arrival
+    double first_since = 0.0;        // since when the first of these has been the first
+
     CacheId id;
     IndexedCache index;
     double since;
@@ -72,8 +78,6 @@ struct Cache {
     FadingRatio refill{1.0, 256.0, 64};  // the cost of loading evicted tokens, over computing them
     double speed = 1.0;
     Ownership content;
-    std::vector<Visit*> prefilling;  // in the order of their arrival
-    double first_since = 0.0;        // since when the first of these has been the first
     std::optional<u64> capacity_blocks;
     u64 most_blocks = 0;    // that were ever seen there at once
     u64 removals;           // when the oldest request was looked at last
@@ -82,8 +86,6 @@ struct Cache {
     Tokens decoding = 0;    // requests in decode
     Tokens decoding_tokens = 0;    // of their prompts
     Tokens recomputed_tokens = 0;  // of these, those that full attention had already
-    std::optional<Outlook> outlook;  // the last one returned; nothing: something has happened since
-    double outlook_until = 0.0;
     Layout layout;
     u64 looks = 0;
 

@@ -90,6 +90,7 @@ Layout layout_of(const Source& source) {
     Layout layout;
     if (!source.has_layout) return layout;
     layout.is_known = true;
+    layout.looked_up_by = {source.layout.hash_block_size, source.read_lookahead};
     layout.hit_tokens = static_cast<Tokens>(source.layout.scheduler_block_size);
     layout.eagle = source.layout.has_drafter();
     for (const Group& group : source.layout.groups) {

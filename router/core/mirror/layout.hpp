@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "mirror/names.hpp"
+#include "index/prompt.hpp"
 #include "index/source.hpp"
 
 namespace kvroute::mirror {
@@ -27,6 +28,7 @@ struct Tail {
 // The groups of a cache, summed up.
 struct Layout {
     bool is_known = false;
+    Prompt::Step looked_up_by;   // keys at this step find its blocks in the index
     Tokens hit_tokens = 1;       // hits are multiples of it
     bool has_gaps = false;       // a prompt may be reusable as a whole and not in part: windows move on
     bool is_sparse = false;      // of a prompt, windows or states are kept only at its boundaries

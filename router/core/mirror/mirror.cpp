@@ -43,10 +43,6 @@ void note_taken(const Visit& visit, const Use& use) {
     cache.order.take(cache.content.taken(), hit_keys, cache.layout.held_blocks_per_key());
 }
 
-Keys keys_of(const std::shared_ptr<Prompt>& prompt, const KeySpace& space) {
-    return {prompt, Asked{*prompt, space}.keys(kStep)};
-}
-
 // Learns how fast a model computes, or a cache loads, from the first prompt in prefill there.
 void learn_from_prefill(const Visit& visit, double now) {
     Cache& cache = *visit.at;
@@ -108,15 +104,16 @@ std::shared_ptr<Visit> Mirror::new_visit(const Sent& sent, const std::shared_ptr
     if (sent.prompts.size() == 1) {
         visit->look_up = sent.prompts[0];
         visit->prompt = visit->look_up.prompt.get();
-        visit->keys = keys_of(visit->look_up.prompt, *visit->space);
+        visit->keys = visit->prompt->shared_prefix_keys(*visit->space, kStep);
     }
+    visit->uses.reserve(sent.prompts.size());
     for (const LookUp& each : sent.prompts) {
-        visit->uses.push_back(cache->content.begin(keys_of(each.prompt, *visit->space)));
-        visit->uses.back()->look_up = each;
-        note_taken(*visit, *visit->uses.back());
-    }
-    for (const std::shared_ptr<Use>& use : visit->uses) {
-        visit->reuse.push_back(visit->traffic->began(use->keys.span, now));
+        const Keys keys = each.prompt->shared_prefix_keys(*visit->space, kStep);
+        InUse& use = visit->uses.emplace_back();
+        use.at_cache = cache->content.begin(keys);
+        use.at_cache->look_up = each;
+        note_taken(*visit, *use.at_cache);
+        use.of_model = visit->traffic->began(keys.span, now);
     }
     return visit;
 }
@@ -136,14 +133,15 @@ void Mirror::ended(const std::shared_ptr<Visit>& visit, bool was_served, double 
     Cache& cache = *visit->at;
     leave_prefill(*visit, now);
     if (visit->is_decoding) count_decoding(*visit, -1);
-    for (const std::shared_ptr<Use>& use : visit->uses) {
+    for (const InUse& use : visit->uses) {
         if (was_served) {
-            give_back(*visit, use, now);
+            give_back(*visit, use.at_cache, now);
         } else {
-            cache.content.drop(use);
+            cache.content.drop(use.at_cache);
         }
+        visit->traffic->ended(use.of_model, now);
     }
-    for (const std::shared_ptr<Use>& use : visit->reuse) visit->traffic->ended(use, now);
+    drop_tokens(*visit);
     look_at_oldest(cache);
     fit(cache);
 }
@@ -156,11 +154,11 @@ bool Mirror::is_worth_publishing(const Visit& visit, double now) const {
     return visit.uncached_tokens >= kWorthPublishing || (is_slow && visit.uncached_tokens >= kStep);
 }
 
-OtherNumber Mirror::add_other(CacheId cache, Tokens tokens, std::vector<u64> keys) {
+OtherNumber Mirror::add_other(CacheId cache, Tokens tokens, Keys keys) {
     auto other = std::make_unique<Computing>();
     other->cache = cache;
     other->tokens = tokens;
-    other->keys = Keys::of(std::move(keys));
+    other->keys = std::move(keys);
     others_.add(*other);
     if (free_.empty()) {
         other_prompts_.push_back(std::move(other));
@@ -402,6 +400,24 @@ void Mirror::give_back(const Visit& visit, const std::shared_ptr<Use>& use, doub
     note_taken(visit, *use);
     cache.order.end(use, layout.held_blocks_per_key());
     if (!layout.windows_first) leave(visit, boundaries_, before);
+}
+
+// From its end on a prompt is looked up and compared by its keys, if they are those that the cache's
+// index needs: its tokens would be most of what is kept of a request.
+void Mirror::drop_tokens(Visit& visit) {
+    const Layout& layout = visit.at->layout;
+    if (!layout.is_known) return;
+    for (const InUse& use : visit.uses) {
+        std::shared_ptr<Prompt>& prompt = use.at_cache->look_up.prompt;
+        if (!prompt->has_keys(layout.looked_up_by)) continue;
+        prompt->prefix_keys(*visit.space, static_cast<u64>(layout.hit_tokens));
+        std::shared_ptr<Prompt> without = prompt->without_tokens();
+        if (visit.look_up.prompt == prompt) {
+            visit.prompt = without.get();
+            visit.look_up.prompt = without;
+        }
+        prompt = std::move(without);
+    }
 }
 
 // A request has moved on from the blocks kept before `boundaries`, of those behind `before`.

@@ -27,6 +27,11 @@ namespace kvroute::mirror {
 // Uncached tokens from which a prompt is published to others at once.
 constexpr Tokens kWorthPublishing = 256;
 
+// A request's use of one of its prompts.
+struct InUse {
+    std::shared_ptr<Use> at_cache, of_model;
+};
+
 // One request at one cache, from its sending to its end. Every step may be repeated, or left out; a
 // mirror keeps what it needs of it. Its `Computing` is its prompt, where it has just one.
 struct Visit : Computing {
@@ -45,8 +50,7 @@ struct Visit : Computing {
     bool is_over = false;
     bool is_published = false;     // to other routers
     double known_until = 0.0;  // when its prompt no longer counts as being computed
-    std::vector<std::shared_ptr<Use>> uses;   // of its prompts
-    std::vector<std::shared_ptr<Use>> reuse;  // the same for its model
+    std::vector<InUse> uses;     // of its prompts
     double evicted_before = 0.0;  // blocks that will be evicted until it is computed, as last foreseen
     std::size_t number_live = 0;  // its place among those that the mirror keeps
 
@@ -132,7 +136,7 @@ public:
 
     // A prompt is being computed for others, until `remove_other`. `keys`: every `kStep` tokens of the
     // prompt, one at least. `tokens`: its length.
-    OtherNumber add_other(CacheId cache, Tokens tokens, std::vector<u64> keys);
+    OtherNumber add_other(CacheId cache, Tokens tokens, Keys keys);
     void remove_other(OtherNumber number);
 
     // Forgets what is cached at a replica, at all its ranks: it restarted, failed, or was removed.
@@ -192,6 +196,7 @@ private:
     void drop(Visit& visit);
     void forget_computed(double now);
     void give_back(const Visit& visit, const std::shared_ptr<Use>& use, double now);
+    static void drop_tokens(Visit& visit);
     void leave(const Visit& visit, std::span<const Tokens> boundaries, Tokens before);
     bool is_worth_publishing(const Visit& visit, double now) const;
 

@@ -19,7 +19,7 @@
 
 #include "mirror/chain.hpp"
 #include "mirror/flat_map.hpp"
-#include "mirror/shared_keys.hpp"
+#include "mirror/equal_keys.hpp"
 #include "index/match.hpp"
 
 namespace kvroute::mirror {

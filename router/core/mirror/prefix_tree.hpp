@@ -18,35 +18,49 @@
 #include <vector>
 
 #include "mirror/flat_map.hpp"
-#include "mirror/shared_keys.hpp"
+#include "mirror/equal_keys.hpp"
 
 namespace kvroute::mirror {
 
-// Counts of each holder; those with none are left out. Mostly a few.
+// Counts of each holder; those with none are left out. Mostly one, which needs no memory of its own.
 class Holders {
 public:
-    bool is_empty() const { return counts_.empty(); }
-    auto begin() const { return counts_.begin(); }
-    auto end() const { return counts_.end(); }
+    using Count = std::pair<CacheId, u32>;
+
+    bool is_empty() const { return size_ == 0; }
+    const Count* begin() const { return more_.empty() ? &one_ : more_.data(); }
+    const Count* end() const { return begin() + size_; }
 
     void add(CacheId holder) {
-        auto at = place_of(holder);
-        if (at == counts_.end() || at->first != holder) at = counts_.insert(at, {holder, 0});
-        ++at->second;
+        Count* const at = place_of(holder);
+        if (at != end() && at->first == holder) {
+            ++at->second;
+        } else if (is_empty()) {
+            one_ = {holder, 1};
+            size_ = 1;
+        } else {
+            const std::ptrdiff_t place = at - begin();
+            if (more_.empty()) more_.push_back(one_);
+            more_.insert(more_.begin() + place, {holder, 1});
+            ++size_;
+        }
     }
     void remove(CacheId holder) {
-        auto at = place_of(holder);
-        if (at != counts_.end() && at->first == holder && !--at->second) counts_.erase(at);
+        Count* const at = place_of(holder);
+        if (at == end() || at->first != holder || --at->second) return;
+        if (!more_.empty()) more_.erase(more_.begin() + (at - begin()));
+        --size_;
     }
 
 private:
-    using Counts = std::vector<std::pair<CacheId, u32>>;  // ascending
-
-    Counts::iterator place_of(CacheId holder) {
-        return std::lower_bound(counts_.begin(), counts_.end(), std::pair{holder, u32{0}});
+    Count* place_of(CacheId holder) {
+        Count* const first = more_.empty() ? &one_ : more_.data();
+        return std::lower_bound(first, first + size_, Count{holder, 0});
     }
 
-    Counts counts_;
+    Count one_{};              // the only one, while there are no `more_`
+    std::vector<Count> more_;  // else all of them, ascending
+    u32 size_ = 0;
 };
 
 // The prompts that are compared with. Every one added must be removed again.

@@ -93,12 +93,8 @@ double ReuseIntervals::probability(double idle_s) const {
 
 std::shared_ptr<Use> ModelTraffic::began(std::span<const u64> keys, double now) {
     ++requests_;
-    std::vector<u64> followed;
-    followed.reserve(keys.size() / kReuseStep);
-    for (std::size_t at = kReuseStep - 1; at < keys.size(); at += kReuseStep) {
-        followed.push_back(keys[at]);
-    }
-    std::shared_ptr<Use> use = uses_.begin(Keys::of(std::move(followed)));
+    const auto followed = [keys](std::size_t i) { return keys[(i + 1) * kReuseStep - 1]; };
+    std::shared_ptr<Use> use = uses_.begin(Keys::made(keys.size() / kReuseStep, followed));
     for (const Taken& each : uses_.taken()) {
         const std::optional<double> ended_at = each.use->ended_at;
         reuse_.reused(ended_at ? now - *ended_at : 0.0, static_cast<double>(each.keys));

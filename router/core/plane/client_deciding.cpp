@@ -353,7 +353,7 @@ void Client::hand_over(HandedOver why) {
 // that will be is unknown.
 void Client::expect_first_byte(Ask ask) {
     if (!thread_.usual().is_on() || !asked_.is_stream) return;
-    usual_ = thread_.usual().at(forward_.origin);
+    usual_ = thread_.usual().at(forward_.to->origin);
     attempted_at_ = clock_now();
     const std::optional<double> late_after_s = usual_->late_after(forward_.work_tokens);
     if (!late_after_s) return;
@@ -376,7 +376,7 @@ void Client::try_second(const Ask& ask) {
     elsewhere.not_at = prediction_.replica;
     std::optional<Placed> placed = decider->place(elsewhere);
     if (!placed || !complete(*placed, ask)) return;
-    if (thread_.usual().at(placed->forward.origin)->has_late() || !thread_.usual().take()) {
+    if (thread_.usual().at(placed->forward.to->origin)->has_late() || !thread_.usual().take()) {
         thread_.post(0, SecondAttempt{"not_allowed"});
         return;
     }
@@ -435,7 +435,7 @@ void Client::be_overtaken(HandedOver first) {
     asked_.has_adapter = prediction_.has_adapter;
     forward_ = std::move(second->placed.forward);
     request_.swap(second->request);  // of which a part may still be unsent
-    usual_ = thread_.usual().at(forward_.origin);
+    usual_ = thread_.usual().at(forward_.to->origin);
     attempted_at_ = second->started_at;
 }
 

@@ -112,7 +112,7 @@ bool Client::is_kept_back(const Forward& forward, sv name, sv connection) const 
         http::same_name(name, "expect")) {
         return true;
     }
-    if (http::same_name(name, "host")) return !forward.authority.empty();
+    if (http::same_name(name, "host")) return !forward.to->authority.empty();
     if (!connection.empty() && http::lists(connection, name)) return true;
     if (forward.is_control) return http::same_name(name, kControlClient);
     if (thread_.options().dropped.contain(name)) return true;
@@ -124,10 +124,10 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
     const sv method = is_head_request_ ? sv("GET") : head_.method;
     out += method;
     out += ' ';
-    out += forward.base_path;
+    out += forward.to->base_path;
     out += forward.target ? sv(*forward.target) : head_.origin_form;
     out += " HTTP/1.1\r\n";
-    if (!forward.authority.empty()) http::append_field(out, "host", forward.authority);
+    if (!forward.to->authority.empty()) http::append_field(out, "host", forward.to->authority);
     const sv connection = head_.find("connection");
     for (const http::Field& field : head_.fields) {
         if (!is_kept_back(forward, field.name, connection)) http::append_field(out, field.name, field.value);

@@ -115,9 +115,13 @@ std::string given_or_new(std::string_view id) {
     return id.empty() || id.size() > kMostRequestId ? new_request_id() : std::string(id);
 }
 
+constexpr std::size_t kMostFields = 4;  // that are added to an attempt or a response
+
 // Adds the header fields that the engine and the client get with this request.
 void add_fields(Forward& forward, const Question& question, const std::string& request_id,
           std::optional<int> dp_rank, const Prediction& prediction) {
+    forward.added.reserve(forward.added.size() + kMostFields);
+    forward.reported.reserve(forward.reported.size() + kMostFields);
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
     forward.added.emplace_back("x-forwarded-for", question.forwarded_for);
     forward.added.emplace_back("x-forwarded-proto", question.forwarded_proto);
@@ -190,7 +194,7 @@ std::shared_ptr<const Model> Placing::model(const std::string& name) { return se
 
 Prediction Placing::predicted(const Choice& choice, const Read& read) {
     const decide::CachedTokens& cached = choice.cached();
-    const auto tokens = static_cast<i64>(read.prompt->tokens().size());
+    const auto tokens = static_cast<i64>(read.prompt->length());
     Prediction made;
     made.model = read.served->model;
     made.replica = choice.replica->id;
@@ -331,7 +335,7 @@ std::optional<Placing::Read> Placing::read(const Question& question) const {
     // A question's model is one that `model` returned, so it is a `Served`.
     auto served = std::static_pointer_cast<const Served>(question.model);
     if (served == nullptr) served = this->served(question.ask.model);
-    if (served == nullptr || question.ask.tokens.size() > served->most_tokens) return std::nullopt;
+    if (served == nullptr || question.ask.tokens->size() > served->most_tokens) return std::nullopt;
     auto prompt = std::make_shared<Prompt>(question.ask.tokens, served->adapter, question.ask.salt,
                                            std::vector<u8>());
     hash(*prompt, *served->index);
@@ -358,7 +362,7 @@ std::optional<Placing::Choice> Placing::choose(const Question& question, const R
     asked.in_mirror = served.in_mirror;
     asked.session = question.ask.session;
     asked.tenant = question.ask.tenant;
-    asked.prompt_tokens = static_cast<i64>(question.ask.tokens.size());
+    asked.prompt_tokens = static_cast<i64>(question.ask.tokens->size());
     asked.index = served.index.get();
     asked.prompts = prompts;
     asked.now = question.now;
@@ -407,13 +411,12 @@ std::unique_ptr<Booked> Placing::book(const Question& question, const Read& read
     sent.junction_tokens = choice.cached().junction;
     const std::vector<mirror::Tokens> keep(question.ask.keep.begin(), question.ask.keep.end());
     sent.keep = keep;
-    const std::vector<u64>& keys =
-        read.prompt->prefix_keys(served.index->index.space(), decide::kKeyStep);
-    if (decider_->recent) decider_->recent->remember(choice.cache->id, keys, question.now);
+    const Keys keys =
+        read.prompt->shared_prefix_keys(served.index->index.space(), decide::kKeyStep);
+    if (decider_->recent) decider_->recent->remember(choice.cache->id, keys.span, question.now);
     std::shared_ptr<mirror::ApproximateVisit> estimated;
     if (prediction.is_estimate()) {
-        // Keys of its own: an estimate must not hold whole prompts.
-        estimated = books_.estimates->visit(sent.cache, {mirror::Keys::of(keys)}, sent.hit_tokens);
+        estimated = books_.estimates->visit(sent.cache, {keys}, sent.hit_tokens);
     }
     auto booking = std::make_unique<Booked>(books_.shared_from_this(), std::move(under_way), quiet_,
                                             *choice.replica, uncached, prompt_tokens,

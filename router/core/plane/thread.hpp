@@ -68,7 +68,7 @@ public:
 
 private:
     static constexpr std::size_t kMostWaiting = 65'536;
-    static constexpr std::size_t kPostedOneByOne = 32;  // between two `take`
+    static constexpr std::size_t kPostedOneByOne = 8;  // between two `take`
 
     std::mutex mutex_;
     std::vector<Event> events_;

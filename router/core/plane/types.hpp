@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "http/fields.hpp"
+#include "index/prompt.hpp"
 #include "plane/networks.hpp"
 #include "plane/reservations.hpp"
 
@@ -51,13 +52,18 @@ enum class OrderedBy : u8 {
     negated_field,  // the highest goes first
 };
 
-// One attempt: where the request goes, and what is changed on its way there and back.
-struct Forward {
+// A server, and how it is called. All attempts there share it.
+struct Server {
     std::string origin;  // the key of kept connections
     std::vector<Address> addresses;  // one after the other, until one takes the connection
     std::string secure_host;  // TLS, to a server whose certificate has this name; empty: none
     std::string authority;    // the Host header; empty: the client's own
     std::string base_path;    // prepended to the target
+};
+
+// One attempt: where the request goes, and what is changed on its way there and back.
+struct Forward {
+    std::shared_ptr<const Server> to;
     std::optional<std::string> target;  // in place of the client's
     std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // nothing: removed
     Fields added;             // after the client's
@@ -90,7 +96,7 @@ struct Open {};
 // A request whose prompt is known as token ids: the client sent them, or Python tokenised it.
 struct Ask {
     std::string model;  // as the client names it
-    std::vector<u32> tokens;  // of its one prompt; not empty
+    SharedTokens tokens;  // of its one prompt; not empty
     bool is_stream = false;
     bool is_completion = true;  // has `prompt`, as completions do; else only `token_ids`
     // Only where Python read the prompt:

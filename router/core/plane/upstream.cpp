@@ -441,7 +441,7 @@ void Upstream::end(bool may_keep) {
 // --- all of them ----------------------------------------------------------------------------------
 
 Upstream* Pool::start(Recipient& recipient, const Forward& forward, sv head, sv body, double now) {
-    Upstream* upstream = forward.may_reuse ? take_idle(forward.origin) : nullptr;
+    Upstream* upstream = forward.may_reuse ? take_idle(forward.to->origin) : nullptr;
     if (upstream == nullptr) {
         std::string why = "there is no address";
         Failure failure = Failure::connect;
@@ -479,9 +479,9 @@ Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, st
         return nullptr;
     }
     PoolCounts& counts = counts_of(forward.is_control);
-    auto made = std::make_unique<Upstream>(*this, counts, forward.origin, forward.is_control);
-    made->addresses_ = forward.addresses;
-    made->secure_host_ = forward.secure_host;
+    auto made = std::make_unique<Upstream>(*this, counts, forward.to->origin, forward.is_control);
+    made->addresses_ = forward.to->addresses;
+    made->secure_host_ = forward.to->secure_host;
     made->connect_until_ = now + forward.timeouts.connect_s;
     Upstream* upstream = made.get();
     const auto place = all_.emplace(upstream, std::move(made)).first;

@@ -79,8 +79,10 @@ Ask ask_of(std::mt19937& random) {
     Ask ask;
     ask.model = "m";
     const u32 prefix = random() % 5;
-    for (u32 at = 0; at < 200 + random() % 700; ++at) ask.tokens.push_back(prefix * 10'000 + at);
-    for (u32 at = 0; at < 100; ++at) ask.tokens.push_back(random());
+    std::vector<u32> tokens;
+    for (u32 at = 0; at < 200 + random() % 700; ++at) tokens.push_back(prefix * 10'000 + at);
+    for (u32 at = 0; at < 100; ++at) tokens.push_back(random());
+    ask.tokens = std::make_shared<std::vector<u32>>(std::move(tokens));
     return ask;
 }
 
