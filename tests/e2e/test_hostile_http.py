@@ -323,6 +323,7 @@ async def test_a_flood_of_pipelined_requests_is_not_read(router: RouterProcess) 
             async with timeout(1.0):
                 await client.writer.drain()
         assert router.rss_bytes - before < 16 * MIB
+        client.writer.transport.abort()  # or all of them would be sent now, and responded to
         held.set()
 
 
