@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -13,16 +14,18 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvevents.publisher_config import PublisherConfig
+from router.cli.main import main
 from router.cli.recordings import Query, RecordingReader
 from tests.support.engine_stub import engines, unique
 from tests.support.hybrid_stub import HybridStub
 from tests.support.recorded_publisher import RecordedStreamPublisher
-from tests.support.router_process import router_process
+from tests.support.router_process import RouterProcess, router_process
 from tests.support.signals import reset_signal_handlers
 from tests.support.waiting import eventually
 
@@ -40,6 +43,32 @@ def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         check=False,
         env={**inherited, **environ},
     )
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    """Code and message of a command that fails before it connects to anything: it needs no process
+    of its own."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = main(arguments)
+        except SystemExit as exit:  # of argparse
+            code = int(exit.code or 0)
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    """One without replicas: a test removes its own."""
+    with router_process({}) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RouterProcess]:
+    """One whose operators have a key."""
+    with router_process({"server": {"operator_api_key": "operator-key"}}) as process:
+        yield process
 
 
 def frames(path: Path) -> list[bytes]:
@@ -61,10 +90,10 @@ def test_options_are_checked_together_with_the_file(
     arguments: list[str], problem: str, check: list[str]
 ) -> None:
     """A typo on the command line is an error with its place, not a traceback."""
-    done = kvroute("serve", *arguments, *check)
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
+    code, message = refused("serve", *arguments, *check)
+    assert code == 2
+    assert problem in message
+    assert "Traceback" not in message
 
 
 def test_check_loads_tokenizers(tmp_path: Path) -> None:
@@ -173,35 +202,36 @@ def test_an_address_that_cannot_be_connected_to_is_refused_at_once(
     tmp_path: Path, endpoint: str
 ) -> None:
     """The message names the address and the rule."""
-    done = kvroute(
+    code, message = refused(
         "capture", "--endpoint", endpoint, "--output", str(tmp_path / "s.jsonl"), "--seconds", "5"
     )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("kvroute: ")
-    assert "Traceback" not in done.stderr
+    assert code == 2
+    assert message.splitlines()[-1].startswith("kvroute: ")
+    assert "Traceback" not in message
 
 
-async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None:
+async def test_the_route_command_shows_where_a_prompt_would_go_and_why(
+    router: RouterProcess,
+) -> None:
     """It is what an operator asks first."""
-    with router_process({}) as router:
-        async with engines(2, has_events=True) as stubs, router.serving(*stubs):
-            ids = list(range(500, 580))
-            stubs[1].store(ids)
-            await router.until_applied(stubs[1])
-            asked = [
-                "route",
-                "--url",
-                router.url,
-                "--model",
-                stubs[1].model,
-                "--token-ids",
-                json.dumps([*ids, 7]),
-            ]
-            found = await asyncio.to_thread(kvroute, *asked, "--json")
-            shown = await asyncio.to_thread(kvroute, *asked)
-            wrong = await asyncio.to_thread(
-                kvroute, "route", "--url", router.url, "--model", "nobody", "--token-ids", "1"
-            )
+    async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+        ids = list(range(500, 580))
+        stubs[1].store(ids)
+        await router.until_applied(stubs[1])
+        asked = [
+            "route",
+            "--url",
+            router.url,
+            "--model",
+            stubs[1].model,
+            "--token-ids",
+            json.dumps([*ids, 7]),
+        ]
+        found = await asyncio.to_thread(kvroute, *asked, "--json")
+        shown = await asyncio.to_thread(kvroute, *asked)
+        wrong = await asyncio.to_thread(
+            kvroute, "route", "--url", router.url, "--model", "nobody", "--token-ids", "1"
+        )
     answer = json.loads(found.stdout)
     assert (answer["replica"], answer["ranking"][0]["hit"]["gpu_cached_tokens"]) == (
         stubs[1].name,
@@ -214,16 +244,17 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
 # --- top ------------------------------------------------------------------------------------------
 
 
-async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> None:
+async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests(
+    router: RouterProcess,
+) -> None:
     """For a machine with a terminal and no browser."""
-    with router_process({}) as router:
-        async with HybridStub(unique("model")) as stub, router.serving(stub):
-            ids = list(range(500, 596))
-            stub.store(ids)
-            await router.until_applied(stub)
-            await router.post("/v1/completions", {"model": stub.model, "prompt": [*ids, 7]})
-            await router.post(f"/replicas/{stub.name}/drain")
-            done = await asyncio.to_thread(kvroute, "top", "--url", router.url)
+    async with HybridStub(unique("model")) as stub, router.serving(stub):
+        ids = list(range(500, 596))
+        stub.store(ids)
+        await router.until_applied(stub)
+        await router.post("/v1/completions", {"model": stub.model, "prompt": [*ids, 7]})
+        await router.post(f"/replicas/{stub.name}/drain")
+        done = await asyncio.to_thread(kvroute, "top", "--url", router.url)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[:2] == ["1 replica has problems:", f"{stub.name} draining: gets no new requests"]
@@ -303,10 +334,9 @@ async def test_top_soon_reports_that_a_router_hangs() -> None:
             terminal.close()
 
 
-def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
+def test_top_into_a_pipe_ends_also_where_colours_are_forced(router: RouterProcess) -> None:
     """As many a CI does, which does not turn a pipe into a terminal."""
-    with router_process({}) as router:
-        done = kvroute("top", "--url", router.url, FORCE_COLOR="1")
+    done = kvroute("top", "--url", router.url, FORCE_COLOR="1")
     assert done.returncode == 0
     assert "The router has no replicas." in done.stdout
 
@@ -314,10 +344,11 @@ def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
 @pytest.mark.parametrize(
     ("key", "code"), [("operator-key\n", 0), ("operator\nkey", 2), ("schlüssel", 2)]
 )
-def test_a_key_that_no_header_can_hold_is_refused(key: str, code: int) -> None:
+def test_a_key_that_no_header_can_hold_is_refused(
+    key: str, code: int, guarded: RouterProcess
+) -> None:
     """Mounted secrets end in a newline; a traceback would show the key."""
-    with router_process({"server": {"operator_api_key": "operator-key"}}) as router:
-        done = kvroute("top", "--url", router.url, KVROUTE_OPERATOR_API_KEY=key)
+    done = kvroute("top", "--url", guarded.url, KVROUTE_OPERATOR_API_KEY=key)
     assert (
         done.returncode,
         "KVROUTE_OPERATOR_API_KEY: holds what no header can" in done.stderr,
@@ -326,11 +357,12 @@ def test_a_key_that_no_header_can_hold_is_refused(key: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(("key", "code"), [("operator-key", 0), ("another", 2), (None, 2)])
-def test_top_needs_the_operator_key_where_there_is_one(key: str | None, code: int) -> None:
+def test_top_needs_the_operator_key_where_there_is_one(
+    key: str | None, code: int, guarded: RouterProcess
+) -> None:
     """It is read from the environment: a command line is seen by everyone on the machine."""
-    with router_process({"server": {"operator_api_key": "operator-key"}}) as router:
-        environ = {"KVROUTE_OPERATOR_API_KEY": key} if key else {}
-        done = kvroute("top", "--url", router.url, **environ)
+    environ = {"KVROUTE_OPERATOR_API_KEY": key} if key else {}
+    done = kvroute("top", "--url", guarded.url, **environ)
     assert done.returncode == code
     assert ("status 401" in done.stderr) is (code == 2)
     assert "operator-key" not in done.stdout + done.stderr
@@ -360,8 +392,8 @@ async def test_top_reports_a_response_that_is_not_a_routers(body: bytes) -> None
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "1e9"])
 def test_an_invalid_interval_is_refused(interval: str) -> None:
     """The value and the rule."""
-    done = kvroute("top", "--interval", interval)
-    assert (done.returncode, "must be from 0.1 to 3600 seconds" in done.stderr) == (2, True)
+    code, message = refused("top", "--interval", interval)
+    assert (code, "must be from 0.1 to 3600 seconds" in message) == (2, True)
 
 
 class Terminal:
