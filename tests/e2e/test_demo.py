@@ -37,10 +37,10 @@ from router.index.base import SourceId
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
 from router.index.sources import DumpError
-from tests.support.router_process import ROOT
 from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import eventually
+from tests.support.warm_start import ROOT
 
 DEMO = (sys.executable, "-m", "router.cli.main", "demo")
 CHAIN = HashChain.from_seed()

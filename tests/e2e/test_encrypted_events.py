@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
-from tests.support.router_process import QUICK_HEALTH, ROOT, router_process
+from tests.support.router_process import QUICK_HEALTH, router_process
+from tests.support.warm_start import ROOT
 
 
 def make_keys(directory: Path, *names: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ import pytest
 import trustme
 
 from tests.support.engine_stub import EngineStub, engines
-from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm_start import COMMAND, ROOT
 
 NAME = "127.0.0.1"
 EXPIRED = datetime(2020, 1, 1, tzinfo=timezone.utc)
@@ -225,7 +226,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
     path = tmp_path / "kvroute.yaml"
     path.write_text(f"server: {{tls: {given}}}")
     done = subprocess.run(
-        [*COMMAND, "--config", str(path), "--check"],
+        [*COMMAND, "serve", "--config", str(path), "--check"],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,

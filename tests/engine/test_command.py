@@ -16,8 +16,9 @@ import pytest
 from tests.engine.http.test_tokenizer import write_tokenizer
 from tests.offload import tier_plug_in
 from tests.support.actual_hits import cached_tokens
-from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
+from tests.support.engine_process import EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect
+from tests.support.warm_start import COMMAND
 
 ROOT = Path(__file__).parents[3]
 
@@ -304,7 +305,9 @@ def test_an_engine_that_cannot_report_its_address_ends() -> None:
     """The process that started it has died; it must not stay behind, deaf to signals."""
     reading, writing = os.pipe()
     os.close(reading)
-    engine = subprocess.Popen([*COMMAND, "--port", "0", "--simulate"], cwd=ROOT, stderr=writing)
+    engine = subprocess.Popen(
+        [*COMMAND, "engine", "--port", "0", "--simulate"], cwd=ROOT, stderr=writing
+    )
     os.close(writing)
     try:
         assert engine.wait(20) != 0

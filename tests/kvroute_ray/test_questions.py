@@ -18,7 +18,7 @@ from kvroute_ray.questions import MOST_NAMES, prompt_of, question
 from router.client import SelectionError
 from router.config.replica import ReplicaConfig
 from router.errors import BadRequest, BodyTooLarge, KeyLimitReached, ModelNotAllowed, QueueFull
-from tests.support.router_process import ROOT
+from tests.support.warm_start import ROOT
 
 PROMPT = {"model": "gemma", "prompt": [1, 2]}
 

@@ -6,11 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -18,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.http_client import Answer, ask
-from tests.support.router_process import ROOT, Metrics
+from tests.support.router_process import Metrics
 from tests.support.waiting import DEADLINE_S, START_S, eventually
+from tests.support.warm_start import start
 
-COMMAND = (sys.executable, "-m", "router.cli.main", "engine")
 _ANNOUNCEMENT = re.compile(rb"listens on (http://\S+:(\d+))\n")
 _names = itertools.count(1)
 
@@ -51,12 +48,8 @@ class EngineProcess:
         """Start a new process, on the port of the previous one if there was one."""
         events = [] if "--kv-events-endpoint" in self._arguments else _EVENTS
         with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*COMMAND, "--port", str(self.port), *events, *self._arguments],
-                cwd=ROOT,
-                env={**os.environ},
-                stderr=stderr,
-            )
+            arguments = ("engine", "--port", str(self.port), *events, *self._arguments)
+            self.process = start(arguments, stderr)
         try:
             self.port = self._announced()
         except BaseException:

@@ -16,9 +16,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from tests.support.router_process import ROOT
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import START_S
+from tests.support.warm_start import ROOT
 
 ENVOY = Path(sys.executable).parent / "envoy"
 _EXT = "type.googleapis.com/envoy.extensions"

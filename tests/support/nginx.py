@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.router_process import ROOT
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import START_S
+from tests.support.warm_start import ROOT
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 _MODULES = Path("/usr/lib/nginx/modules")

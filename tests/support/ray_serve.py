@@ -24,8 +24,9 @@ from kvroute_ray.request_router import KVRouteRequestRouter
 from router.client import Selection
 from tests.support.engine_stub import unique
 from tests.support.http_client import Answer, ask
-from tests.support.router_process import ROOT, RouterProcess
+from tests.support.router_process import RouterProcess
 from tests.support.vllm_publisher import free_port
+from tests.support.warm_start import ROOT
 
 ENGINE = (
     *(sys.executable, "-m", "router.cli.main", "engine", "--host", "$host", "--port", "$port"),

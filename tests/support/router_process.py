@@ -7,8 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,9 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine_stub import EngineStub
 from tests.support.http_client import Answer, ask
 from tests.support.waiting import DEADLINE_S, START_S, eventually
+from tests.support.warm_start import start
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "router.cli.main", "serve")
 _ANNOUNCEMENT = re.compile(rb'listens on (https?://\S+?:(\d+))["\n]')
 
 QUICK_HEALTH = {
@@ -85,14 +82,9 @@ class RouterProcess:
         self.config_path = path = directory / "kvroute.yaml"
         self.configure(config or {})
         self._log = directory / "stderr.log"
+        arguments = ("serve", "--config", str(path), *options)
         with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*COMMAND, "--config", str(path), *options],
-                cwd=ROOT,
-                env={**os.environ, **(environ or {})},
-                stderr=stderr,
-                preexec_fn=limit,
-            )
+            self.process = start(arguments, stderr, environ, limit)
         try:
             self.url, self.port = self._announced()
         except BaseException:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import pytest
 
 from router.cli.main import _ADD_ON_RULE, _ADD_ONS, _BUILT_IN, main
-from tests.support.router_process import ROOT
+from tests.support.warm_start import ROOT
 
 IMPORTS = """
 import json, sys
