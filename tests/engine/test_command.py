@@ -18,6 +18,7 @@ from tests.offload import tier_plug_in
 from tests.support.actual_hits import cached_tokens
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect
+from tests.support.waiting import DEADLINE_S
 from tests.support.warm_start import COMMAND
 
 ROOT = Path(__file__).parents[3]
@@ -310,7 +311,7 @@ def test_an_engine_that_cannot_report_its_address_ends() -> None:
     )
     os.close(writing)
     try:
-        assert engine.wait(20) != 0
+        assert engine.wait(DEADLINE_S) != 0
     finally:
         engine.kill()
         engine.wait()
@@ -321,7 +322,7 @@ def test_sigint_ends_it_as_sigterm_does() -> None:
     engine = EngineProcess(*simulated())
     try:
         engine.process.send_signal(signal.SIGINT)
-        assert engine.process.wait(20) == 0
+        assert engine.process.wait(DEADLINE_S) == 0
         assert "Traceback" not in engine.log()
     finally:
         engine.forget()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "router" / "core"
+OBJECTS = Path(__file__).parents[2] / "build" / "objects"
 
 
 def compiler() -> str | None:
@@ -40,3 +44,32 @@ def compiled(output: Path, *arguments: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
+
+
+def compiled_once(sources: Sequence[Path], *options: str) -> Path:
+    """Compile files of the core as one unit, unless a test did so before; return the object.
+
+    Most of the work is what their headers include: a room is compiled in a third of the time that
+    its files take, and for all tests.
+
+    Args:
+        sources: Of one room.
+        options: Of the compiler.
+    """
+    unit = "".join(f'#include "{source}"\n' for source in sources)
+    asked = repr((compiler(), options, unit)).encode()
+    made = OBJECTS / f"{sources[0].parent.name}-{sha256(asked).hexdigest()[:12]}.o"
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        digest = sha256(asked)
+        for path in sorted(CORE.rglob("*.[ch]pp")):
+            digest.update(path.read_bytes())
+        of_made = made.with_suffix(".digest")
+        if not made.exists() or not of_made.exists() or of_made.read_text() != digest.hexdigest():
+            source = made.with_suffix(".cpp")
+            source.write_text(unit, encoding="ascii")
+            of_made.unlink(missing_ok=True)
+            compiled(made, *options, "-c", str(source))
+            of_made.write_text(digest.hexdigest())
+    return made

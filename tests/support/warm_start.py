@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 MODULE = "router.cli.main"
 COMMAND = (sys.executable, "-m", MODULE)
 IMPORTED = ("router.cli.serve_command", "kvroute_engine.command")
-_READ_EARLY = ("LD_", "OTEL_", "PYTHON")
+_AT_FIRST = {**os.environ}
 _MOST_BYTES = 1 << 20
 _PID_BYTES = 8
 
@@ -89,6 +89,7 @@ class _Starter:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 cwd=ROOT,
+                env=_AT_FIRST,
                 pass_fds=[theirs.fileno()],
             )
         atexit.register(self._end)
@@ -115,6 +116,12 @@ def _starter() -> _Starter:
     return _Starter()
 
 
+def _read_early(environ: Mapping[str, str]) -> dict[str, str]:
+    """What Python or something that is imported reads before the command runs."""
+    early = ("LD_", "OTEL_", "PYTHON")
+    return {name: value for name, value in environ.items() if name.startswith(early)}
+
+
 def start(
     arguments: Sequence[str],
     stderr: IO[bytes],
@@ -133,8 +140,7 @@ def start(
         limit: Called in the new process before it becomes `kvroute`.
     """
     whole = {**os.environ, **(environ or {})}
-    is_early = limit or any(name.startswith(_READ_EARLY) for name in environ or ())
-    if is_early or "PYTEST_VERSION" not in os.environ:
+    if limit or _read_early(whole) != _read_early(_AT_FIRST) or "PYTEST_VERSION" not in whole:
         command = [*COMMAND, *arguments]
         return subprocess.Popen(command, cwd=ROOT, env=whole, stderr=stderr, preexec_fn=limit)
     return _starter().start(arguments, whole, stderr.fileno())
