@@ -12,7 +12,7 @@ from hypothesis import settings
 settings.register_profile("kvroute", deadline=None)
 settings.load_profile("kvroute")
 
-LONGEST = ("router/core/", "test_distribution.py", "e2e/", "benchmarks/")
+LONGEST = ("router/core/", "test_distribution.py", "e2e/", "benchmarks/", "test_documents.py")
 """Where the files are that take longest."""
 
 
