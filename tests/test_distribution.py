@@ -16,6 +16,8 @@ from tests.support.native import what_the_compiled_index_lacks
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
+QUICK = "CMAKE_UNITY_BUILD=ON;CMAKE_CXX_FLAGS_RELEASE=-O0"
+"""The core is only looked for."""
 NOT_SOURCE = shutil.ignore_patterns(
     ".*_cache", ".hypothesis", ".venv*", "*.so", "__pycache__", "build", "dist"
 )
@@ -47,7 +49,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy_source(directory / "source")
     arguments = ["--no-isolation", "--outdir", str(directory), str(directory / "source")]
     done = subprocess.run(
-        [sys.executable, "-m", "build", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "build", *arguments],
+        env={**os.environ, "SKBUILD_CMAKE_DEFINE": QUICK},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return directory

@@ -13,7 +13,7 @@ namespace {
 using sv = std::string_view;
 
 constexpr std::size_t kMostBeginning = 16 * 1024;
-constexpr std::size_t kPiece = 64 * 1024;  // of a body, from which on its memory is freed
+constexpr std::size_t kKeptBytes = 64 * 1024;  // of a body, from which on its memory is freed
 constexpr double kProgressEvery_s = 0.25;
 constexpr double kShownAfter_s = 0.2;  // a request that was decided here, while it runs
 constexpr sv kOurPrefix = "x-kv-";
@@ -472,7 +472,7 @@ void Client::end_exchange() {
     if (!is_open() || stage_ != Stage::answered) return;
     exchange_ = 0;
     share_ = {};
-    if (body_.capacity() > kPiece) body_ = std::string();
+    if (body_.capacity() > kKeptBytes) body_ = std::string();
     forward_.body.reset();
     if (is_unsent()) {
         update_interest();

@@ -16,7 +16,7 @@ constexpr std::size_t kMostBytes = 65'536;  // as `MAX_REPORT_BYTES` of router/d
 
 bool is_space(sv text) { return text.find_first_not_of(" \t\r\n") == sv::npos; }
 
-void append_count(std::string& out, sv name, u64 value) {
+void append_member(std::string& out, sv name, u64 value) {
     if (out.back() != '{') out += ',';
     out.append("\"").append(name).append("\":").append(std::to_string(value));
 }
@@ -24,7 +24,7 @@ void append_count(std::string& out, sv name, u64 value) {
 void append_details(std::string& out, sv name, std::optional<u64> cached_tokens) {
     if (out.back() != '{') out += ',';
     out.append("\"").append(name).append("\":{");
-    if (cached_tokens) append_count(out, "cached_tokens", *cached_tokens);
+    if (cached_tokens) append_member(out, "cached_tokens", *cached_tokens);
     out += '}';
 }
 
@@ -55,7 +55,7 @@ bool usage(Walk& walk, std::string& out) {
     });
     out.assign(1, '{');
     for (std::size_t place = 0; place < kCounts.size(); ++place) {
-        if (counts[place]) append_count(out, kCounts[place], *counts[place]);
+        if (counts[place]) append_member(out, kCounts[place], *counts[place]);
     }
     for (std::size_t place = 0; place < kDetails.size(); ++place) {
         if (details[place]) append_details(out, kDetails[place], *details[place]);
@@ -88,7 +88,7 @@ std::string ReportBody::usage_body(u64 prompt_tokens) const {
     if (!usage.empty()) return made.append(usage).append("}");
     if (!cached_tokens) return {};
     made += '{';
-    append_count(made, "prompt_tokens", prompt_tokens);
+    append_member(made, "prompt_tokens", prompt_tokens);
     append_details(made, "prompt_tokens_details", cached_tokens);
     return made.append("}}");
 }

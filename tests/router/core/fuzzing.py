@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.native import CORE, compiled, compiler
+from tests.support.native import CORE, compiled, compiled_once, compiler
 
 DRIVER = Path(__file__).parent / "driver.cpp"
 
@@ -27,23 +27,19 @@ class Fuzzer:
     """Defines `LLVMFuzzerTestOneInput`."""
     write_corpus: Callable[[Path], None]
     """Writes every first input to a file of its own."""
-    sources: tuple[Path, ...] = ()
-    """Of the core, where its headers are not all of it."""
+    sources: tuple[Path, ...]
+    """Of one room of the core."""
 
     def build(self, folder: Path) -> Path:
         """The fuzzer, for g++: the code under test with sanitizers and coverage, the driver without
         the latter."""
-        code = [
-            compiled(
-                folder / f"{source.stem}.o",
-                *("-O1", "-g1", "-c", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-                *("-fsanitize-coverage=trace-pc", str(source)),
-            )
-            for source in (self.targets, *self.sources)
-        ]
+        sanitized = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+        covered = (*sanitized, "-fsanitize-coverage=trace-pc")
+        code = compiled_once(self.sources, *covered)
+        targets = compiled(folder / "targets.o", *covered, "-c", str(self.targets))
         return compiled(
             folder / "fuzzer",
-            *("-O1", "-fsanitize=address,undefined", str(DRIVER), *map(str, code)),
+            *("-O1", "-fsanitize=address,undefined", *map(str, (DRIVER, targets, code))),
         )
 
     def build_with_clang(self, folder: Path, clang: str) -> Path:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from tests.support.native import compiled, compiler
+from tests.support.native import compiled, compiled_once, compiler
 
 
-def said(folder: Path, sanitizer: str, sources: Sequence[Path]) -> str:
+def said(folder: Path, sanitizer: str, driver: Path, of_core: Sequence[Path]) -> str:
     """What a program prints, which must not fail. Skips where it cannot run.
 
     Args:
         folder: For what is built.
         sanitizer: As `-fsanitize` names it.
-        sources: Of the program.
+        driver: The program.
+        of_core: What it runs of the core. Sorted by room.
     """
     if compiler() is None:
         pytest.skip("no C++ compiler: the compiled core is not built")
@@ -31,7 +33,9 @@ def said(folder: Path, sanitizer: str, sources: Sequence[Path]) -> str:
     )
     if known.returncode:
         pytest.skip(f"the compiler has no sanitizer for {sanitizer}")
-    program = compiled(folder / "program", *options, *map(str, sources))
+    rooms = [list(files) for _, files in groupby(of_core, lambda path: path.parent)]
+    objects = [compiled_once(files, *options) for files in rooms]
+    program = compiled(folder / "program", *options, str(driver), *map(str, objects))
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("ThreadSanitizer cannot run here: the kernel spreads memory too far")

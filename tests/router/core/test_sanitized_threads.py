@@ -36,7 +36,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -g1 -fsanitize=thread")
     python = f"-DPython_EXECUTABLE={sys.executable}"
     for command in (
-        (cmake, "-S", str(CORE), "-B", str(folder), *options, python),
+        (cmake, "-S", str(CORE), "-B", str(folder), "-DCMAKE_UNITY_BUILD=ON", *options, python),
         (cmake, "--build", str(folder)),
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -45,7 +45,6 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", ["index.threads", "plane.traffic", "plane.traffic by TLS"])
 def test_threads_do_not_race(program: str, module: Path, tmp_path: Path) -> None:
     """Long prompts are hashed in a thread while the event loop applies batches. Events and commands

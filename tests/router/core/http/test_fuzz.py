@@ -12,7 +12,6 @@ from tests.router.core.http.sanitized import FUZZER, write_corpus
 from tests.support.native import compiler
 
 
-@pytest.mark.timeout(600)
 def test_nothing_that_is_sent_breaks_the_reading(tmp_path: Path) -> None:
     """Every byte comes from a socket of anyone's: no byte behind the last may be read, and the
     verdict must not depend on how the network cut them."""

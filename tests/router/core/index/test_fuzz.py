@@ -27,7 +27,6 @@ def run(fuzzer: Path, corpus: Path, seconds: str = SECONDS) -> subprocess.Comple
     )
 
 
-@pytest.mark.timeout(600)
 def test_nothing_that_is_sent_breaks_the_index(fuzzer: Path, tmp_path: Path) -> None:
     """Every byte that comes from a socket may be anyone's; the sanitizers see each wrong access,
     and the whole index is audited after every step."""

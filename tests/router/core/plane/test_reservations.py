@@ -14,14 +14,13 @@ from tests.support.native import CORE
 DRIVER = Path(__file__).parent / "reservations.cpp"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_threads_that_reserve_and_report_do_not_race(tmp_path: Path, sanitizer: str) -> None:
     """A name is one reservation's, there are never too many, each is told of at most once, and
     nothing is left of any."""
     names = "plane/reservations", "plane/report", "plane/ask", "index/json_tokens"
     own = [CORE / f"{name}.cpp" for name in names]
-    assert said(tmp_path, sanitizer, [DRIVER, *own]) == "done\n"
+    assert said(tmp_path, sanitizer, DRIVER, own) == "done\n"
 
 
 def test_a_name_is_free_again_with_its_place() -> None:

@@ -12,7 +12,6 @@ from tests.router.core.tls.sanitized import FUZZER, write_corpus
 from tests.support.native import compiler
 
 
-@pytest.mark.timeout(600)
 def test_nothing_that_is_said_breaks_a_session(tmp_path: Path) -> None:
     """Handshakes come from anyone, and whoever is between may change any byte."""
     if compiler() is None:
