@@ -33,14 +33,13 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, ask, connect, request_bytes
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import (
-    COMMAND,
     QUICK_HEALTH,
-    ROOT,
     RouterProcess,
     router_process,
 )
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import eventually
+from tests.support.warm_start import COMMAND, ROOT
 
 CLIENT_KEY = "client-key-sentinel-7c1e"
 OPERATOR_KEY = "operator-key-sentinel-93ab"
@@ -1177,7 +1176,7 @@ async def test_what_does_not_finish_is_cut_and_the_exit_code_is_still_0(how: str
 
 def serve_with(path: Path, config: object, *options: str) -> subprocess.CompletedProcess[str]:
     path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
-    command = [*COMMAND, "--config", str(path), *options]
+    command = [*COMMAND, "serve", "--config", str(path), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -1262,7 +1261,7 @@ def test_too_few_open_files_are_a_configuration_error(tmp_path: Path) -> None:
     path = tmp_path / "kvroute.yaml"
     path.write_text("{}")
     done = subprocess.run(
-        ["sh", "-c", f"ulimit -n 12; exec {' '.join(COMMAND)} --config {path}"],
+        ["sh", "-c", f"ulimit -n 12; exec {' '.join(COMMAND)} serve --config {path}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -1277,7 +1276,7 @@ async def test_a_full_disk_behind_stderr_neither_prevents_the_start_nor_ends_the
     port = free_port()
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(
-            [*COMMAND, "--port", str(port), "--replica", "http://127.0.0.1:1"],
+            [*COMMAND, "serve", "--port", str(port), "--replica", "http://127.0.0.1:1"],
             cwd=ROOT,
             stderr=full,
         )

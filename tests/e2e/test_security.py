@@ -24,13 +24,12 @@ from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids
 from tests.support.http_client import Answer, HttpClient, connect, request_bytes
 from tests.support.router_process import (
-    COMMAND,
     QUICK_HEALTH,
-    ROOT,
     RouterProcess,
     router_process,
 )
 from tests.support.waiting import eventually
+from tests.support.warm_start import COMMAND, ROOT
 
 CLIENT_KEY, OPERATOR_KEY = "client-key-sentinel-5c1d", "operator-key-sentinel-77b2"
 SALT = "salt-sentinel-c2"
@@ -266,7 +265,7 @@ async def test_a_proxy_on_this_machine_does_not_make_others_local(
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [*COMMAND, "serve", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
