@@ -145,12 +145,12 @@ int main(int argc, char** argv) {
         std::signal(number, on_signal);
     }
     last_path = std::string(argv[1]) + "/last";
-    const auto end = Clock::now() + std::chrono::duration<double>(std::atof(argv[2]));
     Mutator mutator(argc > 3 ? std::strtoull(argv[3], nullptr, 0) : 1);
     std::vector<Bytes> corpus = read_corpus(argv[1]);
     corpus.emplace_back(64, std::uint8_t{3});
     std::size_t runs = 0, given = corpus.size();
     for (const Bytes& input : corpus) run(input), ++runs;
+    const auto end = Clock::now() + std::chrono::duration<double>(std::atof(argv[2]));
     while (Clock::now() < end) {
         const Bytes input = mutator.mutated(corpus);
         ::alarm(20);
