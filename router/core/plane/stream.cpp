@@ -119,7 +119,7 @@ void UsageCapture::feed_lines(sv piece) {
     rest_ += piece.substr(0, line_end + 1);
     if (rest_.find(kUsage) != std::string::npos) {
         for (sv left = rest_; !left.empty();) {
-            const auto end = left.find('\n');
+            const auto end = left.find_first_of("\r\n");  // any of them ends a line
             take_line(left.substr(0, end));
             if (end == sv::npos) break;
             left.remove_prefix(end + 1);

@@ -44,7 +44,7 @@ struct World {
 void decide_and_book(World& world, u32 seed) {
     Scratch scratch;
     std::vector<u32> tokens(700, seed);
-    Prompt prompt(tokens, {}, {}, {});
+    Prompt prompt(std::make_shared<std::vector<u32>>(tokens), {}, {}, {});
     Prompt* prompts[] = {&prompt};
     std::deque<std::unique_ptr<InFlight>> flights;
     for (u32 round = 0; round < kRounds; ++round) {

@@ -363,7 +363,7 @@ private:
         std::optional<std::string> lora, salt;
         if (shape & 64) lora = kAdapters[shape / 4 % 3];
         if (shape & 128) salt = "s";
-        Prompt prompt(std::move(tokens), lora, salt, {});
+        Prompt prompt(std::make_shared<std::vector<u32>>(std::move(tokens)), lora, salt, {});
         for (const Prompt::Step step : matcher_.steps()) prompt.keys(index_.space(), step);
         audit_.expect_same_alone(prompt);
         if (shape & 32) look_up_by_hash(prompt);

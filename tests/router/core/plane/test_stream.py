@@ -6,7 +6,7 @@ from importlib import import_module
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.plane.usage import UsageReader
@@ -46,6 +46,7 @@ def test_lines_are_let_through_as_in_python(body: list[bytes]) -> None:
 
 
 @given(pieces())
+@example([b"data: {" + USAGE + b'}\r{"id": 1, "usage": null}\n'])
 def test_the_usage_is_read_as_in_python(body: list[bytes]) -> None:
     """It is what every prediction is compared with."""
     ours, theirs, taken = import_module("router._core").UsageCapture(), UsageReader(), UsageReader()
