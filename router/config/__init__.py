@@ -6,6 +6,7 @@ and `ReplicaConfig.model_json_schema()` describes it.
 The files; each imports only what is listed above it:
 
     files.py          has a watched file changed?
+    extras.py         imports a part that needs an extra of the package
     origin.py         where a server is; timeouts
     values.py         the rules of single values
     document.py       YAML text -> plain data; pydantic's errors -> ours

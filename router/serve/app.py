@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from importlib import import_module
 from typing import TypeAlias
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from router.config.extras import import_extra
 from router.doors.desk import Desk, DeskParts
 from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
@@ -19,7 +19,6 @@ from router.doors.http.gateway import Gateway
 from router.doors.http.parts import ApiParts
 from router.doors.http.proxied_paths import ProxiedPaths
 from router.doors.http.questions import RouteQuestions
-from router.errors import ConfigError, ConfigProblem
 from router.fleet.engine_order import EngineOrder
 from router.serve.service import RouterService
 
@@ -87,12 +86,9 @@ def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService)
     config = service.config.doors.ext_proc
     if config.listen is None:
         return lifespan
-    try:
-        picking = import_module("router.doors.external_processing")
-    except ImportError as error:
-        rule = "it needs the extra gateway: pip install '.[gateway]' in kvroute's checkout"
-        problem = ConfigProblem("doors.ext_proc.listen", f"{config.listen}; {rule} ({error})")
-        raise ConfigError([problem]) from error
+    picking = import_extra(
+        "router.doors.external_processing", "gateway", "doors.ext_proc.listen", config.listen
+    )
     server = picking.make_picker(
         service.config,
         router.desk,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from kvevents.replay import ReplayLimits
 from kvevents.sealing import hold_key, read_hash_key
 from kvevents.sockets import SocketLimits
 from kvevents.subscriber import SubscriberOptions
+from router.config.extras import import_extra
 from router.config.origin import Timeouts
 from router.config.schema import RouterConfig
 from router.errors import ConfigError, ConfigProblem
@@ -118,12 +118,7 @@ def make_tracing_of(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing
     """
     if not config.observability.tracing.enabled:
         return None
-    try:
-        otel = import_module("router.telemetry.otel")
-    except ImportError as error:
-        rule = "it needs the extra otel: pip install '.[otel]' in kvroute's checkout"
-        problem = ConfigProblem("observability.tracing.enabled", f"true; {rule} ({error})")
-        raise ConfigError([problem]) from error
+    otel = import_extra("router.telemetry.otel", "otel", "observability.tracing.enabled", "true")
     made: OtelTracing | None = otel.make_tracing(
         config.observability.tracing, os.environ, metrics.traces
     )

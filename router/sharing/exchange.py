@@ -15,12 +15,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
 
 from router.config.board import BoardConfig
+from router.config.extras import import_extra
 from router.errors import ConfigError, ConfigProblem
 from router.fleet.limits import KeyCounts, KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
@@ -198,11 +198,7 @@ def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
     """
     if config.url is None or secret is None:
         return None
-    try:
-        module = import_module("router.sharing.valkey")
-    except ImportError as error:
-        rule = f"{error}; it needs the extra valkey: pip install '.[valkey]' in kvroute's checkout"
-        raise ConfigError([ConfigProblem("board.url", rule)]) from error
+    module = import_extra("router.sharing.valkey", "valkey", "board.url", None)
     for name in ("ca", "certificate", "key"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
