@@ -456,9 +456,8 @@ class Plane:
 
     Events, each a tuple of its kind, the number of its exchange, and its fields:
 
-        opened      method, target, minor version, whether the connection stays, whether it is of
-                    the reserve, fields, client's host and port, what came of the body, whether
-                    that is all
+        opened      method, target, whether it is of the reserve, fields, client's host and port,
+                    what came of the body, whether that is all
         prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one

@@ -272,8 +272,6 @@ class DataPlane:
         number: int,
         method: str,
         target: bytes,
-        _minor: int,
-        _keep_alive: bool,
         is_of_reserve: bool,
         headers: list[Header],
         host: str,

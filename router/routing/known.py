@@ -1,4 +1,4 @@
-"""The state that decisions read, and the requests in caches that it follows."""
+"""Holds the state that decisions read, and follows requests in the caches they are sent to."""
 
 from __future__ import annotations
 

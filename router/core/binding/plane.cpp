@@ -132,7 +132,7 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
            bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
     ask.model = std::move(model);
-    ask.tokens = std::make_shared<std::vector<u32>>(kvroute::binding::tokens_of(tokens));
+    ask.tokens = kvroute::binding::tokens_of(tokens);
     if (ask.tokens->empty()) throw nb::value_error("no tokens");
     ask.is_stream = is_stream;
     ask.is_comparable = is_comparable;

@@ -103,9 +103,8 @@ struct AsTuple {
 
     nb::object operator()(const Opened& opened) const {
         return nb::make_tuple("opened", id, latin(opened.method), bytes_of(opened.target),
-                              opened.minor, opened.keeps_alive, opened.is_of_reserve,
-                              list_of(opened.fields), opened.client, opened.client_port,
-                              bytes_of(opened.body), opened.is_whole);
+                              opened.is_of_reserve, list_of(opened.fields), opened.client,
+                              opened.client_port, bytes_of(opened.body), opened.is_whole);
     }
     nb::object operator()(const Prepare& prepare) const {
         return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),

@@ -113,7 +113,7 @@ void bind_prompt(nb::module_& module) {
                std::optional<std::string> salt, nb::bytes extra_keys) {
                 const auto* bytes = static_cast<const u8*>(extra_keys.data());
                 new (self) PromptHandle{std::make_shared<Prompt>(
-                    std::make_shared<const std::vector<u32>>(tokens_of(tokens)), std::move(lora), std::move(salt),
+                    tokens_of(tokens), std::move(lora), std::move(salt),
                     std::vector<u8>(bytes, bytes + extra_keys.size())), nullptr};
             },
             nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),

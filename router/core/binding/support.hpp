@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "index/memory.hpp"
+#include "index/prompt.hpp"
 #include "index/shared.hpp"
 
 namespace kvroute::binding {
@@ -105,14 +106,16 @@ private:
     bool is_open_ = false;
 };
 
-inline std::vector<u32> tokens_of(nb::handle from) {
-    std::vector<u32> tokens;
+// Reads a buffer of numbers, or a sequence of integers.
+inline SharedTokens tokens_of(nb::handle from) {
+    const auto found = std::make_shared<std::vector<u32>>();
+    std::vector<u32>& tokens = *found;
     if (!PyList_Check(from.ptr()) && !PyTuple_Check(from.ptr())) {
         const Buffer buffer(from, /*is_optional=*/true);
         if (buffer.holds_numbers()) {
             tokens.resize(buffer.bytes().size() / 4);
             std::memcpy(tokens.data(), buffer.bytes().data(), tokens.size() * 4);
-            return tokens;
+            return found;
         }
     }
     const nb::object items = nb::steal(PySequence_List(from.ptr()));
@@ -129,7 +132,7 @@ inline std::vector<u32> tokens_of(nb::handle from) {
         }
         tokens[static_cast<std::size_t>(i)] = static_cast<u32>(value);
     }
-    return tokens;
+    return found;
 }
 
 inline nb::object text(const std::string& name) {

@@ -106,8 +106,7 @@ struct Cache {
     }
 };
 
-// Every decision reads of every replica what stands first here; a cache line less of a thousand
-// replicas is some of its time.
+// What every decision reads of every replica comes first, in as few cache lines as it takes.
 struct Replica {
     std::shared_ptr<ReplicaLoad> load;
     std::shared_ptr<Conditions> conditions;

@@ -58,13 +58,12 @@ Keys Prompt::every(const KeySpace& space, u64 step) {
 }
 
 Keys Prompt::computed(const KeySpace& space, Step step) const {
-    if (!content_ || length_ < step.tokens + step.lookahead) return {};
-    const auto& [tokens, lora, salt, extra_keys] = *content_;
+    if (!tokens_ || length_ < step.tokens + step.lookahead) return {};
     const std::size_t count = (length_ - step.lookahead) / step.tokens;
-    const Key root = root_key(space, lora.value_or(""));
-    if (!step.lookahead && !salt && extra_keys.empty()) {
+    const Key root = root_key(space, besides_ ? besides_->lora.value_or("") : "");
+    if (!step.lookahead && (!besides_ || (!besides_->salt && besides_->extra_keys.empty()))) {
         u64 residue = root.residue;
-        const u32* block = tokens->data();
+        const u32* block = tokens_->data();
         return Keys::made(count, [&](std::size_t) {
             residue = space.extended(residue, {block, step.tokens}, step.tokens);
             block += step.tokens;
@@ -72,7 +71,7 @@ Keys Prompt::computed(const KeySpace& space, Step step) const {
         });
     }
     const std::vector<Mark> marks = marks_of(space, step);
-    KeyChain chain(space, root, *tokens, marks);
+    KeyChain chain(space, root, *tokens_, marks);
     return Keys::made(count, [&](std::size_t i) {
         return chain.until((i + 1) * step.tokens + step.lookahead).residue;
     });
@@ -81,9 +80,10 @@ Keys Prompt::computed(const KeySpace& space, Step step) const {
 std::vector<Mark> Prompt::marks_of(const KeySpace& space, Step step) const {
     std::vector<Mark> marks;
     MarkRules rules{step.tokens, std::nullopt, std::nullopt, step.lookahead};
-    if (content_->lora) rules.lora = *content_->lora;
-    if (content_->salt) rules.salt = *content_->salt;
-    read_marks(content_->extra_keys, space, rules, marks);
+    if (!besides_) return marks;
+    if (besides_->lora) rules.lora = *besides_->lora;
+    if (besides_->salt) rules.salt = *besides_->salt;
+    read_marks(besides_->extra_keys, space, rules, marks);
     return marks;
 }
 

@@ -44,16 +44,17 @@ public:
 
     Prompt(SharedTokens tokens, std::optional<std::string> lora,
            std::optional<std::string> salt, std::vector<u8> extra_keys)
-        : length_(tokens->size()),
-          content_(std::make_unique<Content>(std::move(tokens), std::move(lora), std::move(salt),
-                                             std::move(extra_keys))) {
+        : length_(tokens->size()), tokens_(std::move(tokens)) {
         made_.reserve(kUsualSteps);
+        if (!lora && !salt && extra_keys.empty()) return;
+        besides_ = std::make_unique<Besides>(
+            Besides{std::move(lora), std::move(salt), std::move(extra_keys)});
     }
 
     u64 length() const { return length_; }
     // Returns them, or none where only keys are left.
     std::span<const u32> tokens() const {
-        return content_ ? std::span<const u32>(*content_->tokens) : std::span<const u32>();
+        return tokens_ ? std::span<const u32>(*tokens_) : std::span<const u32>();
     }
 
     // Returns the residues of the keys at step + lookahead, 2 * step + lookahead, ... tokens.
@@ -79,15 +80,9 @@ public:
     std::shared_ptr<Prompt> without_tokens() const;
 
 private:
-    static constexpr std::size_t kUsualSteps = 3;
+    static constexpr std::size_t kUsualSteps = 2;
 
-    struct Content {
-        Content(SharedTokens tokens, std::optional<std::string> lora,
-                std::optional<std::string> salt, std::vector<u8> extra_keys)
-            : tokens(std::move(tokens)), lora(std::move(lora)), salt(std::move(salt)),
-              extra_keys(std::move(extra_keys)) {}
-
-        SharedTokens tokens;
+    struct Besides {
         std::optional<std::string> lora;
         std::optional<std::string> salt;
         std::vector<u8> extra_keys;  // in msgpack; empty where there are none
@@ -108,7 +103,8 @@ private:
     std::vector<Mark> marks_of(const KeySpace& space, Step step) const;
 
     u64 length_ = 0;  // in tokens
-    std::unique_ptr<const Content> content_;  // null: only keys are left
+    SharedTokens tokens_;  // null: only keys are left
+    std::unique_ptr<const Besides> besides_;  // what keys cover besides tokens; null: nothing
     mutable std::mutex mutex_;  // guards the keys
     std::vector<Made> made_;
 };

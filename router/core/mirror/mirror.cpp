@@ -43,6 +43,27 @@ void note_taken(const Visit& visit, const Use& use) {
     cache.order.take(cache.content.taken(), hit_keys, cache.layout.held_blocks_per_key());
 }
 
+// From its end on a prompt is looked up and compared by its keys, if they are those that the cache's
+// index needs: its tokens would be most of what is kept of a request.
+void drop_tokens(Visit& visit) {
+    const Layout& layout = visit.at->layout;
+    if (!layout.is_known) return;
+    for (const InUse& use : visit.uses) {
+        std::shared_ptr<Prompt>& prompt = use.at_cache->look_up.prompt;
+        if (!prompt->has_keys(layout.looked_up_by)) continue;
+        // Else they are picked from those.
+        if (layout.looked_up_by.lookahead) {
+            prompt->prefix_keys(*visit.space, static_cast<u64>(layout.hit_tokens));
+        }
+        std::shared_ptr<Prompt> without = prompt->without_tokens();
+        if (visit.look_up.prompt == prompt) {
+            visit.prompt = without.get();
+            visit.look_up.prompt = without;
+        }
+        prompt = std::move(without);
+    }
+}
+
 // Learns how fast a model computes, or a cache loads, from the first prompt in prefill there.
 void learn_from_prefill(const Visit& visit, double now) {
     Cache& cache = *visit.at;
@@ -400,24 +421,6 @@ void Mirror::give_back(const Visit& visit, const std::shared_ptr<Use>& use, doub
     note_taken(visit, *use);
     cache.order.end(use, layout.held_blocks_per_key());
     if (!layout.windows_first) leave(visit, boundaries_, before);
-}
-
-// From its end on a prompt is looked up and compared by its keys, if they are those that the cache's
-// index needs: its tokens would be most of what is kept of a request.
-void Mirror::drop_tokens(Visit& visit) {
-    const Layout& layout = visit.at->layout;
-    if (!layout.is_known) return;
-    for (const InUse& use : visit.uses) {
-        std::shared_ptr<Prompt>& prompt = use.at_cache->look_up.prompt;
-        if (!prompt->has_keys(layout.looked_up_by)) continue;
-        prompt->prefix_keys(*visit.space, static_cast<u64>(layout.hit_tokens));
-        std::shared_ptr<Prompt> without = prompt->without_tokens();
-        if (visit.look_up.prompt == prompt) {
-            visit.prompt = without.get();
-            visit.look_up.prompt = without;
-        }
-        prompt = std::move(without);
-    }
 }
 
 // A request has moved on from the blocks kept before `boundaries`, of those behind `before`.

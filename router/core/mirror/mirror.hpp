@@ -196,7 +196,6 @@ private:
     void drop(Visit& visit);
     void forget_computed(double now);
     void give_back(const Visit& visit, const std::shared_ptr<Use>& use, double now);
-    static void drop_tokens(Visit& visit);
     void leave(const Visit& visit, std::span<const Tokens> boundaries, Tokens before);
     bool is_worth_publishing(const Visit& visit, double now) const;
 

@@ -55,6 +55,7 @@ std::optional<Ask> read_ask(sv body, Form form) {
             if (std::exchange(has_prompt, true) || !walk.plain_list(list)) return false;
             auto ids = token_ids_of_json({reinterpret_cast<const u8*>(list.data()), list.size()});
             if (!ids || ids->empty()) return false;
+            ids->shrink_to_fit();  // who keeps the prompt keeps them
             ask.tokens = std::make_shared<std::vector<u32>>(std::move(*ids));
             ask.is_completion = name == "prompt";
             return true;

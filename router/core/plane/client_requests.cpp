@@ -163,8 +163,6 @@ void Client::post_opened() {
     share_ = {};  // Python counts it from here on
     Opened opened{.method = std::string(head_.method),
                   .target = std::string(head_.origin_form),
-                  .minor = head_.minor,
-                  .keeps_alive = keeps_alive_,
                   .is_of_reserve = is_of_reserve_,
                   .fields = {},
                   .client = host_,

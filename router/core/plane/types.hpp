@@ -151,8 +151,7 @@ enum class Failure : u8 {
 // A request has come, with what there is of its body. No more is read before `ReadBody`.
 struct Opened {
     std::string method, target;
-    int minor = 1;
-    bool keeps_alive = true, is_of_reserve = false;
+    bool is_of_reserve = false;
     Fields fields;  // names in lower case
     std::string client;
     int client_port = 0;
