@@ -29,7 +29,7 @@ The files; each imports only what is listed above it:
     coordinator.py     one hit for all groups: without caching, a single group, hybrid
     cache_manager.py   the scheduler's interface: look up, allocate, cache, free, take events
     base.py            keys, specs, and the protocols of lower tiers
-    tier_entries.py    what all tiers share: entries in flight, lookups, events
+    tier_manager.py    what happens to a tier's blocks, in memory or on disk; events
     reuse_filter.py    lets a tier store only what several requests used
     tensor_parallel.py one engine's tiers where each of several workers holds its shard
     transfer/          copies between an engine's pages and a tier

@@ -1,36 +1,24 @@
-"""Manages the disk tier: its blocks, copies in flight, and evictions.
+"""Manages the disk tier: its bytes, its files, and which one is evicted next.
 
-A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a
-hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
-copy of it is in flight is *doomed*: no longer a hit from that moment on, in the events too, but its
-file is deleted, its bytes are freed, and its key may be stored again only when the copy is over. So
-a deletion never meets a queued copy of the same key.
-
+What happens to a block meanwhile is in `offload/tier_manager.py`. A file is deleted, and its bytes
+are freed, when its last copy is over, so a deletion never meets a queued copy of the same key.
 Files are deleted here, as soon as that is decided. A file that cannot be deleted keeps its bytes;
 deleting it is tried again later.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from typing_extensions import override
 
 from kvevents.events import STORAGE
-from offload.base import (
-    FileLoadStoreSpec,
-    LookupResult,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadKey,
-    PrepareStoreOutput,
-    RequestContext,
-)
+from offload.base import FileLoadStoreSpec, OffloadKey, PrepareStoreOutput, RequestContext
 from offload.errors import CacheConfigError
 from offload.fs.store import BlockFiles
-from offload.tier_entries import TierCounts, TierEntries, TierEntry
+from offload.tier_manager import TierCounts, TierEntry, TierManager, TierStatistics
 
 _KEYS_PER_EVENT = 1024
 
@@ -45,21 +33,13 @@ class FileTierCounts(TierCounts):
     """Attempts to delete a file that the system refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileTierStatistics:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTierStatistics(TierStatistics):
     """Blocks and bytes now, and counts since the start."""
 
     max_bytes: int
     used_bytes: int
     """The bytes of all files, those in flight included."""
-    idle_blocks: int
-    """Hits that no load protects, which can be evicted."""
-    loading_blocks: int
-    """Hits that a load protects."""
-    pending_blocks: int
-    """Their store is in flight."""
-    doomed_blocks: int
-    """No longer hits; gone when their copy is over or their file can be deleted."""
     counts: FileTierCounts
 
 
@@ -68,7 +48,7 @@ class _FileEntry(TierEntry):
     file_bytes: int
 
 
-class FileOffloadingManager(OffloadingManager):
+class FileOffloadingManager(TierManager[_FileEntry]):
     """The disk tier as the scheduler sees it, over the files of a `BlockStore`.
 
     The least recently used block is evicted first. The order of the keys in a call is that of the
@@ -78,6 +58,8 @@ class FileOffloadingManager(OffloadingManager):
     """
 
     medium = STORAGE
+    name = "disk"
+    _counts: FileTierCounts
 
     def __init__(self, store: BlockFiles, max_bytes: int, enable_events: bool = False) -> None:
         """
@@ -97,11 +79,9 @@ class FileOffloadingManager(OffloadingManager):
                 f"disk tier: max_bytes {max_bytes} must hold a block, "
                 f"{max(store.payload_bytes)} bytes"
             )
+        super().__init__(FileTierCounts(), enable_events)
         self.max_bytes = max_bytes
-        self.enable_events = enable_events
         self._store = store
-        self._counts = FileTierCounts()
-        self._files = TierEntries[_FileEntry]("disk", STORAGE, self._counts, enable_events)
         self._idle: OrderedDict[OffloadKey, None] = OrderedDict()
         """Blocks that can be evicted, the longest unused first."""
         self._idle_bytes = self._used_bytes = 0
@@ -120,14 +100,14 @@ class FileOffloadingManager(OffloadingManager):
                 surplus -= file.file_bytes
                 continue
             self._admit(file.key, file.file_bytes)
-            self._files[file.key].storing = False
-            self._make_idle(file.key)
+            self._entries[file.key].storing = False
+            self._release(file.key)
             kept.append(file.key)
             if file.block_hashes:
                 self._restored_hashes[file.key] = file.block_hashes
         self._counts.restored = len(kept)
         for first in range(0, len(kept), _KEYS_PER_EVENT):
-            self._files.record(kept[first : first + _KEYS_PER_EVENT], removed=False)
+            self._record(kept[first : first + _KEYS_PER_EVENT], removed=False)
 
     @override
     def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
@@ -138,43 +118,11 @@ class FileOffloadingManager(OffloadingManager):
     # --- looking ----------------------------------------------------------------------------------
 
     @override
-    def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
-        return self._files.lookup(key)
-
-    @override
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
         """Mark blocks as used; after a restart the order is that of writes and loads."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
-
-    # --- loading ----------------------------------------------------------------------------------
-
-    @override
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], context: RequestContext
-    ) -> FileLoadStoreSpec:
-        files = self._files.require(
-            keys, lambda file: file.loadable, "prepare_load", "is not a hit"
-        )
-        for key, file in zip(keys, files, strict=True):
-            self._drop_from_idle(key)
-            file.loads += 1
-        return FileLoadStoreSpec(tuple(keys))
-
-    @override
-    def complete_load(
-        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
-    ) -> None:
-        """End the protection; a block that could not be read goes with its last load in flight."""
-        loads = Counter(keys)
-        self._files.require_loads(loads)
-        if not success:
-            self._counts.failed_loads += loads.total()
-            self._doom([key for key in loads if not self._files[key].doomed])
-        for key in reversed(loads):
-            self._files[key].loads -= loads[key]
-            self._settle(key)
 
     # --- storing ----------------------------------------------------------------------------------
 
@@ -192,7 +140,7 @@ class FileOffloadingManager(OffloadingManager):
         """
         self._remove_stuck()
         asked = dict.fromkeys(keys)
-        new = {key: self._store.file_bytes(key) for key in asked if key not in self._files}
+        new = {key: self._store.file_bytes(key) for key in asked if key not in self._entries}
         evicted = self._make_room(
             sum(new.values()), spared=[key for key in asked if key in self._idle]
         )
@@ -201,35 +149,15 @@ class FileOffloadingManager(OffloadingManager):
             return None
         for key, file_bytes in new.items():
             self._admit(key, file_bytes)
-        return PrepareStoreOutput(tuple(new), FileLoadStoreSpec(tuple(new)), evicted)
-
-    @override
-    def complete_store(
-        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
-    ) -> None:
-        """Make stored blocks hits; those that a reset doomed meanwhile are gone either way."""
-        asked = list(dict.fromkeys(keys))
-        files = self._files.require(
-            asked, lambda file: file.storing, "complete_store", "has no store in flight"
-        )
-        stored = [
-            key for key, file in zip(asked, files, strict=True) if success and not file.doomed
-        ]
-        for key, file in zip(reversed(asked), reversed(files), strict=True):
-            file.storing = False
-            file.doomed = file.doomed or not success
-            self._settle(key)
-        self._counts.stored += len(stored)
-        self._counts.failed_stores += 0 if success else len(asked)
-        self._files.record(stored, removed=False)
+        return PrepareStoreOutput(tuple(new), self._spec(tuple(new)), evicted)
 
     def _admit(self, key: OffloadKey, file_bytes: int) -> None:
-        self._files[key] = _FileEntry(file_bytes=file_bytes)
+        self._entries[key] = _FileEntry(file_bytes=file_bytes)
         self._used_bytes += file_bytes
 
     def _make_room(self, needed_bytes: int, spared: list[OffloadKey]) -> list[OffloadKey] | None:
         """Evict until *needed_bytes* are free, and return the evicted keys; None if that fails."""
-        spared_bytes = sum(self._files[key].file_bytes for key in spared)
+        spared_bytes = sum(self._entries[key].file_bytes for key in spared)
         if self._used_bytes - self._idle_bytes + spared_bytes + needed_bytes > self.max_bytes:
             return None
         for key in reversed(spared):
@@ -240,7 +168,7 @@ class FileOffloadingManager(OffloadingManager):
         ):
             pass
         self._counts.evicted += len(evicted)
-        self._files.record(evicted, removed=True)
+        self._record(evicted, removed=True)
         return evicted if self._used_bytes + needed_bytes <= self.max_bytes else None
 
     def _evict(self, key: OffloadKey, evicted: list[OffloadKey]) -> bool:
@@ -248,60 +176,50 @@ class FileOffloadingManager(OffloadingManager):
             # Its file is intact and stays a hit; the next call tries another one.
             self._idle.move_to_end(key)
             return False
-        self._drop_from_idle(key)
+        self._hold(key)
         self._forget(key)
         evicted.append(key)
         return True
 
-    # --- all at once ------------------------------------------------------------------------------
+    # --- TierManager ------------------------------------------------------------------------------
 
     @override
-    def reset(self) -> None:
-        """Drop every block; files that are not in flight are deleted before this returns."""
-        self._doom([key for key, file in self._files.items() if file.loadable])
-        for file in self._files.values():
-            file.doomed = True
-        for key in list(self._files):
-            self._settle(key)
+    def _spec(self, keys: Sequence[OffloadKey]) -> FileLoadStoreSpec:
+        return FileLoadStoreSpec(tuple(keys))
 
     @override
-    def take_events(self) -> list[OffloadingEvent]:
-        """Events in order; replayed, they give the keys for which `lookup` returns a hit."""
-        return self._files.take_events()
+    def _hold(self, key: OffloadKey) -> None:
+        del self._idle[key]
+        self._idle_bytes -= self._entries[key].file_bytes
 
-    def statistics(self) -> FileTierStatistics:
-        """Blocks and bytes now, and counts since the start."""
-        files = self._files.values()
-        return FileTierStatistics(
-            max_bytes=self.max_bytes,
-            used_bytes=self._used_bytes,
-            idle_blocks=len(self._idle),
-            loading_blocks=sum(file.loadable and file.loads > 0 for file in files),
-            pending_blocks=sum(file.storing and not file.doomed for file in files),
-            doomed_blocks=sum(file.doomed for file in files),
-            counts=replace(self._counts),
-        )
+    @override
+    def _release(self, key: OffloadKey) -> None:
+        self._idle[key] = None
+        self._idle_bytes += self._entries[key].file_bytes
 
-    # --- small steps ------------------------------------------------------------------------------
+    @override
+    def _discard(self, key: OffloadKey) -> None:
+        """Do nothing: a block in flight is not among the idle ones."""
 
-    def _doom(self, keys: list[OffloadKey]) -> None:
-        """End hits: from here on they are misses."""
-        for key in keys:
-            self._drop_from_idle(key)
-            self._files[key].doomed = True
-        self._files.record(keys, removed=True)
+    @override
+    def _discard_all(self) -> None:
+        self._idle.clear()
+        self._idle_bytes = 0
 
-    def _settle(self, key: OffloadKey) -> None:
-        """After a copy or a reset: a block that is not in flight becomes idle or goes."""
-        file = self._files[key]
-        if file.in_flight:
-            return
-        if not file.doomed:
-            self._make_idle(key)
-        elif self._unlink(key):
+    @override
+    def _remove(self, key: OffloadKey) -> None:
+        if self._unlink(key):
             self._forget(key)
         else:
             self._stuck[key] = None
+
+    def statistics(self) -> FileTierStatistics:
+        """Blocks and bytes now, and counts since the start."""
+        return self._statistics(
+            FileTierStatistics, max_bytes=self.max_bytes, used_bytes=self._used_bytes
+        )
+
+    # --- small steps ------------------------------------------------------------------------------
 
     def _remove_stuck(self) -> None:
         while self._stuck and self._unlink(key := next(iter(self._stuck))):
@@ -316,16 +234,5 @@ class FileOffloadingManager(OffloadingManager):
         return True
 
     def _forget(self, key: OffloadKey) -> None:
-        self._used_bytes -= self._files.pop(key).file_bytes
+        self._used_bytes -= self._entries.pop(key).file_bytes
         self._stuck.pop(key, None)
-
-    def _make_idle(self, key: OffloadKey) -> None:
-        if key not in self._idle:
-            self._idle_bytes += self._files[key].file_bytes
-        self._idle[key] = None
-        self._idle.move_to_end(key)
-
-    def _drop_from_idle(self, key: OffloadKey) -> None:
-        if key in self._idle:
-            del self._idle[key]
-            self._idle_bytes -= self._files[key].file_bytes
