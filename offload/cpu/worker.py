@@ -25,7 +25,7 @@ from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, Ids, TransferGeometry, check_ids
 from offload.transfer.rows import RowCopier, rows_of
-from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
+from offload.transfer.runner import TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
 
@@ -60,7 +60,7 @@ class CPUTransferWorker(TransferWorker):
         # Zeroed, so that the system allocates the pages here and not during the first copies.
         self.slots = torch.zeros(shape, dtype=torch.int8, pin_memory=cache.device.type == "cuda")
         """The tier's memory, `[num_cpu_blocks, slot_bytes]` int8."""
-        super().__init__(Transfers("kv-cpu-tier", geometry, options or TransferOptions()))
+        super().__init__("kv-cpu-tier", geometry, options or TransferOptions())
 
     @override
     def submit(self, job: TransferJob) -> None:
@@ -71,9 +71,9 @@ class CPUTransferWorker(TransferWorker):
             )
         stores = job.direction is Direction.STORE
         slot_ids = check_ids("CPU spec", job.lower.block_ids, len(self.slots), unique=stores)
-        plan = self._transfers.plan(job, len(slot_ids))
-        side = _SlotSide(self.slots, slot_ids, self._transfers.geometry, self._transfers.copier)
-        self._transfers.submit(job, plan, side)
+        plan = self._plan(job, len(slot_ids))
+        side = _SlotSide(self.slots, slot_ids, self._geometry, self._copier)
+        self._submit(job, plan, side)
 
     def read_block(self, block_id: int, num_bytes: int) -> bytes:
         """Return the first bytes of a slot, from any thread, even while it is written.

@@ -16,7 +16,7 @@ from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
+from offload.transfer.runner import TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
 _STAGING_BYTES = 16 << 20
@@ -60,7 +60,7 @@ class FileTransferWorker(TransferWorker):
             raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
         options = options or TransferOptions()
         options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
-        super().__init__(Transfers("kv-disk-tier", geometry, options))
+        super().__init__("kv-disk-tier", geometry, options)
         self._store = store
         self._io = begun_pool(io_threads, "kv-files")
 
@@ -72,7 +72,7 @@ class FileTransferWorker(TransferWorker):
                 "must be a FileLoadStoreSpec"
             )
         keys = tuple(job.lower.keys)
-        plan = self._transfers.plan(job, len(keys))
+        plan = self._plan(job, len(keys))
         self._check_keys(job, keys)
         hashes = tuple(map(tuple, job.lower.block_hashes)) or ((),) * len(keys)
         if len(hashes) != len(keys):
@@ -83,12 +83,12 @@ class FileTransferWorker(TransferWorker):
         if job.direction is Direction.STORE:
             for key, each in zip(keys, hashes, strict=True):
                 self._store.kept_hashes(key, each)
-        self._transfers.submit(job, plan, _FileSide(self._store, keys, hashes, self._io))
+        self._submit(job, plan, _FileSide(self._store, keys, hashes, self._io))
 
     def _check_keys(self, job: TransferJob, keys: tuple[OffloadKey, ...]) -> None:
         for key in keys:
             self._store.file_bytes(key)
-        counts = self._transfers.geometry.lower_counts(job.gpu)
+        counts = self._geometry.lower_counts(job.gpu)
         expected = list(
             chain.from_iterable(repeat(group, count) for group, count in enumerate(counts))
         )

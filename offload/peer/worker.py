@@ -12,7 +12,7 @@ from offload.errors import TransferError
 from offload.peer.client import PeerClient
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, Transfers, TransferWorker
+from offload.transfer.runner import TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
 _STAGING_BYTES = 16 << 20
@@ -30,7 +30,7 @@ class PeerTransferWorker(TransferWorker):
         """
         options = options or TransferOptions()
         options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
-        super().__init__(Transfers("kv-peer-tier", TransferGeometry(cache, None), options))
+        super().__init__("kv-peer-tier", TransferGeometry(cache, None), options)
         self._peers = peers
 
     @override
@@ -40,8 +40,8 @@ class PeerTransferWorker(TransferWorker):
                 f"job {job.job_id}: {job.direction.value} with {type(job.lower).__name__} must be "
                 "a load with a PeerLoadSpec"
             )
-        plan = self._transfers.plan(job, len(job.lower.keys))
-        self._transfers.submit(job, plan, _PeerSide(self._peers, job.lower))
+        plan = self._plan(job, len(job.lower.keys))
+        self._submit(job, plan, _PeerSide(self._peers, job.lower))
 
 
 class _PeerSide(LowerSide):

@@ -45,22 +45,27 @@ class TransferOptions:
         return self.staging_bytes or (_CUDA_STAGING_BYTES if on_gpu else _HOST_STAGING_BYTES)
 
 
-class Transfers:
-    """Plans a job at its submission and copies it in the queue's thread."""
+class TransferWorker(OffloadingWorker):
+    """The common part of all tiers' workers: plans a job at its submission and copies it in the
+    queue's thread. Each has a `submit` of its own."""
 
     def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
+        """
+        Args:
+            name: The queue's thread's.
+        """
         on_gpu = geometry.cache.device.type == "cuda"
-        self.geometry = geometry
-        self.copier = RowCopier(options.threads(on_gpu))
+        self._geometry = geometry
+        self._copier = RowCopier(options.threads(on_gpu))
         chunk_bytes = options.chunk_bytes(on_gpu)
         self._stager: Stager = (
             CudaStager(geometry, chunk_bytes, options.pace)
             if on_gpu
-            else HostStager(geometry, chunk_bytes, self.copier, options.pace)
+            else HostStager(geometry, chunk_bytes, self._copier, options.pace)
         )
         self._queue = TransferQueue(name)
 
-    def plan(self, job: TransferJob, lower_count: int) -> TransferPlan:
+    def _plan(self, job: TransferJob, lower_count: int) -> TransferPlan:
         """Check a job and cut it into chunks that fit the stager's buffers.
 
         Args:
@@ -69,11 +74,10 @@ class Transfers:
         Raises:
             TransferError: The job does not fit.
         """
-        return self.geometry.plan(job.direction, job.gpu, lower_count, self._stager.staging_bytes)
+        return self._geometry.plan(job.direction, job.gpu, lower_count, self._stager.staging_bytes)
 
-    def submit(self, job: TransferJob, plan: TransferPlan, side: LowerSide) -> None:
+    def _submit(self, job: TransferJob, plan: TransferPlan, side: LowerSide) -> None:
         """Queue a planned job behind the work of the caller's stream.
-
 
         Raises:
             TransferError: The queue was shut down, or another job has that id.
@@ -81,42 +85,19 @@ class Transfers:
         after = self._stager.record_event()
         self._queue.submit(job.job_id, job.direction, lambda: self._stager.run(plan, side, after))
 
+    @override
     def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`."""
         return self._queue.get_finished()
 
+    @override
     def wait(self, job_ids: Iterable[int]) -> None:
-        """See `OffloadingWorker.wait`."""
         self._queue.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
         self._queue.shutdown()
-        self.copier.close()
-
-    def statistics(self) -> TransferStatistics:
-        """See `TransferQueue.statistics`."""
-        return self._queue.statistics()
-
-
-class TransferWorker(OffloadingWorker):
-    """The common part of all tiers' workers; each has a `submit` of its own."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-
-    @override
-    def get_finished(self) -> list[TransferResult]:
-        return self._transfers.get_finished()
-
-    @override
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._transfers.wait(job_ids)
-
-    @override
-    def shutdown(self) -> None:
-        self._transfers.shutdown()
+        self._copier.close()
 
     def statistics(self) -> TransferStatistics:
         """Jobs and bytes so far."""
-        return self._transfers.statistics()
+        return self._queue.statistics()
