@@ -196,7 +196,7 @@ class OffloadingConnector:
             for copy in split_into_copies(hit.pieces, tier_index):
                 keys = [piece.key for piece in copy]
                 gpu, blocks = gpu_side(copy, tables)
-                lower = tier.prepare_load(keys, context)
+                lower = tier.manager.prepare_load(keys, context)
                 job = TransferJob(next(self._job_ids), Direction.LOAD, gpu, lower)
                 self._launch(tier_index, _Flight(job, tier, keys, blocks, context))
                 self._keys_loading.update(keys)
@@ -213,12 +213,12 @@ class OffloadingConnector:
         context = self._contexts.pop(request_id, None)
         if context is not None:
             for tier in self._tiers:
-                tier.on_request_finished(context)
+                tier.manager.on_request_finished(context)
 
     def _begin(self, context: RequestContext) -> None:
         self._contexts[context.request_id] = context
         for tier in self._tiers:
-            tier.on_new_request(context)
+            tier.manager.on_new_request(context)
 
     # --- storing ----------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class OffloadingConnector:
 
     def _end_load(self, flight: _Flight, success: bool) -> bool:
         """Return True if it was the last load that its request waited for."""
-        flight.tier.complete_load(flight.keys, flight.context, success)
+        flight.tier.manager.complete_load(flight.keys, flight.context, success)
         self._keys_loading -= Counter(flight.keys)
         loading = self._loading.get(flight.context.request_id)
         if loading is None or flight.job.job_id not in loading.jobs:

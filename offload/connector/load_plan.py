@@ -3,9 +3,11 @@ them back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
+from typing import TypeAlias
 
 from kvevents.events import GroupIdx
 from kvevents.hit_rule import longest_extended_hit
@@ -50,27 +52,8 @@ def context_of(request: CacheRequest) -> RequestContext:
     return RequestContext(request.request_id, request.kv_transfer_params, request.at_peer)
 
 
-class _Search:
-    """One request's search through the tiers; each block is looked up once."""
-
-    def __init__(self, tiers: Sequence[Tier], context: RequestContext) -> None:
-        self._tiers = tiers
-        self._context = context
-        self._found: dict[tuple[GroupIdx, bytes], tuple[int, OffloadKey] | None] = {}
-
-    def find(self, group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
-        """Index of the first tier that has the block, and the offloaded block that covers it."""
-        block = (group_idx, block_hash)
-        if block not in self._found:
-            self._found[block] = self._first(group_idx, block_hash)
-        return self._found[block]
-
-    def _first(self, group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
-        for index, tier in enumerate(self._tiers):
-            key = tier.find(group_idx, block_hash, self._context)
-            if key is not None:
-                return index, key
-        return None
+_Find: TypeAlias = Callable[[GroupIdx, bytes], "tuple[int, OffloadKey] | None"]
+"""Returns the index of the first tier that has a block, and the offloaded block that covers it."""
 
 
 class LoadPlanner:
@@ -90,9 +73,9 @@ class LoadPlanner:
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
         """Return the tokens that the tiers add to a hit on the GPU."""
-        search = _Search(self._tiers, context_of(request))
-        num_tokens = self._longest(request, computed.num_tokens, search)
-        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
+        find = self._search(context_of(request))
+        num_tokens = self._longest(request, computed.num_tokens, find)
+        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, find))
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
 
     def keys(self, request: CacheRequest, most: int) -> list[OffloadKey]:
@@ -116,23 +99,34 @@ class LoadPlanner:
         for tier in self._tiers:
             tier.touch(reversed(blocks), context_of(request))
 
-    def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
+    def _search(self, context: RequestContext) -> _Find:
+        """Return a search through the tiers that looks each block up once."""
+
+        @cache
+        def find(group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
+            for index, tier in enumerate(self._tiers):
+                key = tier.find(group_idx, block_hash, context)
+                if key is not None:
+                    return index, key
+            return None
+
+        return find
+
+    def _longest(self, request: CacheRequest, gpu_hit: int, find: _Find) -> int:
         def below(group: int, end: int) -> bool:
-            return search.find(GroupIdx(group), request.hash_at(end)) is not None
+            return find(GroupIdx(group), request.hash_at(end)) is not None
 
         return longest_extended_hit(self._layout, below, gpu_hit, request.num_tokens)
 
-    def _pieces(
-        self, request: CacheRequest, start: int, stop: int, search: _Search
-    ) -> Iterator[Piece]:
+    def _pieces(self, request: CacheRequest, start: int, stop: int, find: _Find) -> Iterator[Piece]:
         for manager in self._managers if stop > start else ():
             # A hit that leaves out the last token of a prompt ends inside a block.
             last = -(-stop // manager.block_size) - 1
             first = max(manager.needed_blocks(stop).start, start // manager.block_size)
-            yield from reversed(list(self._backwards(request, manager, first, last, search)))
+            yield from reversed(list(self._backwards(request, manager, first, last, find)))
 
     def _backwards(
-        self, request: CacheRequest, manager: GroupManager, first: int, last: int, search: _Search
+        self, request: CacheRequest, manager: GroupManager, first: int, last: int, find: _Find
     ) -> Iterator[Piece]:
         """Pieces of GPU blocks `[first, last]`, the last piece first.
 
@@ -144,7 +138,7 @@ class LoadPlanner:
             pieces                      |---|  |---|        blocks 4-5 first, then blocks 2-3
         """
         while last >= first:
-            found = search.find(manager.group_idx, request.hash_at((last + 1) * manager.block_size))
+            found = find(manager.group_idx, request.hash_at((last + 1) * manager.block_size))
             assert found is not None  # the hit rule has just found it
             tier_index, key = found
             in_block = self._tiers[tier_index].sizes[manager.group_idx]

@@ -10,7 +10,6 @@ from kvevents.layout import GroupKind, KVCacheGroup
 from offload.base import (
     FileLoadStoreSpec,
     LookupResult,
-    LowerTierSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -23,7 +22,7 @@ from offload.errors import CacheConfigError
 
 
 class Tier:
-    """A tier of one cache: `OffloadingManager`'s protocol over GPU blocks and their hashes.
+    """A tier of one cache: its manager's part that differs over GPU blocks and their hashes.
 
     Not thread-safe: it belongs to the scheduler.
     """
@@ -36,7 +35,7 @@ class Tier:
     ) -> None:
         """
         Args:
-            manager: Decides which blocks the tier holds; its own statistics are reached through it.
+            manager: Decides which blocks the tier holds; loads and statistics are its own.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; the
                 same as the tier's worker has.
 
@@ -57,14 +56,6 @@ class Tier:
             self._aliases.prepare(key, hashes)
         self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
 
-    def on_new_request(self, context: RequestContext) -> None:
-        """See `OffloadingManager.on_new_request`."""
-        self.manager.on_new_request(context)
-
-    def on_request_finished(self, context: RequestContext) -> None:
-        """See `OffloadingManager.on_request_finished`."""
-        self.manager.on_request_finished(context)
-
     def find(
         self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
     ) -> OffloadKey | None:
@@ -82,21 +73,6 @@ class Tier:
         """
         covering = (self._aliases.covering_block(*block) for block in blocks)
         self.manager.touch([key for key in covering if key is not None], context)
-
-    def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
-        """See `OffloadingManager.prepare_load`.
-
-
-        Raises:
-            TierStateError: A block was lost since. Nothing was protected.
-        """
-        return self.manager.prepare_load(keys, context)
-
-    def complete_load(
-        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
-    ) -> None:
-        """See `OffloadingManager.complete_load`."""
-        self.manager.complete_load(keys, context, success)
 
     def prepare_store(
         self, block_hashes: Mapping[OffloadKey, Sequence[bytes]], context: RequestContext
