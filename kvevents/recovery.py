@@ -41,6 +41,7 @@ from kvevents.live import LiveStream
 from kvevents.messages import NOTHING_PUBLISHED, Batch
 from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
 from kvevents.replay import (
+    Client,
     ReplayClient,
     ReplayEndpoint,
     SnapshotClient,
@@ -93,7 +94,7 @@ class Questions:
 
     def __post_init__(self) -> None:
         self._tracker = self.delivery.tracker
-        self._client: ReplayClient | SnapshotClient | None = None
+        self._client: Client | None = None
         self._next: Batch | None = None
         """The first batch of the answer under way that was not handed on; None at its end."""
         self._last_in_snapshot = NOTHING_PUBLISHED
@@ -215,16 +216,20 @@ class Questions:
         self.live.forget_answers()
         self.counters.questions += 1
         try:
-            self._client, head = await endpoint.ask()
+            self._client = client = SnapshotClient(endpoint)
+            await client.open()
+            head = await client.ask()
+            if head is None:
+                self._is_refused = self.replay is None
+                return Input.NO_SNAPSHOT
+            endpoint.note_snapshot()
             # The first part comes with the head: a fault in it costs nothing that is held.
-            self._next = None if head is None else await self._client.reply()
+            self._next = await client.reply()
         except (NoAnswer, NoConnection, MalformedReply) as problem:
+            self.close()
             if self.replay is None:
                 raise
             self._complain(problem)
-            return Input.NO_SNAPSHOT
-        if head is None:
-            self._is_refused = self.replay is None
             return Input.NO_SNAPSHOT
         self._last_in_snapshot = head.last
         self._named = head.publisher_id
@@ -235,7 +240,8 @@ class Questions:
         assert self.replay is not None
         self.close()
         self._named = None
-        self._client = await self.replay.connect()
+        self._client = ReplayClient(self.replay)
+        await self._client.open()
         return await self._put_again(start)
 
     async def _put_again(self, start: int | None) -> Batch | None:

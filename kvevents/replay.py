@@ -3,12 +3,14 @@ and checked) and of its snapshot endpoint (one connection for one question)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeVar
 
 import zmq
-
 from kvevents.endpoints import Context
 from kvevents.errors import MalformedReply, NoAnswer
 from kvevents.messages import Batch, SnapshotHead, encode_start, read_reply, read_snapshot_head
@@ -18,6 +20,8 @@ _SNAPSHOTS_AT_ONCE = 3
 _SNAPSHOTS_WITHIN_S = 30.0
 _HEAD_FRAMES = 3
 """Frames of a snapshot endpoint's reply before its payloads."""
+
+_Received = TypeVar("_Received")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +39,41 @@ class ReplayLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayEndpoint:
-    """The replay endpoint of a publisher, and the options of asking it."""
+class Endpoint:
+    """An endpoint of a publisher, and the options of asking it."""
 
     context: Context
     """The context of the sockets."""
     endpoint: str
-    topic: bytes | None
-    """The only topic that replies may carry; None allows any."""
     sockets: SocketLimits
     limits: ReplayLimits
 
-    async def connect(self) -> ReplayClient:
-        """Open a new connection; close it after use.
 
-        Raises:
-            NoConnection: No peer, for now.
-            EndpointError: The endpoint cannot be connected to.
-        """
-        connection = SocketConnection(self.context, zmq.DEALER, self.endpoint, self.sockets)
-        try:
-            await connection.open()
-        except BaseException:
-            connection.close()
-            raise
-        return ReplayClient(connection, self.topic, self.limits)
+@dataclass(frozen=True, slots=True)
+class ReplayEndpoint(Endpoint):
+    """The replay endpoint of a publisher."""
+
+    topic: bytes | None
+    """The only topic that replies may carry; None allows any."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEndpoint(Endpoint):
+    """An endpoint of a publisher for snapshots alone."""
+
+    _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Return False too soon after the last few snapshots: the engine stands still while it
+        makes one, and an endpoint of another process than the stream's would be asked again and
+        again."""
+        times = self._made_at
+        return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
+
+    def note_snapshot(self) -> None:
+        """Note that one was made now."""
+        self._made_at.append(monotonic())
 
 
 def no_answer_from(replay: str | None, snapshots: str | None) -> str:
@@ -72,29 +86,103 @@ def no_answer_from(replay: str | None, snapshots: str | None) -> str:
     return f"its {which} does not answer"
 
 
-class ReplayClient:
-    """One connection to a replay endpoint, so that all its answers come from one process.
+class Client(ABC):
+    """One connection that is asked, and its answer, which is bounded in time and size."""
 
-    Read an answer to its end before you ask the next question; to stop earlier, close the client.
+    name: str
+    """The endpoint's kind, for errors."""
+    answer: str
+    """The answer's, for errors."""
 
-    Args:
-        topic: The only topic that replies may carry; None allows any.
-    """
-
-    def __init__(
-        self, connection: SocketConnection, topic: bytes | None, limits: ReplayLimits
-    ) -> None:
-        self._connection = connection
-        self._topic = topic
-        self._limits = limits
-        self._start: int | None = None
-        self._previous = -1
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._connection = SocketConnection(
+            endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets
+        )
+        self._limits = endpoint.limits
         self._batches = self._bytes = 0
         self._deadline = 0.0
+
+    async def open(self) -> None:
+        """Connect.
+
+        Raises:
+            NoConnection: No peer, for now.
+            EndpointError: The endpoint cannot be connected to.
+        """
+        await self._connection.open()
 
     def close(self) -> None:
         """Close at once; safe to call again."""
         self._connection.close()
+
+    @abstractmethod
+    async def reply(self) -> Batch | None:
+        """Return the next batch of the answer, None at its end.
+
+        Raises:
+            NoAnswer: Silence, a peer that left, or more than the limits allow.
+            MalformedReply: Not the protocol, or numbers out of order.
+        """
+
+    def _send(self, start: int | None) -> None:
+        self._batches = self._bytes = 0
+        self._deadline = monotonic() + self._limits.total_s
+        # A DEALER shows the empty frame that a REQ would add; without it a request is ignored.
+        self._connection.send([b"", encode_start(start)])
+
+    async def _wait_for(
+        self, receive: Callable[[], _Received | None], within_s: float, before: str
+    ) -> _Received:
+        """Return what *receive* returns once it has come.
+
+        Args:
+            before: What has to come first, for the error.
+        Raises:
+            NoAnswer: Silence, or a peer that left.
+        """
+        silent_until = min(monotonic() + within_s, self._deadline)
+        while True:
+            left_s, is_down = silent_until - monotonic(), self._connection.is_down
+            found = receive()
+            if found is not None:
+                return found
+            if is_down:
+                raise NoAnswer(f"the {self.name} endpoint hung up before {before}")
+            if left_s <= 0:
+                raise NoAnswer(
+                    f"the {self.name} endpoint was silent for {within_s:g} s before {before}"
+                )
+            await self._connection.wait(left_s)
+
+    def _check_limits(self, batch: Batch) -> None:
+        self._batches += 1
+        self._bytes += len(batch.payload)
+        limits = self._limits
+        if (
+            self._batches > limits.batches
+            or self._bytes > limits.payload_bytes
+            or monotonic() > self._deadline
+        ):
+            raise NoAnswer(
+                f"{self.answer} of {self._batches} batches and {self._bytes} bytes: it must end "
+                f"within {limits.batches} batches, {limits.payload_bytes} bytes and "
+                f"{limits.total_s:g} s"
+            )
+
+
+class ReplayClient(Client):
+    """One connection to a replay endpoint, so that all its answers come from one process.
+
+    Read an answer to its end before you ask the next question; to stop earlier, close the client.
+    """
+
+    name, answer = "replay", "an answer"
+
+    def __init__(self, endpoint: ReplayEndpoint) -> None:
+        super().__init__(endpoint)
+        self._topic = endpoint.topic
+        self._start: int | None = None
+        self._previous = -1
 
     def ask(self, start: int | None) -> None:
         """Ask for the batches from *start* on, or with None for a snapshot.
@@ -104,43 +192,18 @@ class ReplayClient:
         """
         self._start = start
         self._previous = -1 if start is None else start - 1
-        self._batches = self._bytes = 0
-        self._deadline = monotonic() + self._limits.total_s
-        # A DEALER shows the empty frame that a REQ would add; without it a request is ignored.
-        self._connection.send([b"", encode_start(start)])
+        self._send(start)
 
     async def reply(self) -> Batch | None:
-        """Return the next batch of the answer, None at its end.
-
-        Raises:
-            NoAnswer: Silence, a peer that left, or more than the limits allow.
-            MalformedReply: Not the protocol, or numbers out of order.
-        """
-        frames = self._connection.receive()
+        receive = self._connection.receive
+        frames = receive()
         if frames is None:
-            frames = await self._wait_for_frames()
+            frames = await self._wait_for(receive, self._limits.silence_s, "the end marker")
         batch = read_reply(frames, self._topic)
         if batch is not None:
             self._check_order(batch)
             self._check_limits(batch)
         return batch
-
-    async def _wait_for_frames(self) -> list[bytes]:
-        silent_until = monotonic() + self._limits.silence_s
-        while True:
-            left_s = min(silent_until, self._deadline) - monotonic()
-            is_down = self._connection.is_down
-            frames = self._connection.receive()
-            if frames is not None:
-                return frames
-            if is_down:
-                raise NoAnswer("the replay endpoint hung up before the end marker")
-            if left_s <= 0:
-                raise NoAnswer(
-                    f"the replay endpoint was silent for {self._limits.silence_s:g} s "
-                    "before the end marker"
-                )
-            await self._connection.wait(left_s)
 
     def _check_order(self, batch: Batch) -> None:
         if self._start is None:
@@ -155,82 +218,30 @@ class ReplayClient:
             )
         self._previous = batch.seq
 
-    def _check_limits(self, batch: Batch) -> None:
-        self._batches += 1
-        self._bytes += len(batch.payload)
-        limits = self._limits
-        if (
-            self._batches > limits.batches
-            or self._bytes > limits.payload_bytes
-            or monotonic() > self._deadline
-        ):
-            raise NoAnswer(
-                f"an answer of {self._batches} batches and {self._bytes} bytes: it must end within "
-                f"{limits.batches} batches, {limits.payload_bytes} bytes and {limits.total_s:g} s"
-            )
 
+class SnapshotClient(Client):
+    """One snapshot of a snapshot endpoint, payload by payload."""
 
-@dataclass(frozen=True, slots=True)
-class SnapshotEndpoint:
-    """An endpoint of a publisher for snapshots alone."""
+    name, answer = "snapshot", "a snapshot"
 
-    context: Context
-    """The context of the sockets."""
-    endpoint: str
-    sockets: SocketLimits
-    limits: ReplayLimits
-    _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+    def __init__(self, endpoint: SnapshotEndpoint) -> None:
+        super().__init__(endpoint)
+        self._last = -1
+        self._has_more = True
 
-    @property
-    def may_be_asked(self) -> bool:
-        """Return False too soon after the last few snapshots: the engine stands still while it
-        makes one, and an endpoint of another process than the stream's would be asked again and
-        again."""
-        times = self._made_at
-        return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
-
-    async def ask(self) -> tuple[SnapshotClient, SnapshotHead | None]:
-        """Ask for a snapshot on a new connection; return the rest of the reply, to be closed after
-        use, and its head, None without a snapshot for now.
+    async def ask(self) -> SnapshotHead | None:
+        """Ask for the snapshot; return its head, None without a snapshot for now.
 
         Raises:
-            NoConnection: No peer, for now.
-            EndpointError: The endpoint cannot be connected to.
+            NoConnection: The peer is gone.
             NoAnswer: Silence, or a peer that left.
             MalformedReply: Not the protocol.
         """
-        connection = SocketConnection(self.context, zmq.DEALER, self.endpoint, self.sockets)
-        try:
-            await connection.open()
-            client = SnapshotClient(connection, self.limits)
-            head = await client.ask()
-        except BaseException:
-            connection.close()
-            raise
-        if head is not None:
-            self._made_at.append(monotonic())
-        return client, head
-
-
-class SnapshotClient:
-    """The reply of a snapshot endpoint, payload by payload."""
-
-    def __init__(self, connection: SocketConnection, limits: ReplayLimits) -> None:
-        self._connection = connection
-        self._limits = limits
-        self._last = -1
-        self._has_more = True
-        self._batches = self._bytes = 0
-        self._deadline = monotonic() + limits.total_s
-
-    def close(self) -> None:
-        """Close at once; safe to call again."""
-        self._connection.close()
-
-    async def ask(self) -> SnapshotHead | None:
-        """See `SnapshotEndpoint.ask`."""
-        self._connection.send([b"", encode_start(None)])
-        frames = [await self._first_frame()]
+        self._send(None)
+        first = await self._wait_for(
+            self._connection.receive_frame, self._limits.snapshot_s, "its reply"
+        )
+        frames = [self._taken(first)]
         while self._has_more and len(frames) < _HEAD_FRAMES:
             frames.append(self._frame())
         head = read_snapshot_head(frames, self._has_more)
@@ -238,50 +249,20 @@ class SnapshotClient:
         return head
 
     async def reply(self) -> Batch | None:
-        """Return the next payload, under the number of the snapshot; None at the end.
-
-        Raises:
-            NoAnswer: More than the limits allow.
-        """
+        """Return the next payload, under the number of the snapshot; None at the end."""
         if not self._has_more:
             return None
-        payload = self._frame()
-        self._batches += 1
-        self._bytes += len(payload)
-        limits = self._limits
-        if (
-            self._batches > limits.batches
-            or self._bytes > limits.payload_bytes
-            or monotonic() > self._deadline
-        ):
-            raise NoAnswer(
-                f"a snapshot of {self._batches} payloads and {self._bytes} bytes: it must have at "
-                f"most {limits.batches} and {limits.payload_bytes}, and be read within "
-                f"{limits.total_s:g} s"
-            )
-        return Batch(self._last, payload)
-
-    async def _first_frame(self) -> bytes:
-        """Wait for the reply."""
-        silent_until = monotonic() + self._limits.snapshot_s
-        while True:
-            left_s, is_down = silent_until - monotonic(), self._connection.is_down
-            found = self._connection.receive_frame()
-            if found is not None:
-                frame, self._has_more = found
-                return frame
-            if is_down:
-                raise NoAnswer("the snapshot endpoint hung up without a reply")
-            if left_s <= 0:
-                raise NoAnswer(
-                    f"the snapshot endpoint was silent for {self._limits.snapshot_s:g} s"
-                )
-            await self._connection.wait(left_s)
+        batch = Batch(self._last, self._frame())
+        self._check_limits(batch)
+        return batch
 
     def _frame(self) -> bytes:
         """Return the next frame of the reply, which has arrived as a whole."""
         found = self._connection.receive_frame()
         if found is None:
             raise NoAnswer("the snapshot endpoint hung up in the middle of its reply")
+        return self._taken(found)
+
+    def _taken(self, found: tuple[bytes, bool]) -> bytes:
         frame, self._has_more = found
         return frame

@@ -243,7 +243,7 @@ class Subscriber:
     def _recovery(self, context: zmq.Context[Any]) -> Recovery:
         options = self._options
         replay = self._replay_endpoint and ReplayEndpoint(
-            context, self._replay_endpoint, self._topic, options.socket, options.replay
+            context, self._replay_endpoint, options.socket, options.replay, self._topic
         )
         snapshots = self._snapshot_endpoint and SnapshotEndpoint(
             context, self._snapshot_endpoint, options.socket, options.replay
