@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TypeVar
 
 import zmq
+
 from kvevents.endpoints import Context
 from kvevents.errors import MalformedReply, NoAnswer
 from kvevents.messages import Batch, SnapshotHead, encode_start, read_reply, read_snapshot_head
