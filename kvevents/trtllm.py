@@ -251,33 +251,35 @@ class TrtllmTranslator:
         self._last_seq = event.seq
         problem = None
         try:
-            events = list(self._read(event))
+            events = list(self._read(event.body))
         except UNREADABLE as error:
             problem = without_values(error)
+        except MalformedBatch as error:
+            problem = str(error)
         if problem is not None:  # raised here, where no error with quoted text is kept with it
             raise MalformedBatch(f"event {event.seq}: {problem}")
         return Batch(event.seq, encode(EventBatch(0.0, events)))
 
-    def _read(self, polled: PolledEvent) -> Iterator[Event]:
-        event = _event_decoder.decode(polled.body)
+    def _read(self, body: msgspec.Raw) -> Iterator[Event]:
+        event = _event_decoder.decode(body)
         kind = _kind_decoder.decode(event.data).type
         if kind == "stored":
             stored = _stored_decoder.decode(event.data)
-            yield from self._stored(polled, self._group(polled, event), stored)
+            yield from self._stored(self._group(event), stored)
         elif kind == "removed":
             removed = _removed_decoder.decode(event.data)
-            yield from self._removed(polled, self._group(polled, event), removed)
+            yield from self._removed(self._group(event), removed)
         elif kind == "updated":
             updated = _updated_decoder.decode(event.data)
-            yield from self._updated(polled, self._group(polled, event), updated)
+            yield from self._updated(self._group(event), updated)
         elif kind == "created":
-            self._group(polled, event)
+            self._group(event)
         elif names_a_removal(kind):
-            raise MalformedBatch(f"event {polled.seq}: of an unknown type that takes blocks away")
+            raise MalformedBatch("of an unknown type that takes blocks away")
 
     # --- groups -----------------------------------------------------------------------------------
 
-    def _group(self, polled: PolledEvent, event: _PolledEvent) -> int:
+    def _group(self, event: _PolledEvent) -> int:
         if event.layer_group_id is not None:
             if event.window_size:
                 self._windows[event.layer_group_id] = event.window_size
@@ -285,9 +287,7 @@ class TrtllmTranslator:
         group = self._groups.setdefault(event.window_size, len(self._groups))
         if group > MAX_GROUP_IDX:
             del self._groups[event.window_size]
-            raise MalformedBatch(
-                f"event {polled.seq}: window_size is another than {MAX_GROUP_IDX + 1} before it"
-            )
+            raise MalformedBatch(f"window_size is another than {MAX_GROUP_IDX + 1} before it")
         return group
 
     def _window(self, group: int) -> int | None:
@@ -297,17 +297,17 @@ class TrtllmTranslator:
 
     # --- blocks -----------------------------------------------------------------------------------
 
-    def _stored(self, polled: PolledEvent, group: int, stored: _Stored) -> Iterator[Event]:
-        parent = _hash(polled, stored.parent_hash)
+    def _stored(self, group: int, stored: _Stored) -> Iterator[Event]:
+        parent = None if stored.parent_hash is None else _hash(stored.parent_hash)
         if not self._block_size:
             self._learn_size(group, parent, stored)
             if self._block_size:
-                yield from self._released(polled)
+                yield from self._released()
         if self._block_size:
-            yield from self._runs(polled, group, parent, stored)
+            yield from self._runs(group, parent, stored)
             return
         for block in stored.blocks:  # it is the only one
-            key = group, _known_hash(polled, block)
+            key = group, _hash(block.block_hash)
             self._hold_back(key, _HeldBack(parent, block, stored))
 
     def _hold_back(self, key: tuple[int, BlockHash], held_back: _HeldBack) -> None:
@@ -333,24 +333,22 @@ class TrtllmTranslator:
         elif before is not None:
             self._block_size = len(before.block.tokens)
 
-    def _released(self, polled: PolledEvent) -> Iterator[Event]:
+    def _released(
+        self,
+    ) -> Iterator[Event]:
         waiting, self._held_back, self._held_back_tokens = self._held_back, {}, 0
         for (group, _), (parent, block, origin) in waiting.items():
             lone = _Stored([block], None, origin.lora_id, origin.lora_name)
-            yield from self._runs(polled, group, parent, lone)
+            yield from self._runs(group, parent, lone)
 
-    def _runs(
-        self, polled: PolledEvent, group: int, parent: BlockHash | None, stored: _Stored
-    ) -> Iterator[Event]:
+    def _runs(self, group: int, parent: BlockHash | None, stored: _Stored) -> Iterator[Event]:
         """Yield one event for each row of blocks in the same tier."""
         run: list[_Block] = []
         for block in stored.blocks:
             if len(block.tokens) > self._block_size:
                 rule = f"blocks of this cache have {self._block_size}"
-                raise MalformedBatch(
-                    f"event {polled.seq}: a block of {len(block.tokens)} tokens: {rule}"
-                )
-            key = group, _known_hash(polled, block)
+                raise MalformedBatch(f"a block of {len(block.tokens)} tokens: {rule}")
+            key = group, _hash(block.block_hash)
             if len(block.tokens) < self._block_size:
                 self._set_apart(key, None)
                 break  # it can only be the last
@@ -358,15 +356,14 @@ class TrtllmTranslator:
             if block.tier != GPU and not self._set_apart(key, block.tier):
                 break  # its place could not be found later
             if run and (block.tier, block.cache_salt) != (run[0].tier, run[0].cache_salt):
-                yield self._run(polled, group, parent, run, stored)
-                parent, run = _known_hash(polled, run[-1]), []
+                yield self._run(group, parent, run, stored)
+                parent, run = _hash(run[-1].block_hash), []
             run.append(block)
         if run:
-            yield self._run(polled, group, parent, run, stored)
+            yield self._run(group, parent, run, stored)
 
     def _run(
         self,
-        polled: PolledEvent,
         group: int,
         parent: BlockHash | None,
         run: list[_Block],
@@ -375,7 +372,7 @@ class TrtllmTranslator:
         extra_keys = [block.extra_keys() for block in run]
         window = self._window(group)
         return BlockStored(
-            [_known_hash(polled, block) for block in run],
+            [_hash(block.block_hash) for block in run],
             parent,
             [
                 0 if isinstance(token.token_id, str) else token.token_id
@@ -393,11 +390,11 @@ class TrtllmTranslator:
             cache_salt=run[0].cache_salt,
         )
 
-    def _updated(self, polled: PolledEvent, group: int, updated: _Updated) -> Iterator[Event]:
+    def _updated(self, group: int, updated: _Updated) -> Iterator[Event]:
         change = updated.cache_level
         if change is None:
             return  # a priority: another event reports when it goes
-        key = group, _known_hash(polled, updated)
+        key = group, _hash(updated.block_hash)
         old, new = _tier(change.old_value), _tier(change.new_value)
         held_back = self._held_back.get(key)
         if held_back is not None:
@@ -411,11 +408,10 @@ class TrtllmTranslator:
             yield BlockStored([key[1]], None, [], new, group)
         yield BlockRemoved([key[1]], old, group)
 
-    def _removed(self, polled: PolledEvent, group: int, removed: _Removed) -> Iterator[Event]:
+    def _removed(self, group: int, removed: _Removed) -> Iterator[Event]:
         by_tier: dict[str, list[BlockHash]] = {}
         for each in removed.block_hashes:
-            block_hash = _hash(polled, each)
-            assert block_hash is not None
+            block_hash = _hash(each)
             key = group, block_hash
             if self._let_go(key):
                 continue
@@ -437,23 +433,13 @@ def _tier(level: int) -> str:
     return _TIERS[min(level, len(_TIERS) - 1)]
 
 
-def _known_hash(polled: PolledEvent, block: _Block | _Updated) -> BlockHash:
-    found = _hash(polled, block.block_hash)
-    assert found is not None
-    return found
-
-
-def _hash(polled: PolledEvent, value: int | str | None) -> BlockHash | None:
+def _hash(value: int | str) -> BlockHash:
     """Return a hash as the index knows it: a number, or the digest of hexadecimal digits."""
-    if value is None:
-        return None
     if isinstance(value, int):
         if value >= 2**64:
-            raise MalformedBatch(f"event {polled.seq}: a block hash must be below 2**64")
+            raise MalformedBatch("a block hash must be below 2**64")
         return value
     try:
         return bytes.fromhex(value)
     except ValueError:
-        raise MalformedBatch(
-            f"event {polled.seq}: a block hash must be a number or hexadecimal digits"
-        ) from None
+        raise MalformedBatch("a block hash must be a number or hexadecimal digits") from None
