@@ -4,7 +4,8 @@ The rule is written over one question, "is the block of group g that ends at tok
 block's hash covers the whole prefix up to its end, so the end identifies the block. A prefix of
 length L is *accepted* by
 
-- full attention (also MLA and sink): every block of `[0, L)` is present;
+- full attention (also MLA and sink): every block of `[0, L)` is present; where L lies in a block
+  (vLLM's `--prefix-match-unit`), an entry ends there or later in that block;
 - a sliding window w: the last `ceil((w - 1) / block_size)` blocks before L are present, or all if
   there are fewer;
 - chunked local attention c: the blocks from `floor(L / c) * c` to L are present;
@@ -12,9 +13,8 @@ length L is *accepted* by
 
 A group that holds layers of an EAGLE or MTP drafter (`KVCacheLayout.eagle`) must accept one block
 more than is reused, unless it is one of states. The hit is the largest L, a multiple of the
-layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition;
-`longest_hit` finds the same L by walking from block to block, and the tests compare the two
-(`tests/kvevents/test_hit_rule.py`).
+layout's `scheduler_block_size`, that every group accepts. `longest_hit` finds it by walking from
+block to block, and tests compare that with this definition (`tests/kvevents/test_hit_rule.py`).
 
 In three cases the code follows vLLM's coordinator rather than the definition, since a hit is what
 the engine really reuses: how groups agree with EAGLE (`_agree`), a short window with EAGLE and
@@ -33,58 +33,6 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 
 Present: TypeAlias = Callable[[int, int], bool]
 """`present(group_idx, end)`: is the block of that group that ends at token *end* present?"""
-
-# --- the rule, as it is defined -------------------------------------------------------------------
-
-
-def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
-    """Does *group* accept a prefix of *length* tokens?
-
-    Args:
-        length: In tokens; for any group but full attention a multiple of its block size.
-        present: `present(end)`: is the group's block that ends at token *end* present?
-    """
-    if length == 0 or group.kind is GroupKind.NOT_CACHED:
-        return True
-    if group.kind is GroupKind.MAMBA:
-        return present(length)
-    if group.kind is GroupKind.FULL and length % group.block_size:
-        return _accepts_inside_block(group, length, present)
-    return all(present(end) for end in needed_ends(group, length))
-
-
-def _accepts_inside_block(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
-    # vLLM's `--prefix-match-unit`: a hit may end inside a block if an entry ends there or later in
-    # the block.
-    whole = length - length % group.block_size
-    return accepts(group, whole, present) and any(
-        present(end) for end in range(length, whole + group.block_size + 1)
-    )
-
-
-def needed_ends(group: KVCacheGroup, length: int) -> range:
-    """Ends of the blocks that an attention group needs to accept a prefix.
-
-    For 96 tokens in blocks of 16: full attention needs `16, 32, ..., 96`; a window of 40 needs
-    `ceil(39 / 16) = 3` blocks, `64, 80, 96`; chunks of 64 need the blocks from token 64 on,
-    `80, 96`.
-
-    Args:
-        group: Not a Mamba group.
-        length: In tokens, a multiple of the group's block size.
-    """
-    size = group.block_size
-    first = 0
-    if group.kind is GroupKind.SLIDING_WINDOW:
-        first = max(0, length // size - group.window_blocks()) * size
-    elif group.kind is GroupKind.CHUNKED_LOCAL:
-        assert group.attention_chunk_size is not None
-        chunk_start = length // group.attention_chunk_size * group.attention_chunk_size
-        first = chunk_start // size * size
-    return range(first + size, length + 1, size)
-
-
-# --- the same, found quickly ----------------------------------------------------------------------
 
 
 def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
@@ -431,16 +379,24 @@ def _longest_run(
     return _align(max(run - extra, 0), step)
 
 
+def _chunk_ends(group: KVCacheGroup, length: int) -> range:
+    """Ends of the blocks from the beginning of the chunk around *length* up to there.
+
+    For 96 tokens, in blocks of 16 and chunks of 64: `80, 96`.
+    """
+    assert group.attention_chunk_size is not None
+    size = group.block_size
+    first = length // group.attention_chunk_size * group.attention_chunk_size // size * size
+    return range(first + size, length + 1, size)
+
+
 def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
     # A chunk that is not a multiple of the block size: vLLM looks only at the chunk of *limit*, not
     # at the one before, although the first block of the chunk begins there. For all others this
-    # equals `accepts`.
+    # equals the definition.
     group = layout.groups[index]
-    assert group.attention_chunk_size is not None
-    size = group.block_size
-    first = limit // group.attention_chunk_size * group.attention_chunk_size // size * size
-    ends = range(first + size, limit + 1, size)
-    run = next((end - size for end in ends if not present(index, end)), _align(limit, size))
+    missing = (end for end in _chunk_ends(group, limit) if not present(index, end))
+    run = next((end - group.block_size for end in missing), _align(limit, group.block_size))
     return _align(run, layout.scheduler_block_size)
 
 
@@ -451,14 +407,8 @@ def _longest_chunk_with_extra(
     step = math.lcm(layout.scheduler_block_size, group.block_size)
     length = _align(length, step)
     while length > 0:
-        missing = next(
-            (
-                end
-                for end in reversed(needed_ends(group, length + extra))
-                if not present(index, end)
-            ),
-            None,
-        )
+        ends = reversed(_chunk_ends(group, length + extra))
+        missing = next((end for end in ends if not present(index, end)), None)
         if missing is None:
             return length
         # Every length from the missing block on would need that block too.

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import pytest
 
 from kvevents.hit_rule import (
-    accepts,
     equal_groups,
     longest_accepted,
     longest_extended_hit,
@@ -19,7 +18,6 @@ from kvevents.hit_rule import (
 )
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from tests.support.engine_model import (
-    defined_accept,
     defined_hit,
     defined_own,
     defined_tier_hit,
@@ -187,29 +185,6 @@ def _defined_own_prefixes(case: Case) -> list[int]:
     ]
 
 
-def test_the_written_definition_accepts_what_the_design_says() -> None:
-    """`accepts` is what other parts are tested against, so it is tested itself."""
-    wrong = [case for case in random_cases(500) if not _agrees_with_accepts(case)]
-    assert smallest(wrong) == []
-
-
-def _agrees_with_accepts(case: Case) -> bool:
-    plain = KVCacheLayout.build(
-        case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size
-    )
-    return all(
-        accepts(group, length, _within(case, index))
-        is defined_accept(group, length, 0, _within(case, index), 10**9)
-        for index, group in enumerate(plain.groups)
-        for length in lengths(plain, case.prompt_tokens)
-        if length % group.block_size == 0 or group.kind in (GroupKind.FULL, GroupKind.MAMBA)
-    )
-
-
-def _within(case: Case, index: int) -> Callable[[int], bool]:
-    return lambda end: case.cache.has(index, end)
-
-
 def test_the_random_caches_give_hits_of_every_size() -> None:
     """If all hits were 0 or the whole prompt, the comparisons above would show little."""
     cases = list(random_cases(2000))
@@ -355,7 +330,6 @@ def test_groups_that_are_not_cached_have_no_say() -> None:
     assert layout.scheduler_block_size == layout.hash_block_size == 16
     assert longest_hit(layout, lambda group, end: group == 1, 160, 161) == 160
     assert longest_accepted(layout, 0, lambda group, end: False, 160, 161) == 160
-    assert accepts(NOT_CACHED, 160, lambda end: False)
 
 
 def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:

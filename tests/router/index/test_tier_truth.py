@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
-from kvevents.hit_rule import accepts, longest_extended_hit
+from kvevents.hit_rule import longest_extended_hit
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index.base import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import SOURCE, Prefix, apply
+from tests.support.engine_model import defined_accept
 
 TokenIds: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, TokenIds]
@@ -126,6 +127,9 @@ class Cache:
 
     # --- what a prompt finds ----------------------------------------------------------------------
 
+    def on_gpu(self, group: int, prompt: TokenIds) -> Callable[[int], bool]:
+        return lambda end: (group, prompt[:end]) in self.gpu
+
     def hit(self, prompt: TokenIds) -> int:
         layout, limit = self.layout, len(prompt) - 1
         step = layout.scheduler_block_size
@@ -133,7 +137,7 @@ class Cache:
             length
             for length in range(limit // step * step, -1, -step)
             if all(
-                accepts(group, length, lambda end, index=index: (index, prompt[:end]) in self.gpu)  # type: ignore[misc]
+                defined_accept(group, length, 0, self.on_gpu(index, prompt), len(prompt))
                 for index, group in enumerate(self.groups)
             )
         )
