@@ -41,7 +41,7 @@ from kvevents.live import LiveStream
 from kvevents.messages import NOTHING_PUBLISHED, Batch
 from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
 from kvevents.replay import (
-    Client,
+    EndpointClient,
     ReplayClient,
     ReplayEndpoint,
     SnapshotClient,
@@ -94,7 +94,7 @@ class Questions:
 
     def __post_init__(self) -> None:
         self._tracker = self.delivery.tracker
-        self._client: Client | None = None
+        self._client: EndpointClient | None = None
         self._next: Batch | None = None
         """The first batch of the answer under way that was not handed on; None at its end."""
         self._last_in_snapshot = NOTHING_PUBLISHED

@@ -40,7 +40,7 @@ class ReplayLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class AskedEndpoint:
     """An endpoint of a publisher, and the options of asking it."""
 
     context: Context
@@ -51,7 +51,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayEndpoint(Endpoint):
+class ReplayEndpoint(AskedEndpoint):
     """The replay endpoint of a publisher."""
 
     topic: bytes | None
@@ -59,7 +59,7 @@ class ReplayEndpoint(Endpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotEndpoint(Endpoint):
+class SnapshotEndpoint(AskedEndpoint):
     """An endpoint of a publisher for snapshots alone."""
 
     _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
@@ -87,7 +87,7 @@ def no_answer_from(replay: str | None, snapshots: str | None) -> str:
     return f"its {which} does not answer"
 
 
-class Client(ABC):
+class EndpointClient(ABC):
     """One connection that is asked, and its answer, which is bounded in time and size."""
 
     name: str
@@ -95,7 +95,7 @@ class Client(ABC):
     answer: str
     """The answer's, for errors."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: AskedEndpoint) -> None:
         self._connection = SocketConnection(
             endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets
         )
@@ -171,7 +171,7 @@ class Client(ABC):
             )
 
 
-class ReplayClient(Client):
+class ReplayClient(EndpointClient):
     """One connection to a replay endpoint, so that all its answers come from one process.
 
     Read an answer to its end before you ask the next question; to stop earlier, close the client.
@@ -220,7 +220,7 @@ class ReplayClient(Client):
         self._previous = batch.seq
 
 
-class SnapshotClient(Client):
+class SnapshotClient(EndpointClient):
     """One snapshot of a snapshot endpoint, payload by payload."""
 
     name, answer = "snapshot", "a snapshot"

@@ -250,9 +250,6 @@ CLEAR_REASONS: Mapping[Input, str] = {
 }
 """Why the consumer is cleared, by the input that leads to it."""
 
-_APPLIED = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN})
-_REFUSED = frozenset({Input.GAP, Input.IDENTITY_CHANGED, Input.MALFORMED})
-FATES = _APPLIED | _REFUSED | {Input.NEXT, Input.DUPLICATE, Input.BACKWARDS}
 
 RESULTS: Mapping[Action, frozenset[Input]] = {
     Action.ASK_FROM_LAST: frozenset(
@@ -284,9 +281,19 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
         }
     ),
     Action.FOLLOW_PAST_HOLES: frozenset(
-        _APPLIED
-        | _REFUSED
-        | {Input.REPLAY_END, Input.STRANGERS, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
+        {
+            Input.BEGINNING,
+            Input.PARTLY_KEPT,
+            Input.ALL_KNOWN,
+            Input.GAP,
+            Input.IDENTITY_CHANGED,
+            Input.MALFORMED,
+            Input.REPLAY_END,
+            Input.STRANGERS,
+            Input.CUT_SHORT,
+            Input.LOST,
+            Input.NO_ANSWER,
+        }
     ),
     Action.ASK_SNAPSHOT: frozenset({Input.SNAPSHOT_BEGINS, Input.NO_SNAPSHOT, Input.NO_ANSWER}),
     Action.TAKE_SNAPSHOT: frozenset(
@@ -299,6 +306,3 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
 }
 """The questions and the inputs that each can bring. The fate `NEXT` is not among them: inside an
 answer it is the ordinary case and is not reported."""
-
-AT_REST = FATES | {Input.SILENCE, Input.DISTRUSTED, Input.DISCONNECTED}
-"""The inputs that can come while no question is under way and the stream is connected."""

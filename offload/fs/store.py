@@ -174,11 +174,6 @@ class BlockStore(BlockFiles):
     def payload_bytes(self) -> Sequence[int]:
         return self._payload_bytes
 
-    @property
-    def keeps_hashes(self) -> bool:
-        """Return whether a block's hashes of GPU blocks are kept in its file."""
-        return max(self._gpu_blocks) > 1
-
     # --- blocks -----------------------------------------------------------------------------------
 
     @override

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kvevents.stream_repair import IMPOSSIBLE, TABLE, StreamRepair, Transition, diagram
+from docs.stream_diagram import diagram
+from kvevents.stream_repair import IMPOSSIBLE, TABLE, StreamRepair, Transition
 from kvevents.stream_state import (
-    AT_REST,
     CLEAR_REASONS,
-    FATES,
     ON_A_BATCH,
     RESULTS,
     SHOWN,
@@ -28,6 +27,14 @@ from kvevents.stream_state import (
 )
 
 QUESTIONS = frozenset(RESULTS)
+FATES = frozenset(
+    {
+        *(Input.NEXT, Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.DUPLICATE),
+        *(Input.GAP, Input.BACKWARDS, Input.IDENTITY_CHANGED, Input.MALFORMED),
+    }
+)
+AT_REST = FATES | {Input.SILENCE, Input.DISTRUSTED, Input.DISCONNECTED}
+"""What can come while no question is under way and the stream is connected."""
 HANDED_ON = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.MALFORMED})
 """Fates of a batch that is handed on behind a gap. `NEXT` is not an input then."""
 CONNECTS = frozenset({Input.CONNECTED, Input.CONNECTED_WITHOUT_REPLAY})
@@ -335,7 +342,7 @@ def test_the_drawing_says_what_the_table_says() -> None:
 
 
 def test_architecture_shows_the_drawing_of_this_table() -> None:
-    """After a change of the table, replace it by what `python -m kvevents.stream_repair` prints."""
+    """After a change of the table, replace it by what `python -m docs.stream_diagram` prints."""
     text = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     shown = re.search(
         r"<!-- stream-state -->\n+```mermaid\n(.*?)\n```\n+<!-- stream-state -->", text, re.DOTALL
@@ -346,6 +353,6 @@ def test_architecture_shows_the_drawing_of_this_table() -> None:
 
 def test_the_module_prints_the_drawing() -> None:
     """ARCHITECTURE.md is renewed with it."""
-    command = [sys.executable, "-W", "ignore", "-m", "kvevents.stream_repair"]
+    command = [sys.executable, "-W", "ignore", "-m", "docs.stream_diagram"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == diagram() + "\n"
