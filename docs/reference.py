@@ -26,7 +26,7 @@ from annotated_types import Ge, Le, MaxLen
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
-from router.config import board, discovery, policy, values
+from router.config import board, discovery, models, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
@@ -38,6 +38,7 @@ _TABLE = re.compile(r"(<!-- (options of|all) (\S+) -->\n).*?(<!-- end -->)", re.
 _CONDITION = "Change it when "
 
 _NAMED = {
+    models: {"TokenizerPath": "path"},
     values: {
         "Seconds": "seconds",
         "Count": "count",

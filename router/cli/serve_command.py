@@ -10,7 +10,7 @@ from typing import Any
 
 from router.config.certificates import listener_certificate, replica_certificate
 from router.config.document import read_text
-from router.config.schema import Overrides, RouterConfig
+from router.config.schema import RouterConfig
 from router.policies.policies import PolicySettings, make_policy
 from router.routing.models import ModelSet
 from router.serve.server import ConfigSource
@@ -54,7 +54,8 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     """Options that override the file."""
     parser.add_argument(
         "--insecure",
-        action="store_true",
+        action="store_const",
+        const=True,
         help="listen beyond this machine without a client key; as server.insecure",
     )
     parser.add_argument(
@@ -97,19 +98,27 @@ def run(arguments: argparse.Namespace) -> int:
     return run_server(config, source=ConfigSource(read, path if arguments.watch_config else None))
 
 
-def _overrides(arguments: argparse.Namespace) -> Overrides:
-    names = ("log_level", "log_format", "allow_capture")
-    given = {name: getattr(arguments, name) for name in names}
-    observability = {name: value for name, value in given.items() if value is not None}
-    return Overrides(
-        arguments.host,
-        arguments.port,
-        arguments.replica,
-        arguments.insecure or None,
-        observability,
-        arguments.threads,
-        arguments.ext_proc,
-    )
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, as a document."""
+
+    def given(**options: object) -> dict[str, object]:
+        return {name: value for name, value in options.items() if value is not None}
+
+    return {
+        "server": given(
+            host=arguments.host,
+            port=arguments.port,
+            threads=arguments.threads,
+            insecure=arguments.insecure,
+        ),
+        "replicas": [{"url": url} for url in arguments.replica],
+        "doors": {"ext_proc": given(listen=arguments.ext_proc)},
+        "observability": given(
+            log_level=arguments.log_level,
+            log_format=arguments.log_format,
+            allow_capture=arguments.allow_capture,
+        ),
+    }
 
 
 def _load(config: RouterConfig) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import Field
 
 from router.config.section import Section
-from router.config.values import PLAIN, Count, Items, KeyName, Location, Secret, TokenCount
+from router.config.values import PLAIN, Count, Items, KeyName, Secret, TokenCount
 
 
 class OperatorKeyConfig(Section, frozen=True):
@@ -60,13 +59,3 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
         """Return whether anything has to be counted or checked."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.max_in_flight, self.models)
         return any(limit is not None for limit in limits)
-
-
-def same_keys(kind: str, keys: Sequence[OperatorKeyConfig]) -> Iterator[tuple[Location, str]]:
-    """Names and keys that appear twice."""
-    for index, each in enumerate(keys):
-        for other, earlier in enumerate(keys[:index]):
-            if each.name == earlier.name:
-                yield (kind, index, "name"), f"{each.name!r}; {kind}[{other}] has it already"
-            if each.key == earlier.key:
-                yield (kind, index, "key"), f"not shown; {kind}[{other}] has it already"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, GroupSpec
@@ -20,12 +20,22 @@ from router.config.values import (
     Items,
     Location,
     Name,
+    PlacedPath,
     Tokens,
     Window,
+    placed,
+    repeated,
 )
 from router.index.base import LayoutHints, StoreHint, TierHint
 
 TOKENIZER_AT_REPLICA = "replica"
+
+
+def _placed_tokenizer(path: str, info: ValidationInfo) -> str:
+    return path if path == TOKENIZER_AT_REPLICA else placed(path, info)
+
+
+TokenizerPath = Annotated[FilePath, AfterValidator(_placed_tokenizer)]
 
 
 class GroupConfig(Section, frozen=True):
@@ -208,7 +218,7 @@ class ModelConfig(Section, frozen=True):
     """Change it when replicas serve the same model under other names. A request may use any of
     them; its `model` is rewritten where the replica has another name for it, and all else stays
     byte for byte."""
-    tokenizer: FilePath = TOKENIZER_AT_REPLICA
+    tokenizer: TokenizerPath = TOKENIZER_AT_REPLICA
     """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize.
 
     Change it when you have the model's files (`tokenizer.json`, `tokenizer_config.json`, chat
@@ -217,7 +227,7 @@ class ModelConfig(Section, frozen=True):
     tokenizer_library: Literal["auto", "tokenizers"] = "auto"
     """Change it when a vocabulary should not be trusted to `fastokens`, though it passed all
     checks; `auto` takes it where it gives the same ids."""
-    chat_template: FilePath | None = None
+    chat_template: PlacedPath | None = None
     """A file that replaces the model's own template.
 
     Change it when the engines run with a `--chat-template` of their own."""
@@ -241,11 +251,7 @@ class ModelConfig(Section, frozen=True):
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Stores of one name."""
-        names = [store.name for store in self.stores]
-        for index, name in enumerate(names):
-            first = names.index(name)
-            if first != index:
-                yield ("stores", index, "name"), f"{name!r}; stores[{first}] has it already"
+        yield from repeated("stores", [store.name for store in self.stores], "name")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from router.config.values import (
     Location,
     Seconds,
     TokenCount,
+    repeated,
 )
 
 
@@ -106,10 +107,7 @@ class OverloadConfig(Section, frozen=True):
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Classes that appear twice, a default that is not among them, and times that defeat each
         other."""
-        for index, name in enumerate(self.priorities):
-            first = self.priorities.index(name)
-            if first != index:
-                yield ("priorities", index), f"{name!r}; priorities[{first}] has it already"
+        yield from repeated("priorities", self.priorities)
         if self.breaker_max_open_s < self.breaker_open_s:
             rule = f"must be at least breaker_open_s ({self.breaker_open_s:g})"
             yield ("breaker_max_open_s",), f"{self.breaker_max_open_s:g}; {rule}"

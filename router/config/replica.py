@@ -28,6 +28,7 @@ from router.config.values import (
     Secret,
     Url,
     ZmqAddress,
+    repeated,
 )
 from router.errors import BadRequest, ConfigError
 
@@ -148,14 +149,7 @@ class ReplicaOptions(Section, frozen=True):
                 if source.endpoint.startswith(POLLED) and getattr(source, name):
                     rule = "must be left out where the endpoint is asked over HTTP"
                     yield ("kv_events", index, name), rule
-        ranks = [source.dp_rank for source in self.kv_events or ()]
-        for index, rank in enumerate(ranks):
-            first = ranks.index(rank)
-            if first != index:
-                yield (
-                    ("kv_events", index, "dp_rank"),
-                    f"{rank}; kv_events[{first}] has it already",
-                )
+        yield from repeated("kv_events", [each.dp_rank for each in self.kv_events or ()], "dp_rank")
 
 
 class ReplicaConfig(ReplicaOptions, ReplicaAddress, frozen=True):
@@ -195,15 +189,8 @@ class _ReplicaList(Section, frozen=True):
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Ids and URLs that appear twice."""
-        for key, values in (
-            ("id", [replica.replica_id for replica in self.replicas]),
-            ("url", [str(replica.origin) for replica in self.replicas]),
-        ):
-            for index, value in enumerate(values):
-                first = values.index(value)
-                if first != index:
-                    place = ("replicas", index, key)
-                    yield place, f"{value!r}; replicas[{first}] has it already"
+        yield from repeated("replicas", [each.replica_id for each in self.replicas], "id")
+        yield from repeated("replicas", [str(each.origin) for each in self.replicas], "url")
 
 
 def read_replicas(path: Path, environ: Mapping[str, str]) -> tuple[ReplicaConfig, ...]:

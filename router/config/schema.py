@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,48 +40,6 @@ from router.policies.types import Weights
 # --- the whole ------------------------------------------------------------------------------------
 
 
-class Overrides(NamedTuple):
-    """Holds the command line's options; None and an empty list leave the file's."""
-
-    host: str | None = None
-    port: int | None = None
-    replica_urls: Sequence[str] = ()
-    insecure: bool | None = None
-    observability: Mapping[str, object] = MappingProxyType({})
-    """Options of `observability`."""
-    threads: int | None = None
-    ext_proc: str | None = None
-    """The address of external processing."""
-
-    def applied_to(self, data: object) -> object:
-        """Return a document with these values; anything else is left to be refused."""
-        if not isinstance(data, dict):
-            return data
-        server, replicas = data.get("server") or {}, data.get("replicas") or []
-        names = ("host", "port", "insecure", "threads")
-        given = {name: getattr(self, name) for name in names}
-        if isinstance(server, dict):
-            server = {**server, **{key: value for key, value in given.items() if value is not None}}
-        if isinstance(replicas, list):
-            replicas = [*replicas, *({"url": url} for url in self.replica_urls)]
-        doors = data.get("doors") or {}
-        if isinstance(doors, dict) and self.ext_proc is not None:
-            picker = doors.get("ext_proc") or {}
-            listening = {"listen": self.ext_proc}
-            picker = {**picker, **listening} if isinstance(picker, dict) else picker
-            doors = {**doors, "ext_proc": picker}
-        observability = data.get("observability") or {}
-        if isinstance(observability, dict):
-            observability = {**observability, **self.observability}
-        return {
-            **data,
-            "server": server,
-            "replicas": replicas,
-            "doors": doors,
-            "observability": observability,
-        }
-
-
 class RouterConfig(Section, frozen=True):
     """Everything that is configured. Frozen; at run time replicas are added to and removed from the
     registry, not here."""
@@ -103,9 +61,7 @@ class RouterConfig(Section, frozen=True):
     board: BoardConfig = BoardConfig()
 
     @classmethod
-    def load(
-        cls, path: str | Path, environ: Mapping[str, str], overrides: Overrides | None = None
-    ) -> RouterConfig:
+    def load(cls, path: str | Path, environ: Mapping[str, str]) -> RouterConfig:
         """Read a file. Relative paths in it start at its own directory.
 
         Args:
@@ -113,7 +69,7 @@ class RouterConfig(Section, frozen=True):
         Raises:
             ConfigError: The file cannot be read, or has problems; the message lists all of them.
         """
-        return cls.from_yaml(read_text(Path(path)), environ, Path(path).parent, overrides)
+        return cls.from_yaml(read_text(Path(path)), environ, Path(path).parent)
 
     @classmethod
     def from_yaml(
@@ -121,7 +77,7 @@ class RouterConfig(Section, frozen=True):
         text: str,
         environ: Mapping[str, str],
         base_directory: Path | None = None,
-        overrides: Overrides | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> RouterConfig:
         """Read a text.
 
@@ -129,14 +85,13 @@ class RouterConfig(Section, frozen=True):
             text: The YAML document; an empty one means the defaults.
             environ: Where `${NAME}` is looked up, as `os.environ`.
             base_directory: Where relative paths start; None leaves them as they are.
-            overrides: From the command line; checked together with the text.
+            overrides: A document from the command line, checked together with the text: its values
+                replace the text's, its lists are added to them.
         Raises:
             ConfigError: With every problem in the text.
         """
         document = parse_document(text)
-        data = {} if document is None else document
-        if overrides is not None:
-            data = overrides.applied_to(data)
+        data = _overridden({} if document is None else document, overrides)
         context = {"environ": environ, "directory": base_directory}
         try:
             config = cls.model_validate(data, context=context)
@@ -145,7 +100,7 @@ class RouterConfig(Section, frozen=True):
         problems = list(_across(data, context))
         if problems:
             raise ConfigError(problems)
-        return config if base_directory is None else config._relative_to(base_directory)
+        return config
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Yield the options that name a missing key or priority class."""
@@ -240,15 +195,21 @@ class RouterConfig(Section, frozen=True):
         """The configuration as plain data, with every secret masked."""
         return self.model_dump(mode="json")
 
-    def _relative_to(self, directory: Path) -> RouterConfig:
-        models = tuple(_model_relative_to(model, directory) for model in self.models)
-        return self.model_copy(update={"models": models})
 
-
-def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:
-    tokenizer = model.tokenizer if model.tokenized_at_replica else str(directory / model.tokenizer)
-    template = None if model.chat_template is None else str(directory / model.chat_template)
-    return model.model_copy(update={"tokenizer": tokenizer, "chat_template": template})
+def _overridden(data: object, overrides: Mapping[str, Any]) -> object:
+    """Return a document with *overrides*; what is of another type is left to be refused."""
+    if not isinstance(data, dict):
+        return data
+    merged = dict(data)
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            merged[key] = _overridden(data.get(key) or {}, value)
+        elif isinstance(value, list):
+            listed = data.get(key) or []
+            merged[key] = [*listed, *value] if isinstance(listed, list) else listed
+        else:
+            merged[key] = value
+    return merged
 
 
 # --- contradictions between sections --------------------------------------------------------------

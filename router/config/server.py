@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
+from router.config.keys import ClientKeyConfig, OperatorKeyConfig
 from router.config.section import Section
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.values import (
@@ -24,6 +24,7 @@ from router.config.values import (
     ProxiedPathPattern,
     Seconds,
     Secret,
+    repeated,
 )
 
 PRIVATE_NETWORKS = (
@@ -204,7 +205,9 @@ class ServerConfig(Section, frozen=True):
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Keys that are the same, and an address that others reach without a key for clients."""
         for kind in ("client_api_keys", "operator_api_keys"):
-            yield from same_keys(kind, getattr(self, kind))
+            keys = getattr(self, kind)
+            yield from repeated(kind, [each.name for each in keys], "name")
+            yield from repeated(kind, [each.key for each in keys], "key")
         if not self.client_keys and not self.insecure and not _is_loopback(self.host):
             rule = (
                 "others reach it, and without client_api_key all of them may send prompts; "

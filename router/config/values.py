@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -75,6 +75,24 @@ def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationErro
         [InitErrorDetails(type=broken_rule(text), loc=loc, input=None) for loc, text in found],
         hide_input=True,
     )
+
+
+def repeated(
+    name: str, values: Iterable[Hashable], field: str | None = None
+) -> Iterator[tuple[Location, str]]:
+    """Yield the entries of a list that have what an earlier one has, for `Section.contradictions`.
+
+    Args:
+        name: The list's.
+        values: What each entry has, in *field*; None: the entries themselves.
+    """
+    first: dict[Hashable, int] = {}
+    for index, value in enumerate(values):
+        holder = first.setdefault(value, index)
+        if holder != index:
+            shown = "not shown" if isinstance(value, SecretStr) else repr(value)
+            place = (name, index) if field is None else (name, index, field)
+            yield place, f"{shown}; {name}[{holder}] has it already"
 
 
 def _refuse_reference(data: object) -> object:
@@ -151,7 +169,7 @@ def _variable(name: str, context: Mapping[str, Mapping[str, str]]) -> str:
     return value
 
 
-def _placed(path: str, info: ValidationInfo) -> str:
+def placed(path: str, info: ValidationInfo) -> str:
     """A path as the process finds it: relative ones start at the configuration's own directory."""
     directory = (info.context or {}).get("directory")
     return path if directory is None else str(directory / path)
@@ -310,7 +328,7 @@ PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
 Role: TypeAlias = Literal["both", "prefill", "decode"]
 """A replica's part, where prompts and responses may be computed apart."""
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
-PlacedPath = Annotated[FilePath, AfterValidator(_placed)]
+PlacedPath = Annotated[FilePath, AfterValidator(placed)]
 """The path of a file; relative to the configuration's own."""
 UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), PLAIN]
 ProxiedPathPattern = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from router.config.section import Section
-from router.config.values import PLAIN, HeaderName, Items, Location, Name
+from router.config.values import PLAIN, HeaderName, Items, Location, Name, repeated
 
 
 class VersionConfig(Section, frozen=True):
@@ -45,14 +45,7 @@ class VersionedModelConfig(Section, frozen=True):
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Versions with one label, and weights that are all zero."""
-        for key, values in (
-            ("model", [version.model for version in self.versions]),
-            ("label", [version.chosen_by for version in self.versions]),
-        ):
-            for index, value in enumerate(values):
-                first = values.index(value)
-                if first != index:
-                    rule = f"{value!r}; versions[{first}] has it already"
-                    yield ("versions", index, key), rule
+        yield from repeated("versions", [each.model for each in self.versions], "model")
+        yield from repeated("versions", [each.chosen_by for each in self.versions], "label")
         if not any(version.weight for version in self.versions):
             yield ("versions",), "all weights are 0; at least one must be above"
