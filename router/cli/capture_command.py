@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -195,51 +194,11 @@ class StreamAddress:
     """Its address for snapshots alone; with it the recording starts with the whole cache."""
 
 
-class _Output:
-    """The file, made with its first line: an error leaves no empty file, and keeps the old one.
-
-    Args:
-        header: The first line; None: it comes with the others.
-    Raises:
-        RecordingError: Nothing can be written there.
-    """
-
-    def __init__(self, path: Path, header: Header | None) -> None:
-        is_new = not path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise RecordingError(f"{path}: {error.strerror}") from None
-        if is_new:
-            path.unlink()
-        self._path = path
-        self._header = header
-        self._writer: RecordingWriter | None = None
-
-    @property
-    def writer(self) -> RecordingWriter:
-        if self._writer is None:
-            self._writer = RecordingWriter(self._path, self._header)
-        return self._writer
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._writer is not None:
-            self._writer.__exit__(kind, error, traceback)
-
-
 @dataclass(eq=False, repr=False)
 class _Recorder:
     """The consumer of the subscriber: writes every batch to the file, unchanged."""
 
-    output: _Output
+    output: RecordingWriter
     limits: CaptureLimits
     progress: Callable[[str], None]
     done: asyncio.Event
@@ -248,7 +207,7 @@ class _Recorder:
         self.captured = Captured()
 
     def apply(self, batch: Batch) -> Effect:
-        self.output.writer.frame(batch.payload)
+        self.output.frame(batch.payload)
         self.captured.batches += 1
         if self.limits.are_reached(self.captured):
             self.done.set()
@@ -287,7 +246,7 @@ async def capture(
         RecordingError: The file cannot be written.
     """
     header = Header(name=output.name.split(".")[0], source="captured by kvroute")
-    with _Output(output, header) as file:
+    with RecordingWriter(output, header) as file:
         recorder = _Recorder(file, limits, progress, done or asyncio.Event())
         subscriber = Subscriber(
             address.endpoint,
@@ -355,7 +314,7 @@ async def capture_lines(
     Raises:
         RecordingError: The file cannot be written, or a line is not a recording's.
     """
-    with _Output(output, None) as file:
+    with RecordingWriter(output) as file:
         async for line in lines:
             if not line.strip():
                 continue
@@ -366,7 +325,7 @@ async def capture_lines(
             if seen.end is not None:
                 progress(f"the recording ends here: {seen.end}")
                 break
-            file.writer.line(line)
+            file.line(line)
             captured.batches += seen.frame is not None
             captured.queries += seen.hit is not None
             if seen.hit is not None and captured.queries % 100 == 0:

@@ -217,40 +217,55 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Writes a recording, each line to disk before the next."""
+    """Writes a recording, each line to disk before the next. The file is made with its first line:
+    an error before that leaves no empty file, and keeps the old one."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         """
         Args:
             path: The file; compressed where it ends in `.gz`.
             header: None: it comes as the first of the lines.
+        Raises:
+            RecordingError: Nothing can be written there.
         """
-        self._file = _open(path, "wb")
-        if header is not None:
-            self._write(header)
+        is_new = not path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}") from None
+        if is_new:
+            path.unlink()
+        self._path = path
+        self._header = header
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> RecordingWriter:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def frame(self, payload: bytes) -> None:
         """Append the third frame of one message."""
-        self._write({"frame": base64.b64encode(payload).decode()})
+        self.line(_encoded({"frame": base64.b64encode(payload).decode()}))
 
     def query(self, query: Query) -> None:
         """Append a prompt and what the engine reused of it."""
-        self._write(query)
+        self.line(_encoded(query))
 
     def line(self, line: bytes) -> None:
         """Append a line that is encoded already, with its line break."""
+        if self._file is None:
+            self._file = _open(self._path, "wb")
+            if self._header is not None:
+                self._file.write(_encoded(self._header))
         self._file.write(line)
         self._file.flush()
 
-    def _write(self, value: Any) -> None:
-        self._file.write(msgspec.json.encode(value) + b"\n")
-        self._file.flush()
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
 
 
 def _open(path: Path, mode: str) -> IO[bytes]:
