@@ -6,9 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber
 from router.cli.recordings import Header, RecordingError, RecordingWriter
 from router.cli.running_router import OPERATOR_KEY_VARIABLE, QueryFailed, RunningRouter
+from router.cli.signals import EndedBySignal, run_until_signal
 from router.config.origin import Timeouts
 from router.doors.http.replica_views import ReplicaList
 
@@ -73,7 +73,10 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record, and print how much; the exit code is 1 if it was nothing."""
-    captured = asyncio.run(_capture(arguments))
+    captured = Captured(arguments.batches, arguments.queries, arguments.json)
+    record = _record_stream if arguments.url is None else _record_router
+    with contextlib.suppress(EndedBySignal):
+        run_until_signal(record(arguments, captured))
     is_empty = not captured.batches and not captured.queries
     if arguments.json:
         found = {"batches": captured.batches, "queries": captured.queries}
@@ -93,49 +96,16 @@ def _summary(captured: Captured, arguments: argparse.Namespace) -> str:
     return f"{counts} in {arguments.output}"
 
 
-async def _capture(arguments: argparse.Namespace) -> Captured:
-    done = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, done.set)
-    progress = (lambda _text: None) if arguments.json else _print_progress
-    limits = CaptureLimits(arguments.batches, arguments.queries, arguments.seconds)
-    if arguments.url is not None:
-        return await _capture_router(arguments, limits, progress, done)
-    address = StreamAddress(
-        arguments.endpoint,
-        arguments.replay_endpoint,
-        arguments.topic,
-        arguments.snapshot_endpoint,
-    )
-    return await capture(address, limits, arguments.output, progress, done)
-
-
-async def _capture_router(
-    arguments: argparse.Namespace,
-    limits: CaptureLimits,
-    progress: Callable[[str], None],
-    done: asyncio.Event,
-) -> Captured:
+async def _record_router(arguments: argparse.Namespace, captured: Captured) -> None:
     router = RunningRouter(arguments.url, OPERATOR_KEY_VARIABLE, _TIMEOUTS)
-    captured = Captured()
     try:
         replica = arguments.replica or await _only_replica(router)
         lines = router.lines(f"/replicas/{replica}/recording?dp_rank={arguments.rank}")
-        work = asyncio.create_task(
-            capture_lines(lines, limits, arguments.output, progress, captured)
-        )
-        end = asyncio.create_task(done.wait())
-        progress(f"recording {replica}")
-        await asyncio.wait((work, end), timeout=limits.seconds, return_when=asyncio.FIRST_COMPLETED)
-        end.cancel()
-        if work.done():
-            work.result()
-        else:
-            work.cancel()
-            await asyncio.wait((work,))
+        captured.show(f"recording {replica}")
+        with RecordingWriter(arguments.output) as file:
+            await _first_of(arguments.seconds, _write_lines(lines, file, captured))
     finally:
         await router.close()
-    return captured
 
 
 async def _only_replica(router: RunningRouter) -> str:
@@ -146,138 +116,30 @@ async def _only_replica(router: RunningRouter) -> str:
     return replicas[0].id
 
 
-def _print_progress(text: str) -> None:
-    print(f"capture: {text}", file=sys.stderr)
-
-
-# --- the recording itself -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureLimits:
-    """When to stop; None: no limit."""
-
-    batches: int | None = None
-    queries: int | None = None
-    """Queries that the engine has reported on."""
-    seconds: float | None = None
-
-    def are_reached(self, captured: Captured) -> bool:
-        """Return whether a limit is reached."""
-        return (self.batches is not None and captured.batches >= self.batches) or (
-            self.queries is not None and captured.queries >= self.queries
-        )
-
-
-@dataclass(slots=True)
-class Captured:
-    """The counts of a recording."""
-
-    batches: int = 0
-    queries: int = 0
-    """Queries that the engine has reported on."""
-    problem: str | None = None
-    """Why nothing was recorded, where that is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamAddress:
-    """The addresses of an engine's stream."""
-
-    endpoint: str
-    """Its PUB address."""
-    replay_endpoint: str | None = None
-    """Its ROUTER address; with it the recording starts with every batch the engine can replay."""
-    topic: str | None = None
-    """The topic to subscribe to; None takes every topic."""
-    snapshot_endpoint: str | None = None
-    """Its address for snapshots alone; with it the recording starts with the whole cache."""
-
-
-@dataclass(eq=False, repr=False)
-class _Recorder:
-    """The consumer of the subscriber: writes every batch to the file, unchanged."""
-
-    output: RecordingWriter
-    limits: CaptureLimits
-    progress: Callable[[str], None]
-    done: asyncio.Event
-
-    def __post_init__(self) -> None:
-        self.captured = Captured()
-
-    def apply(self, batch: Batch) -> Effect:
-        self.output.frame(batch.payload)
-        self.captured.batches += 1
-        if self.limits.are_reached(self.captured):
-            self.done.set()
-        if self.captured.batches % 100 == 0:
-            self.progress(f"{self.captured.batches} batches")
-        return Effect.KEPT
-
-    def clear(self, reason: str) -> None:
-        # A recording is the stream of one process. What follows a restart would be another one.
-        if self.captured.batches:
-            self.progress(f"the publisher started again ({reason}): the recording ends here")
-            self.done.set()
-
-    def change(self, state: SourceState) -> None:
-        self.progress(state.value)
-
-    def report(self, problem: KVEventsError) -> None:
-        self.progress(f"refused: {problem}")
-
-
-async def capture(
-    address: StreamAddress,
-    limits: CaptureLimits,
-    output: Path,
-    progress: Callable[[str], None],
-    done: asyncio.Event | None = None,
-) -> Captured:
-    """Record an engine's stream until a limit is reached or *done* is set.
-
-    Args:
-        output: The file to write, once there is a batch; compressed where it ends in `.gz`.
-        progress: Takes a line for people now and then.
-        done: Ends the recording; None leaves that to the limits.
-    Raises:
-        EndpointError: A socket cannot connect to such an address.
-        RecordingError: The file cannot be written.
-    """
-    header = Header(name=output.name.split(".")[0], source="captured by kvroute")
-    with RecordingWriter(output, header) as file:
-        recorder = _Recorder(file, limits, progress, done or asyncio.Event())
+async def _record_stream(arguments: argparse.Namespace, captured: Captured) -> None:
+    header = Header(name=arguments.output.name.split(".")[0], source="captured by kvroute")
+    with RecordingWriter(arguments.output, header) as file:
+        recorder = _Recorder(file, captured)
         subscriber = Subscriber(
-            address.endpoint,
+            arguments.endpoint,
             recorder,
-            replay_endpoint=address.replay_endpoint,
-            snapshot_endpoint=address.snapshot_endpoint,
-            topic=address.topic,
+            replay_endpoint=arguments.replay_endpoint,
+            snapshot_endpoint=arguments.snapshot_endpoint,
+            topic=arguments.topic,
         )
-        following = asyncio.create_task(subscriber.run(), name="capture")
-        limit = asyncio.create_task(recorder.done.wait(), name="capture limit")
-        silence = asyncio.create_task(_report_silence(subscriber, progress), name="capture silence")
+        silence = asyncio.create_task(_report_silence(subscriber, captured), name="silence")
         try:
-            await asyncio.wait(
-                (following, limit), timeout=limits.seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if following.done():
-                following.result()
+            await _first_of(arguments.seconds, subscriber.run(), recorder.is_over.wait())
         finally:
-            for task in (limit, silence, following):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KVEventsError):
-                await following
-        if not recorder.captured.batches:
-            recorder.captured.problem = _why_nothing(subscriber)
-        return recorder.captured
+            silence.cancel()
+            if not captured.batches:
+                captured.problem = _why_nothing(subscriber)
 
 
-async def _report_silence(subscriber: Subscriber, progress: Callable[[str], None]) -> None:
+async def _report_silence(subscriber: Subscriber, captured: Captured) -> None:
     await asyncio.sleep(_PATIENCE_S)
     if not subscriber.statistics().batches:
-        progress(f"{_why_nothing(subscriber)}; still waiting")
+        captured.show(f"{_why_nothing(subscriber)}; still waiting")
 
 
 def _why_nothing(subscriber: Subscriber) -> str:
@@ -285,6 +147,81 @@ def _why_nothing(subscriber: Subscriber) -> str:
     if statistics.connections:
         return f"{statistics.endpoint} has published nothing"
     return f"no process listens at {statistics.endpoint}"
+
+
+async def _first_of(seconds: float | None, *works: Coroutine[Any, Any, object]) -> None:
+    """Run *works* until the first has ended, for *seconds* at most; its error goes through."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- the recording itself -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Captured:
+    """The counts of a recording, and when it ends."""
+
+    most_batches: int | None
+    """Recorded at most; None: any number."""
+    most_queries: int | None
+    is_quiet: bool
+    """True: no progress is shown."""
+    batches: int = 0
+    queries: int = 0
+    """Queries that the engine has reported on."""
+    problem: str | None = None
+    """Why nothing was recorded, where that is known."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Return whether a limit is reached."""
+        return (self.most_batches is not None and self.batches >= self.most_batches) or (
+            self.most_queries is not None and self.queries >= self.most_queries
+        )
+
+    def show(self, progress: str) -> None:
+        """Print a line for people."""
+        if not self.is_quiet:
+            print(f"capture: {progress}", file=sys.stderr)
+
+
+class _Recorder:
+    """The consumer of the subscriber: writes every batch to the file, unchanged."""
+
+    def __init__(self, output: RecordingWriter, captured: Captured) -> None:
+        self.is_over = asyncio.Event()
+        self._output = output
+        self._captured = captured
+
+    def apply(self, batch: Batch) -> Effect:
+        captured = self._captured
+        self._output.frame(batch.payload)
+        captured.batches += 1
+        if captured.is_enough:
+            self.is_over.set()
+        if captured.batches % 100 == 0:
+            captured.show(f"{captured.batches} batches")
+        return Effect.KEPT
+
+    def clear(self, reason: str) -> None:
+        # A recording is the stream of one process. What follows a restart would be another one.
+        if self._captured.batches:
+            self._captured.show(f"the publisher started again ({reason}): the recording ends here")
+            self.is_over.set()
+
+    def change(self, state: SourceState) -> None:
+        self._captured.show(state.value)
+
+    def report(self, problem: KVEventsError) -> None:
+        self._captured.show(f"refused: {problem}")
 
 
 class _SeenLine(msgspec.Struct):
@@ -298,37 +235,30 @@ class _SeenLine(msgspec.Struct):
 _line_decoder = msgspec.json.Decoder(_SeenLine)
 
 
-async def capture_lines(
-    lines: AsyncIterator[bytes],
-    limits: CaptureLimits,
-    output: Path,
-    progress: Callable[[str], None],
-    captured: Captured,
+async def _write_lines(
+    lines: AsyncIterator[bytes], output: RecordingWriter, captured: Captured
 ) -> None:
     """Write the lines that a router records of one cache, until they end or a limit is reached.
 
     Args:
         lines: From the router; empty ones only show that it is there.
-        limits: When to stop; the seconds are the caller's.
-        output: The file to write; compressed where it ends in `.gz`.
     Raises:
         RecordingError: The file cannot be written, or a line is not a recording's.
     """
-    with RecordingWriter(output) as file:
-        async for line in lines:
-            if not line.strip():
-                continue
-            try:
-                seen = _line_decoder.decode(line)
-            except UNREADABLE as error:
-                raise RecordingError(f"the router's lines are not a recording: {error}") from None
-            if seen.end is not None:
-                progress(f"the recording ends here: {seen.end}")
-                break
-            file.line(line)
-            captured.batches += seen.frame is not None
-            captured.queries += seen.hit is not None
-            if seen.hit is not None and captured.queries % 100 == 0:
-                progress(f"{captured.queries} queries")
-            if limits.are_reached(captured):
-                break
+    async for line in lines:
+        if not line.strip():
+            continue
+        try:
+            seen = _line_decoder.decode(line)
+        except UNREADABLE as error:
+            raise RecordingError(f"the router's lines are not a recording: {error}") from None
+        if seen.end is not None:
+            captured.show(f"the recording ends here: {seen.end}")
+            break
+        output.line(line)
+        captured.batches += seen.frame is not None
+        captured.queries += seen.hit is not None
+        if seen.hit is not None and captured.queries % 100 == 0:
+            captured.show(f"{captured.queries} queries")
+        if captured.is_enough:
+            break
