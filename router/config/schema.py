@@ -202,11 +202,11 @@ def _overridden(data: object, overrides: Mapping[str, Any]) -> object:
         return data
     merged = dict(data)
     for key, value in overrides.items():
+        before = merged.get(key)
         if isinstance(value, Mapping):
-            merged[key] = _overridden(data.get(key) or {}, value)
-        elif isinstance(value, list):
-            listed = data.get(key) or []
-            merged[key] = [*listed, *value] if isinstance(listed, list) else listed
+            merged[key] = _overridden({} if before is None else before, value)
+        elif isinstance(value, list) and before is not None:
+            merged[key] = [*before, *value] if isinstance(before, list) else before
         else:
             merged[key] = value
     return merged

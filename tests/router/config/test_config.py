@@ -530,6 +530,36 @@ def test_what_yaml_can_say_and_the_model_cannot_is_refused_with_its_place(
     assert any(expected in found for found in problems(text))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("server: false", "server: False; expected a mapping"),
+        ("server: []", "server: a list of 0; expected a mapping"),
+        ("doors: ''", "doors: ''; expected a mapping"),
+        ("doors: {ext_proc: 0}", "doors.ext_proc: 0; expected a mapping"),
+        ("replicas: false", "replicas: False; expected a list"),
+        ("replicas: {}", "replicas: a mapping of 0; expected a list"),
+    ],
+)
+def test_the_command_line_hides_no_fault_of_the_file(text: str, expected: str) -> None:
+    """A file that one command refuses, another must not take for one that leaves a section out."""
+    given: dict[str, Any] = {
+        "server": {"port": 1},
+        "replicas": [{"url": "http://a"}],
+        "doors": {"ext_proc": {}},
+    }
+    with pytest.raises(ConfigError) as refused:
+        RouterConfig.from_yaml(text, {}, overrides=given)
+    assert expected in str(refused.value)
+
+
+def test_the_command_line_fills_what_the_file_leaves_empty() -> None:
+    """A section whose lines are all commented out is null in YAML."""
+    given: dict[str, Any] = {"server": {"port": 1}, "replicas": [{"url": "http://a"}]}
+    config = RouterConfig.from_yaml("server:\nreplicas:\n", {}, overrides=given)
+    assert (config.server.port, config.replicas[0].url) == (1, "http://a")
+
+
 def test_merged_mappings_may_be_overridden() -> None:
     """YAML's own way of sharing settings is no duplicate."""
     text = "replicas:\n- &one {url: 'http://a', speed: 2}\n- {<<: *one, url: 'http://b'}"
