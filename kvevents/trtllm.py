@@ -333,9 +333,7 @@ class TrtllmTranslator:
         elif before is not None:
             self._block_size = len(before.block.tokens)
 
-    def _released(
-        self,
-    ) -> Iterator[Event]:
+    def _released(self) -> Iterator[Event]:
         waiting, self._held_back, self._held_back_tokens = self._held_back, {}, 0
         for (group, _), (parent, block, origin) in waiting.items():
             lone = _Stored([block], None, origin.lora_id, origin.lora_name)

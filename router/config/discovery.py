@@ -19,6 +19,7 @@ from router.config.values import (
     Url,
     UrlPath,
     broken_rule,
+    repeated,
 )
 
 
@@ -193,9 +194,5 @@ class DiscoveryConfig(Section, frozen=True):
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """The same place twice."""
-        seen: dict[str, str] = {}
         for kind in ("files", "dns", "kubernetes"):
-            for index, each in enumerate(getattr(self, kind)):
-                first = seen.setdefault(each.title, f"{kind}[{index}]")
-                if first != f"{kind}[{index}]":
-                    yield (kind, index), f"{each.title!r}; {first} has it already"
+            yield from repeated(kind, [each.title for each in getattr(self, kind)])

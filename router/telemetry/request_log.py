@@ -268,7 +268,7 @@ class RequestLog:
         self._max_requests = max_requests
         self._clock = clock
         self._held: dict[int, RoutedRequest] = {}
-        self._requests = self._changes = 0
+        self._requests = 0
 
     def add(self, request: RoutedRequest) -> None:
         """Log a request that has been decided on."""
@@ -290,7 +290,6 @@ class RequestLog:
 
     def update(self, request: RoutedRequest) -> None:
         """Record a change of a request; one that was dropped is held again."""
-        self._changes += 1
         self.last_change += 1
         request.change = self.last_change
         if request.number not in self._held:
@@ -336,7 +335,7 @@ class RequestLog:
 
     def statistics(self) -> RequestLogStatistics:
         held = min(len(self._held), self._max_requests)
-        return RequestLogStatistics(held, self._requests, self._changes)
+        return RequestLogStatistics(held, self._requests, self.last_change)
 
     def _latest(self) -> list[RoutedRequest]:
         """Return the requests that changed last, the latest first."""
