@@ -44,7 +44,8 @@ class HealthConfig(Section, frozen=True):
 
     Change it when a recovered replica should pass more checks before it gets requests."""
     discovery_interval_s: Seconds = 30.0
-    """How often a healthy replica is asked again for its models and event sources.
+    """How often a healthy replica is asked again for its models and event sources, and for metrics
+    where it had none.
 
     Change it when adapters are added and removed faster than this."""
     ready_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 30.0

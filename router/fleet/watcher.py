@@ -131,6 +131,7 @@ class Watcher:
         self._check_now = asyncio.Event()
         self._healthy = asyncio.Event()
         self._discovery_due = 0.0
+        self._has_metrics = True
         self._look_now = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
         self.tasks: tuple[asyncio.Task[None], ...] = (
@@ -203,7 +204,7 @@ class Watcher:
                 self._replica.checked_at = self._clock()
                 self._listener.on_check(self._replica, error)
             is_well = self._replica.is_healthy and not self._replica.checks_fail_since
-            if is_well and self._config.scrape_metrics and self._pace.is_quiet:
+            if is_well and self._is_scraped and self._pace.is_quiet:
                 self._look_now.set()  # over the connection that was just used
             interval_s = self._pace.interval_s if is_well else self._config.interval_s
             await self._pause(self._check_now, began, interval_s)
@@ -230,14 +231,15 @@ class Watcher:
             began = self._clock()
             self._look_now.clear()
             if began >= self._discovery_due:
+                self._has_metrics = True  # ask once more
                 await self._discover()
-            if self._config.scrape_metrics and not self._published.is_live:
+            if self._is_scraped and not self._published.is_live:
                 await self._scrape()
             await self._pause(self._look_now, began, self._details_interval_s())
 
     def _details_interval_s(self) -> float:
         until_discovery_s = max(self._discovery_due - self._clock(), self._config.interval_s)
-        if not self._config.scrape_metrics:
+        if not self._is_scraped:
             return until_discovery_s
         load = self._replica.engine_load
         if self._replica.foreign_requests or (load is not None and load.waiting):
@@ -335,12 +337,21 @@ class Watcher:
             raise _Refused(path, status)
         return body
 
+    @property
+    def _is_scraped(self) -> bool:
+        """Whether its load is asked for between two discoveries."""
+        return self._config.scrape_metrics and self._has_metrics
+
     async def _scrape(self) -> None:
         own_before = self._own_requests()
+        load = None
         try:
             load = parse_engine_load(await self._body(self._config.metrics_path, MAX_METRICS_BYTES))
-        except (*UNREACHABLE, _Refused):
-            load = None
+            self._has_metrics = load is not None
+        except _Refused as refused:
+            self._has_metrics = refused.status >= 500
+        except UNREACHABLE:
+            pass
         if load is None:
             self._replica.failed_scrapes += 1
             return

@@ -1095,6 +1095,24 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"
 
 
+@pytest.mark.parametrize("page", [(b"", 404), (b"python_info 1.0\n", 200)])
+async def test_an_engine_without_metrics_is_asked_for_them_as_seldom_as_for_its_models(
+    page: tuple[bytes, int],
+) -> None:
+    """SGLang has none without an option; no answer will change before it is restarted."""
+    content, status = page
+    often = FAST.model_copy(update={"interval_s": 0.02})
+    async with setting(often) as here:
+        engine = await here.engine()
+        engine.respond("/metrics", content, status)
+        replica = here.add(engine, "r")
+        await until(lambda: engine.asked["/health"] >= 50)
+        assert 1 <= engine.asked["/metrics"] <= engine.asked["/v1/models"]
+        assert replica.engine_load is None
+        engine.respond("/metrics", METRICS)
+        await until(lambda: replica.engine_load)
+
+
 async def test_metrics_are_not_scraped_where_that_is_switched_off() -> None:
     """Some engines' metrics pages are megabytes long."""
     async with setting(FAST.model_copy(update={"scrape_metrics": False})) as here:
