@@ -129,50 +129,34 @@ class LayoutConfig(Section, frozen=True):
     def to_hints(self) -> LayoutHints:
         """The same for the index."""
         groups = tuple(group.to_group(index) for index, group in enumerate(self.groups))
-        return LayoutHints(
-            groups=groups,
-            hash_block_size=self.hash_block_size,
-            scheduler_block_size=self.scheduler_block_size,
-            eagle=self.eagle,
-            eagle_sees_last_token=self.eagle_sees_last_token,
-            prefix_replay_tokens=self.prefix_replay_tokens,
-            authoritative=self.authoritative,
-            assume_unseen=self.assume_unseen,
-            hash_seeds=self.hash_seeds,
-            tiers=tuple(tier.to_hint() for tier in self.tiers),
-        )
+        tiers = tuple(tier.to_hint() for tier in self.tiers)
+        return LayoutHints(**{**dict(self), "groups": groups, "tiers": tiers})
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Invalid groups and inconsistent sizes."""
-        broken = list(self._broken_groups())
-        yield from broken
-        if broken:
-            return
+        groups = []
+        for index, group in enumerate(self.groups):
+            made = _made(group, index)
+            if isinstance(made, str):
+                yield ("groups", index), made
+            else:
+                groups.append(made)
         if self.authoritative and not self.groups:
             yield ("authoritative",), "true; there must be groups for that"
-        elif self.groups:
-            yield from self._broken_layout()
-
-    def _broken_groups(self) -> Iterator[tuple[Location, str]]:
-        for index, group in enumerate(self.groups):
-            error = _group_error(group, index)
-            if error is not None:
-                yield ("groups", index), error
-
-    def _broken_layout(self) -> Iterator[tuple[Location, str]]:
-        groups = [group.to_group(index) for index, group in enumerate(self.groups)]
+        if not groups or len(groups) < len(self.groups):
+            return
         try:
             KVCacheLayout.build(groups, self.hash_block_size, self.scheduler_block_size, self.eagle)
         except LayoutError as error:
             yield (), str(error)
 
 
-def _group_error(group: GroupConfig, index: int) -> str | None:
+def _made(group: GroupConfig, index: int) -> KVCacheGroup | str:
+    """Return a group as the hit rule knows it, or why there can be none."""
     try:
-        group.to_group(index)
+        return group.to_group(index)
     except LayoutError as error:
         return str(error)
-    return None
 
 
 class StoreConfig(Section, frozen=True):

@@ -69,7 +69,7 @@ class Origin:
     target_prefix: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shown = f"[{self.host}]" if ":" in self.host else self.host
+        shown = in_url(self.host)
         default = self.port == DEFAULT_PORTS.get(self.scheme)
         object.__setattr__(self, "key", f"{self.scheme}://{shown}:{self.port}")
         object.__setattr__(

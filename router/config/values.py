@@ -28,7 +28,7 @@ from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
 from kvevents.errors import CurveError
 from kvevents.listener import LISTENED_TO
-from router.config.origin import Origin, OriginError
+from router.config.origin import Origin, OriginError, in_url
 
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
@@ -263,8 +263,7 @@ def reachable(endpoint: str, host: str) -> str:
     bound, colon, port = place.rpartition(":") if ":" in place else (place, "", "")
     if bound not in WILDCARD_HOSTS:
         return endpoint
-    shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}{colon}{port}{slash}{path}"
+    return f"{scheme}://{in_url(host)}{colon}{port}{slash}{path}"
 
 
 def has_wildcard_host(endpoint: str) -> bool:
